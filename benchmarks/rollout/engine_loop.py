@@ -110,6 +110,7 @@ def _timed(way: Callable[[], int]) -> TokensAndSeconds:
 
 
 def _serve_ours(pipe: Pipe, model: str) -> None:
+    from mcore_rl.engines.settings import EngineSettings
     from mcore_rl.engines.vllm.engine import VllmEngine
 
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -120,7 +121,7 @@ def _serve_ours(pipe: Pipe, model: str) -> None:
         kv_cache_gib=0.25,
     )
     # Without an end token, every response has the requested length.
-    engine = VllmEngine(model, config, dtype="float32", eos_token_ids=[], seed=1, name="engine", timeout_seconds=600)
+    engine = VllmEngine(EngineSettings(model, config, dtype="float32", seed=1, timeout_seconds=600))
 
     def batches(size: int) -> int:
         tokens, drawn = 0, requests()

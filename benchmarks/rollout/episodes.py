@@ -41,6 +41,7 @@ def run() -> list[Result]:
 
 
 def _measure(model: str) -> list[Result]:
+    from mcore_rl.engines.settings import EngineSettings
     from mcore_rl.engines.vllm.engine import VllmEngine
     from mcore_rl.rollout.episodes.load import FunctionEpisode
     from mcore_rl.rollout.episodes.player import EpisodePlayer
@@ -57,7 +58,7 @@ def _measure(model: str) -> list[Result]:
         max_concurrent_requests=CONCURRENT,
         kv_cache_gib=0.5,
     )
-    engine = VllmEngine(model, config, dtype="float32", eos_token_ids=[], seed=1, name="engine", timeout_seconds=600)
+    engine = VllmEngine(EngineSettings(model, config, dtype="float32", seed=1, timeout_seconds=600))
     loop = EngineLoop(engine)
     # A daemon: the loop never ends, and must not keep the process alive.
     threading.Thread(target=loop.serve, daemon=True).start()

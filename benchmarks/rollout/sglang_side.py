@@ -41,13 +41,14 @@ ARGUMENTS: dict[str, str | float] = {
     "mem_fraction_static": 0.3,
     "log_level": "error",
 }
-"""Arguments as in engines.sglang.scheduler."""
+"""Arguments as in engines.sglang.engine."""
 
 
 def ours(model: str) -> Generate:
     import numpy as np
 
     from mcore_rl.config.schema import RolloutConfig
+    from mcore_rl.engines.settings import EngineSettings
     from mcore_rl.engines.sglang.engine import SglangEngine
     from mcore_rl.types import GenerationRequest, SamplingOptions
 
@@ -58,7 +59,7 @@ def ours(model: str) -> Generate:
         max_concurrent_requests=RUNNING,
         kv_cache_gib=0.25,
     )
-    engine = SglangEngine(model, config, dtype="float32", eos_token_ids=[], seed=1, name="engine", timeout_seconds=600)
+    engine = SglangEngine(EngineSettings(model, config, dtype="float32", seed=1, timeout_seconds=600))
 
     def generate(requests: list[Request]) -> int:
         done: list[Completion] = []

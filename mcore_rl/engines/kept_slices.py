@@ -6,8 +6,10 @@ copies: offset and strides of a view show which box of the HF tensor it is.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -15,24 +17,12 @@ from typing import Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mcore_rl.engines.held_weights import Held
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.connection import Connection, connect_engine_rank
-from mcore_rl.weights.receive import SliceReceiver
-from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.shard_map import Box, ShardMap
-from mcore_rl.weights.verify import require_planned
+from mcore_rl.weights.slices.shard_map import Box
 
 Shape = tuple[int, ...]
 _COPY = torch.ops.aten.copy_.default
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, dtype and shape of an HF tensor that updates contain."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -56,105 +46,106 @@ class KeptSlice:
         return prod(self.size)
 
 
-@dataclass(frozen=True)
-class ConnectedRank:
-    """Engine rank that is connected to a weight sync.
-
-    boxes: the part of each HF tensor that the plan sends to the rank.
-    kept: the slices that the rank keeps.
-    """
-
-    receiver: SliceReceiver
-    boxes: Mapping[str, Box]
-    kept: Sequence[KeptSlice]
-
-
-def connect_rank(
-    connection: Connection,
-    layout: EngineLayout,
-    rank: int,
-    first_rank: int,
-    record_kept: Callable[[list[TensorSpec]], list[KeptSlice]],
-) -> ConnectedRank:
-    """Connect rank `rank` of an engine with `layout` to the sync and record the parts of tensors that it keeps.
-
-    first_rank: number of the engine's first rank among the ranks of all engines.
-    Collective: all processes of the sync.
-    Raises: WeightSyncError if this rank keeps other parts of tensors than the plan sends.
-    """
-    plan = connection.plan
-    if layout != plan.engine_layout:
-        raise WeightSyncError(f"the engine's layout is {layout}, but the sync was planned for {plan.engine_layout}")
-    receiver = connect_engine_rank(connection, first_rank + rank)
-    shard_map = ShardMap(plan.rows, layout)
-    boxes = shard_map.boxes(rank)
-    specs = [
-        TensorSpec(name, bound.dtype, shape)
-        for bound in shard_map.rows
-        for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
-    ]
-    kept = record_kept(specs)
-    require_planned({each.name: (each.start, each.size) for each in kept}, boxes, rank)
-    return ConnectedRank(receiver, boxes, kept)
-
-
-class PendingSlices:
-    """Kept slices of a rank and the number of elements that the update in progress still lacks of each."""
-
-    def __init__(self, kept: Iterable[KeptSlice]) -> None:
-        self._by_tensor: dict[str, list[KeptSlice]] = {}
-        for each in kept:
-            self._by_tensor.setdefault(each.name, []).append(each)
-        self.missing: Counter[KeptSlice] = Counter()
-
-    def begin(self) -> None:
-        """Begin an update, which must contain every slice."""
-        self.missing = Counter({each: each.numel for kept in self._by_tensor.values() for each in kept})
-
-    def parts(self, name: str, start: Shape, box: torch.Tensor) -> Iterator[tuple[KeptSlice, int, torch.Tensor]]:
-        """Intersect a received box of the HF tensor `name` with the kept slices, and count the parts as received.
-
-        start: indices of the box's first element.
-        Yields the slice, the offset of the part in the slice's parameter (its strides are the slice's), and the part.
-        Raises: WeightSyncError for a part that was already received in this update.
-        """
-        for each in self._by_tensor.get(name, ()):
-            low = tuple(map(max, each.start, start))
-            high = tuple(map(min, _end(each.start, each.size), _end(start, tuple(box.shape))))
-            if all(first < end for first, end in zip(low, high, strict=True)):
-                part = box[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
-                offset = each.offset + sum((a - b) * s for a, b, s in zip(low, each.start, each.strides, strict=True))
-                if part.numel() > self.missing[each]:
-                    raise WeightSyncError(f"received a part of {each.name} twice in one update")
-                self.missing[each] -= part.numel()
-                yield each, offset, part
-
-    def require_complete(self) -> None:
-        """Raise WeightSyncError naming tensors that were not received completely."""
-        missing = sorted({each.name for each, numel in self.missing.items() if numel})
-        if missing:
-            raise WeightSyncError(f"the update lacks all or part of {', '.join(missing[:8])}")
-
-
 class LoadsWeights(Protocol):
     """Model of an engine."""
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], /) -> object: ...
 
 
-def record(
-    model: LoadsWeights, places: Mapping[int, tuple[str, str]], specs: Iterable[TensorSpec], engine: str
-) -> list[KeptSlice]:
-    """Record the slices that `model` keeps of these tensors. Its parameters are not changed.
+class SliceLoader(ABC):
+    """Loads boxes of HF tensors into the model of an engine rank.
 
-    places: (module, parameter) by storage_key.
-    engine: name for messages.
-    Raises: WeightSyncError naming a parameter that a loader computes instead of copying it.
+    `record` finds the slices that the rank keeps, `keep` expects them in every later update, and an update is `begin`,
+    `put` for each received box, `finish`.
     """
-    recorder = _Recorder(places)
-    stand_ins = [(spec.name, recorder.stand_in(spec)) for spec in specs]
-    with recorder:
-        model.load_weights(iter(stand_ins))
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._modules: dict[str, torch.nn.Module] = {}
+        self._kept: dict[str, list[KeptSlice]] = {}
+        self._missing: Counter[KeptSlice] = Counter()
+        """Number of elements that the update in progress still lacks of each slice."""
+
+    def context(self) -> AbstractContextManager[None]:
+        """Return the context in which all other methods are called."""
+        return torch.no_grad()
+
+    @abstractmethod
+    def record(self, whole: Mapping[str, torch.Tensor]) -> list[KeptSlice]:
+        """Record the slices that the model keeps of these meta tensors, after discarding an unfinished update. The
+        model's parameters are not changed.
+
+        Raises: WeightSyncError naming a parameter that a loader computes instead of copying it.
+        """
+
+    @abstractmethod
+    def held(self, boxes: Mapping[str, Box]) -> Iterator[Held]:
+        """Yield the weights that the kernels use. `boxes`: the expected part of each HF tensor.
+
+        Raises: WeightSyncError for a module whose memory layout is unknown.
+        """
+
+    @abstractmethod
+    def _parameter_names(self) -> set[str]:
+        """Return the names of the parameters that updates contain."""
+
+    @abstractmethod
+    def _copy(self, kept: KeptSlice, offset: int, source: torch.Tensor) -> None:
+        """Copy a part of a slice to `offset` of its parameter."""
+
+    def keep(self, kept: Sequence[KeptSlice]) -> None:
+        """Expect these slices in every later update.
+
+        Raises: WeightSyncError for parameters that no tensor contains.
+        """
+        self._modules, self._kept = dict(self._model.named_modules()), {}
+        for each in kept:
+            self._kept.setdefault(each.name, []).append(each)
+        without = self._parameter_names() - {f"{each.module}.{each.parameter}" for each in kept}
+        tables = ((name, getattr(module, "shard_indices", None)) for name, module in self._modules.items())
+        # This rank's part of a vocabulary may be padding only.
+        without -= {f"{name}.weight" for name, shard in tables if shard is not None and not shard.num_org_elements}
+        if without:
+            raise WeightSyncError(f"no tensor of the trainer contains {', '.join(sorted(without))}")
+
+    def begin(self) -> None:
+        """Begin an update, which must contain every slice. Discards an unfinished one."""
+        self._missing = Counter({each: each.numel for kept in self._kept.values() for each in kept})
+
+    def put(self, name: str, start: Shape, box: torch.Tensor) -> None:
+        """Copy the kept parts of a box of the HF tensor `name`. The memory of `box` may be reused afterwards.
+
+        start: indices of the box's first element.
+        Raises: WeightSyncError for a part that was already received in this update.
+        """
+        for each in self._kept.get(name, ()):
+            low = tuple(map(max, each.start, start))
+            high = tuple(map(min, _end(each.start, each.size), _end(start, tuple(box.shape))))
+            if all(first < end for first, end in zip(low, high, strict=True)):
+                part = box[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
+                offset = each.offset + sum((a - b) * s for a, b, s in zip(low, each.start, each.strides, strict=True))
+                if part.numel() > self._missing[each]:
+                    raise WeightSyncError(f"received a part of {each.name} twice in one update")
+                self._missing[each] -= part.numel()
+                self._copy(each, offset, part)
+
+    def finish(self) -> None:
+        """Finish the update.
+
+        Raises: WeightSyncError naming tensors that were not received completely.
+        """
+        missing = sorted({each.name for each, numel in self._missing.items() if numel})
+        if missing:
+            raise WeightSyncError(f"the update lacks all or part of {', '.join(missing[:8])}")
+
+
+def record(
+    model: LoadsWeights, places: Mapping[int, tuple[str, str]], whole: Mapping[str, torch.Tensor], engine: str
+) -> list[KeptSlice]:
+    """Implement SliceLoader.record. `places`: (module, parameter) by storage_key. `engine`: name for messages."""
+    recorder = _Recorder(places, whole)
+    with torch.no_grad(), recorder:
+        model.load_weights(iter(whole.items()))
     if recorder.computed:
         raise WeightSyncError(
             f"{engine}'s loaders compute {', '.join(recorder.computed[:8])} instead of copying it, so slices of it "
@@ -168,19 +159,14 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 class _Recorder(TorchDispatchMode):
-    """Intercepts copies from stand-ins, and records them instead of executing them."""
+    """Intercepts copies from the meta tensors `whole`, and records them instead of executing them."""
 
-    def __init__(self, places: Mapping[int, tuple[str, str]]) -> None:
+    def __init__(self, places: Mapping[int, tuple[str, str]], whole: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.kept: list[KeptSlice] = []
         self.computed: list[str] = []
         self._places = places
-        self._sources: dict[int, tuple[str, torch.Tensor]] = {}
-
-    def stand_in(self, spec: TensorSpec) -> torch.Tensor:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        self._sources[storage_key(tensor)] = spec.name, tensor
-        return tensor
+        self._sources = {storage_key(tensor): (name, tensor) for name, tensor in whole.items()}
 
     def __torch_dispatch__(
         self,
@@ -189,7 +175,7 @@ class _Recorder(TorchDispatchMode):
         args: tuple[torch.Tensor, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        # Only copies from stand-ins are intercepted; loaders also view, narrow and initialise tensors.
+        # Only copies from meta tensors are intercepted; loaders also view, narrow and initialise tensors.
         if func is not _COPY or not args[1].is_meta:
             return func(*args, **(kwargs or {}))
         target, view = args[:2]
@@ -197,7 +183,7 @@ class _Recorder(TorchDispatchMode):
             return target  # this rank's share of the vocabulary is padding only
         name, whole = self._sources.get(storage_key(view), ("", None))
         module, parameter = self._places.get(storage_key(target), ("", ""))
-        # Not a view of a stand-in, or not into a parameter: the loader has computed the values.
+        # Not a view of a whole tensor, or not into a parameter: the loader has computed the values.
         kept = None if whole is None or not parameter else _kept(whole, view, target)
         if kept is None:
             self.computed.append(f"{module}.{parameter}" if parameter else name or "a temporary tensor")
@@ -234,7 +220,4 @@ def _end(start: Shape, size: Shape) -> Shape:
 
 def _indices(whole: torch.Tensor, offset: int) -> Shape:
     """Return the indices of the element of a contiguous tensor at this offset."""
-    indices = []
-    for length, stride in zip(whole.shape, whole.stride(), strict=True):
-        indices.append(offset // stride % length)
-    return tuple(indices)
+    return tuple(offset // stride % length for length, stride in zip(whole.shape, whole.stride(), strict=True))

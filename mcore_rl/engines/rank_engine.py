@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, Protocol
 
+from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.stepped_engine import SteppedEngine
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.connection import Connection
@@ -20,18 +20,26 @@ class AllRanks(Protocol):
         """Call a method on all ranks. Returns the results by rank."""
 
 
-class RanksReceiver:
-    """Receiver of weight updates for the ranks of one engine, independent of the transport. Lists are ordered by rank.
+class RankEngine(SteppedEngine):
+    """SteppedEngine whose model runs on ranks, which receive weight updates and can sleep.
 
-    ranks: calls the same methods on the ranks of every engine (`endpoint`, `connect_weights`, `begin_update`, ...).
-    reset_prefix_cache: called after an update, see RankEngine._reset_prefix_cache.
+    The ranks of every engine have the methods of RankMemory. Lists are ordered by rank.
     """
 
-    def __init__(self, ranks: AllRanks, reset_prefix_cache: Callable[[bool], None]) -> None:
-        self.version = 0
-        self._ranks = ranks
-        self._reset_prefix_cache = reset_prefix_cache
-        self._complete = True
+    weight_version = 0
+    _ranks: AllRanks
+    _complete = True
+    """False after an update was begun, until an update has been completed."""
+    _asleep: frozenset[str] = frozenset()
+    """Parts that are asleep: "weights", "kv_cache"."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings.rollout_config, captures_routing=settings.capture_routing, decode=settings.decode)
+        self._settings = settings
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the ranks."""
 
     def endpoints(self) -> list[Endpoint]:
         """Return the location of each engine rank."""
@@ -65,41 +73,28 @@ class RanksReceiver:
         Raises: WeightSyncError if a tensor of the model was not received.
         """
         self._ranks.call("finish_update")
-        earlier = self.version
+        earlier = self.weight_version
         # Set before the reset, which may submit requests again: they must run with the new version.
-        self.version, self._complete = version, True
+        self.weight_version, self._complete = version, True
         try:
             self._reset_prefix_cache(recompute)
         except BaseException:
             # The cache may contain entries of earlier weights, so only another complete update makes it usable.
-            self.version, self._complete = earlier, False
+            self.weight_version, self._complete = earlier, False
             raise
 
     def compare(self) -> list[Comparison]:
         """Compare digests of the tensors that the engine uses with digests that the trainer ranks send meanwhile."""
-        self.require_complete()
+        self._require_complete()
         return self._ranks.call("compare_weights")
 
-    def require_complete(self) -> None:
+    def _require_complete(self) -> None:
         """Raise WeightSyncError if an update was begun and no update has been completed since."""
         if not self._complete:
             raise WeightSyncError(
-                f"the engine holds a part of the update after version {self.version}; it is usable "
+                f"the engine holds a part of the update after version {self.weight_version}; it is usable "
                 "only after a complete update"
             )
-
-
-class RankEngine(SteppedEngine):
-    """SteppedEngine whose model runs on ranks, which receive weight updates and can sleep."""
-
-    _ranks: AllRanks
-    receiver: RanksReceiver
-    _asleep: frozenset[str] = frozenset()
-    """Parts that are asleep: "weights", "kv_cache"."""
-
-    @property
-    def weight_version(self) -> int:
-        return self.receiver.version
 
     def sleep(self, *, keep_weights: bool) -> int:
         """Implement ports.Engine.sleep."""
@@ -130,11 +125,7 @@ class RankEngine(SteppedEngine):
     def _require_ready(self) -> None:
         if self._asleep:
             raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}); call wake_up() first")
-        self.receiver.require_complete()
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """End the ranks."""
+        self._require_complete()
 
     @abstractmethod
     def _empty_prefix_cache(self, recompute: bool) -> bool:

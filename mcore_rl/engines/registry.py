@@ -7,19 +7,19 @@ from collections.abc import Callable
 from types import ModuleType
 
 from mcore_rl.engines.rank_engine import RankEngine
+from mcore_rl.engines.settings import EngineSettings
 
 _CLASSES = {"vllm": "VllmEngine", "sglang": "SglangEngine"}
 
 
-def engine_class(name: str) -> Callable[..., RankEngine]:
-    """Return the engine's class. Its constructor has the arguments of VllmEngine."""
-    engine: Callable[..., RankEngine] = getattr(_module(name), _CLASSES[name])
+def engine_class(name: str) -> Callable[[EngineSettings], RankEngine]:
+    engine: Callable[[EngineSettings], RankEngine] = getattr(_module(name), _CLASSES[name])
     return engine
 
 
-def follower(name: str) -> Callable[..., None]:
+def follower(name: str) -> Callable[[EngineSettings], None]:
     """Return the function that runs an engine's ranks on a host other than its first: see engines.vllm.engine."""
-    follow: Callable[..., None] = _module(name).follow
+    follow: Callable[[EngineSettings], None] = _module(name).follow
     return follow
 
 

@@ -56,12 +56,20 @@ def serve_calls(connection: Connection, function: Callable[[Message], object]) -
 
 
 def answer(connection: Connection, call: Callable[[], object]) -> None:
-    """Send (OK, result), (REFUSED, (type, text)) for a McoreRLError, or (FAILED, end of the traceback) for any other
+    """Send the outcome of a call."""
+    # Sending pickles the result before it writes, so an error leaves the stream intact.
+    kind, content = outcome(lambda: connection.send((OK, call())))
+    if kind != OK:
+        connection.send((kind, content))
+
+
+def outcome(call: Callable[[], object]) -> tuple[str, object]:
+    """Return (OK, result), (REFUSED, (type, text)) for a McoreRLError, or (FAILED, end of the traceback) for any other
     error."""
     try:
-        connection.send((OK, call()))  # pickles the result before it writes, so an error leaves the stream intact
+        return OK, call()
     except McoreRLError as error:
-        connection.send((REFUSED, (type(error), str(error))))
+        return REFUSED, (type(error), str(error))
     except Exception as error:
         lines = "".join(traceback.format_exception(error)).splitlines()
-        connection.send((FAILED, "\n".join(lines[-TRACE_LINES:])))
+        return FAILED, "\n".join(lines[-TRACE_LINES:])

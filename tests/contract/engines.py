@@ -44,13 +44,10 @@ def one_character_per_token(token_ids: Sequence[int]) -> str:
 
 
 def _build(kind: str, directory: str, settings: dict[str, Any]) -> Any:
-    if kind == "sglang":
-        from mcore_rl.engines.sglang.engine import SglangEngine
+    from mcore_rl.engines.registry import engine_class
+    from mcore_rl.engines.settings import EngineSettings
 
-        return SglangEngine(directory, **settings)
-    from mcore_rl.engines.vllm.engine import VllmEngine
-
-    return VllmEngine(directory, **settings)
+    return engine_class(kind)(EngineSettings(directory, **settings))
 
 
 def _serve(connection: Any, kind: str, directory: str, settings: dict[str, Any]) -> None:
@@ -81,7 +78,7 @@ def _serve(connection: Any, kind: str, directory: str, settings: dict[str, Any])
 
 
 class RemoteEngine:
-    """Engine and RanksReceiver in another process. Errors are raised here with their type."""
+    """RankEngine in another process. Errors are raised here with their type."""
 
     def __init__(self, kind: str, directory: Path, **settings: Any) -> None:
         self.kind, self.directory, self.settings = kind, directory, settings
@@ -93,7 +90,7 @@ class RemoteEngine:
         self._answer()
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> Any:
-        """Call a method by name (for example `receiver.connect`), or a function with the engine as first argument."""
+        """Call a method by name (for example `connect`), or a function with the engine as first argument."""
         self._connection.send((method, args))
         return self._answer()
 

@@ -71,7 +71,7 @@ class HFTrainer:
         connection = Connection(self.plan, rendezvous, segments, TIMEOUT_SECONDS)
         try:
             connecting = [self._pool.submit(setup.connect, connection) for setup in self.setups]
-            self._engine.call("receiver.connect", connection, 0)
+            self._engine.call("connect", connection, 0)
             self._senders = [each.result() for each in connecting]
         finally:
             for setup in self.setups:
@@ -88,9 +88,9 @@ class HFTrainer:
 
     def publish(self, version: int) -> None:
         with self.sending():
-            self._engine.call("receiver.begin_update")
+            self._engine.call("begin_update")
             self.receive(range(self.plan.num_rounds))
-            self._engine.call("receiver.finish_update", version)
+            self._engine.call("finish_update", version)
 
     def receive(self, rounds: range) -> None:
         """Receive these rounds. Each rank of the engine acknowledges the planned bytes."""
@@ -98,7 +98,7 @@ class HFTrainer:
         planned = [[sum(placed.message.num_bytes for placed in messages.at(sync_round)) for messages in incoming]
                    for sync_round in rounds]  # fmt: skip
         for sync_round, num_bytes in zip(rounds, planned, strict=True):
-            assert self._engine.call("receiver.receive_bucket", sync_round) == num_bytes
+            assert self._engine.call("receive_bucket", sync_round) == num_bytes
 
     def certify(self) -> int:
         """Compare the ranks' tensors with the tensors of the engine's kernels. Returns the number of tensors.
@@ -106,7 +106,7 @@ class HFTrainer:
         Raises: WeightSyncError naming tensors that differ.
         """
         sending = self._on_ranks(WeightSender.send_digests)
-        ranks = self._engine.call("receiver.compare")
+        ranks = self._engine.call("compare")
         for each in sending:
             each.result()
         require_equal(ranks, "the engine")

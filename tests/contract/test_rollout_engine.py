@@ -385,10 +385,9 @@ def test_vllm_kv_cache_too_small_names_key(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     code = (
         "import sys; from mcore_rl.config.schema import RolloutConfig; from mcore_rl.errors import ConfigError\n"
-        "from mcore_rl.engines.vllm.engine import VllmEngine\n"
-        "try: VllmEngine(sys.argv[1], RolloutConfig(max_prompt_tokens=32, max_response_tokens=200, "
-        "kv_cache_gib=1e-5), dtype='float32', eos_token_ids=[1], seed=1, "
-        "name='engine', timeout_seconds=60)\n"
+        "from mcore_rl.engines.settings import EngineSettings; from mcore_rl.engines.vllm.engine import VllmEngine\n"
+        "config = RolloutConfig(max_prompt_tokens=32, max_response_tokens=200, kv_cache_gib=1e-5)\n"
+        "try: VllmEngine(EngineSettings(sys.argv[1], config, dtype='float32', seed=1, timeout_seconds=60))\n"
         "except ConfigError as error: print(error); sys.exit(2)\n"
     )
     result = subprocess.run(

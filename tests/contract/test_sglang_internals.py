@@ -53,12 +53,12 @@ def test_start_rejected_model_reports_reason_and_leaves_no_files(tmp_path: Path)
     tiny_model("deepseek_v3", hidden_size=128, **(DIVIDED_BY_TWO | LATENT)).save_pretrained(tmp_path)
     code = (
         "import os, sys\nfrom pathlib import Path\nfrom mcore_rl.config.schema import RolloutConfig\n"
-        "from mcore_rl.engines.sglang.engine import SglangEngine\nfrom mcore_rl.errors import ConfigError\n"
+        "from mcore_rl.engines.settings import EngineSettings\nfrom mcore_rl.errors import ConfigError\n"
+        "from mcore_rl.engines.sglang.engine import SglangEngine\n"
         "started = []\nfrom mcore_rl.engines.sglang import processes\nstart = processes.start_rank\n"
         "processes.start_rank = lambda *given: started.append(start(*given)) or started[-1]\n"
         "config = RolloutConfig(engine='sglang', max_prompt_tokens=8, max_response_tokens=8, kv_cache_gib=0.03)\n"
-        "try: SglangEngine(sys.argv[1], config, dtype='float32', eos_token_ids=[1], seed=1, name='engine',"
-        " timeout_seconds=60)\n"
+        "try: SglangEngine(EngineSettings(sys.argv[1], config, dtype='float32', seed=1, timeout_seconds=60))\n"
         "except ConfigError as error: print(error)\n"
         "(rank,) = started\n"
         "print([path.name for path in Path('/dev/shm').glob(f'sglang_loads_mcore{rank.pid}_*')])\n"

@@ -271,13 +271,13 @@ def test_submit_duplicate_running_id_raises_and_ids_are_reusable(engine: RemoteE
 
 def _publish(trainer: HFTrainer, version: int, recompute: bool) -> None:
     with trainer.sending():
-        trainer._engine.call("receiver.begin_update")
+        trainer._engine.call("begin_update")
         trainer.receive(range(trainer.plan.num_rounds))
         trainer._engine.call(partial(_finish_update, version=version, recompute=recompute))
 
 
 def _finish_update(engine: Any, version: int, recompute: bool) -> None:
-    engine.receiver.finish_update(version, recompute=recompute)
+    engine.finish_update(version, recompute=recompute)
 
 
 @torch.no_grad()

@@ -117,7 +117,7 @@ def _fail_on(engine: Any, ranks: list[int], bucket_error: str) -> None:
     def change(wrapper: Any) -> None:
         worker = wrapper.worker
 
-        loader = worker._slice_loader
+        loader = worker._loader
 
         def put(*box: Any) -> None:
             type(loader).put(loader, *box)
@@ -138,7 +138,7 @@ def test_update_engine_error_names_ranks_and_is_raised_once(two_ranks: Any, rank
         pytest.skip("looks into vLLM")
     trainer = HFTrainer(model(9), engine, TINY_BUCKET, 2)
     with trainer.sending(complete=False):
-        engine.call("receiver.begin_update")
+        engine.call("begin_update")
         trainer.receive(range(3))
         engine.call(_fail_on, ranks, "no such layer")
         with pytest.raises(WorkerDiedError) as caught:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mcore_rl.engines.vllm.arguments import model_arguments
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.settings import EngineSettings
+from mcore_rl.engines.vllm.arguments import engine_arguments
 from model_converters.errors import ConversionError
 from model_converters.hf.index import read_headers
 from model_converters.hf.unlisted_files import find_unlisted
@@ -40,7 +42,8 @@ def test_vllm_load_format_hf_reads_only_indexed_files(
     directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """vLLM's default prefers Mistral's consolidated file to the index."""
-    arguments = model_arguments(_model(tmp_path_factory), dtype="float32", seed=0, load_weights=True)
+    settings = EngineSettings(_model(tmp_path_factory), RolloutConfig(), dtype="float32", seed=0, timeout_seconds=60)
+    arguments = engine_arguments(settings)
     listed = {"model-1.safetensors", "model-2.safetensors"}
     assert read_by_vllm(directory, arguments["load_format"]) == listed
     assert read_by_vllm(directory, "auto") == {"consolidated.safetensors"}

@@ -168,7 +168,7 @@ def test_update_after_broken_update_is_complete(session: Session) -> None:
     """vLLM would silently continue an unfinished reload with wrong results."""
     trainer = session.trainer(5, TINY_BUCKET, 2)
     with pytest.raises(WeightSyncError, match="attached, not updating"):
-        session.engine.call("receiver.receive_bucket", 0)
+        session.engine.call("receive_bucket", 0)
     for received in break_points(trainer):
         check_recovery(session.engine, trainer, received, greedy=session.dtype == "float32")
     # A new sender with another bucket size replaces the failed one.

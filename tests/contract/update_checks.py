@@ -37,15 +37,15 @@ def check_greedy(engine: RemoteEngine, model: Any, version: int) -> None:
 def break_update(engine: RemoteEngine, trainer: HFTrainer, received: int) -> None:
     """Break an update after `received` rounds: with an error on every rank, or silently if `received` is 0."""
     with trainer.sending(complete=False):
-        engine.call("receiver.begin_update")
+        engine.call("begin_update")
         trainer.receive(range(received))
         if received:
             with pytest.raises(
                 WeightSyncError, match=rf"round {received + 1} was requested, but round {received} is next"
             ):
-                engine.call("receiver.receive_bucket", received + 1)
+                engine.call("receive_bucket", received + 1)
             with pytest.raises(WeightSyncError, match="broken"):
-                engine.call("receiver.finish_update", 9)
+                engine.call("finish_update", 9)
 
 
 def check_recovery(engine: RemoteEngine, trainer: HFTrainer, received: int, *, greedy: bool = True) -> None:
@@ -55,7 +55,7 @@ def check_recovery(engine: RemoteEngine, trainer: HFTrainer, received: int, *, g
     with pytest.raises(WeightSyncError, match="holds a part of the update"):
         engine.generate([request])
     with pytest.raises(WeightSyncError, match="holds a part of the update"):
-        engine.call("receiver.compare")
+        engine.call("compare")
     trainer.perturb(received)
     trainer.connect()
     trainer.publish(100 + received)

@@ -2,73 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from mcore_rl.config.roles import ROLLOUT, KeyNames
-from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
-from mcore_rl.engines.rank_engine import RankEngine, RanksReceiver
+from mcore_rl.engines.rank_engine import RankEngine
+from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.sglang.processes import RankProcesses, start_rank
 from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
-from mcore_rl.engines.stop_strings import Decode
 from mcore_rl.errors import ConfigError
 from mcore_rl.processes.child import kill_all
 from mcore_rl.weights.engine_config import engine_overrides
 
+SPARE_TOKENS = 6
+"""Tokens added to SGLang's context length. It truncates responses two tokens before the end of the context, and rejects
+prompts (including a partial response) that reach into its last six tokens (tp_worker.py, scheduler.py)."""
+
 
 class SglangEngine(RankEngine):
-    """SGLang engine of rollout.tp ranks. Arguments: see VllmEngine.
+    """SGLang engine.
 
     Raises: ConfigError for settings that SGLang does not support, and if SGLang is not installed.
     """
 
     _ranks: RankProcesses
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        rollout_config: RolloutConfig,
-        *,
-        dtype: str,
-        eos_token_ids: Sequence[int],
-        seed: int,
-        name: str,
-        timeout_seconds: float,
-        load_weights: bool = True,
-        capture_routing: bool = False,
-        hosts: EngineHosts = ONE_HOST,
-        decode: Decode | None = None,
-        names: KeyNames = ROLLOUT,
-    ) -> None:
-        super().__init__(rollout_config, captures_routing=capture_routing, decode=decode)
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
         if torch.cuda.is_available():  # not checked earlier: cluster.device=auto is resolved with torch
             raise ConfigError("rollout.engine=sglang supports CPU only; set cluster.device=cpu or rollout.engine=vllm")
-        self._eos_token_ids = list(eos_token_ids)
-        settings = RankSettings(
-            model=str(model_dir),
-            overrides=engine_overrides(model_dir, load_weights=load_weights, key=names.checkpoint),
-            rank=0,
-            num_ranks=rollout_config.tp,
-            init_method="",
-            dtype=dtype,
-            load_weights=load_weights,
-            context_tokens=rollout_config.max_prompt_tokens + rollout_config.max_response_tokens,
-            max_requests=rollout_config.max_concurrent_requests,
-            max_batched_tokens=rollout_config.max_batched_tokens,
-            kv_cache_bytes=int(rollout_config.kv_cache_gib * 2**30),
-            captures_routing=capture_routing,
-            seed=seed,
-        )
-        self._ranks = RankProcesses(settings, name, timeout_seconds, hosts)
+        cache_bytes = int(settings.rollout_config.kv_cache_gib * 2**30)
+        ranks = RankSettings(_server_arguments(settings), settings.rollout_config.tp, cache_bytes)
+        self._ranks = RankProcesses(ranks, settings.name, settings.timeout_seconds, settings.hosts)
         self.vocab_size = self._ranks.vocab_size
-        self.receiver = RanksReceiver(self._ranks, self._reset_prefix_cache)
 
     def shutdown(self) -> None:
         self._ranks.end()
@@ -79,22 +50,21 @@ class SglangEngine(RankEngine):
         return all(self._ranks.call("reset_prefix_cache", recompute))
 
     def _add(self, added: Mapping[str, ActiveRequest]) -> None:
-        requests = [self._new(engine_id, entry) for engine_id, entry in added.items()]
-        self._ranks.call("add", requests)
+        self._ranks.call("add", [self._new(engine_id, entry) for engine_id, entry in added.items()])
 
     def _new(self, engine_id: str, entry: ActiveRequest) -> NewRequest:
-        sampling = entry.request.sampling
-        return NewRequest(
-            engine_id=engine_id,
-            token_ids=entry.request.token_ids.tolist() + entry.token_ids,
-            seed=entry.request.seed,
-            max_new_tokens=sampling.max_response_tokens - len(entry.token_ids),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=self._eos_token_ids,
-            salt=f"version {self.weight_version}",
-        )
+        sampling, stops = entry.request.sampling, list(self._settings.eos_token_ids)
+        parameters = {
+            "max_new_tokens": sampling.max_response_tokens - len(entry.token_ids),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": stops,
+            "ignore_eos": not stops,
+            "sampling_seed": entry.request.seed,
+        }
+        token_ids = entry.request.token_ids.tolist() + entry.token_ids
+        return NewRequest(engine_id, token_ids, parameters, salt=f"version {self.weight_version}")
 
     def _run_step(self) -> list[StepOutput]:
         # SGLang steps an aborted request once more.
@@ -108,12 +78,38 @@ class SglangEngine(RankEngine):
         return routing
 
 
-def follow(
-    model_dir: str | Path, config: RolloutConfig, hosts: EngineHosts, *, dtype: str, seed: int, timeout_seconds: float
-) -> None:
+def _server_arguments(settings: EngineSettings) -> dict[str, object]:
+    config = settings.rollout_config
+    arguments: dict[str, object] = {
+        "model_path": str(settings.model_dir),
+        "json_model_override_args": json.dumps(
+            engine_overrides(settings.model_dir, load_weights=settings.load_weights, key=settings.names.checkpoint)
+        ),
+        "device": "cpu",
+        "dtype": settings.dtype,
+        "load_format": "auto" if settings.load_weights else "dummy",
+        "skip_tokenizer_init": True,
+        "disable_overlap_schedule": True,  # with overlap a step returns the previous batch
+        "context_length": config.max_prompt_tokens + config.max_response_tokens + SPARE_TOKENS,
+        "max_running_requests": config.max_concurrent_requests,
+        "tp_size": config.tp,
+        "random_seed": settings.seed,
+        "log_level": "error",
+        "enable_return_routed_experts": settings.capture_routing,
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "mem_fraction_static": 0.3,  # only an upper bound of max_total_tokens
+    }
+    if config.max_batched_tokens is not None:
+        arguments["chunked_prefill_size"] = config.max_batched_tokens
+    return arguments
+
+
+def follow(settings: EngineSettings) -> None:
     """See engines.vllm.engine.follow. The ranks receive settings and commands from the first host."""
+    hosts, num_ranks = settings.hosts, settings.rollout_config.tp
     address = f"{hosts.address}:{hosts.commands_port}"
-    ranks = [start_rank(rank, config.tp, address, hosts.key) for rank in hosts.ranks(config.tp)]
+    ranks = [start_rank(rank, num_ranks, address, hosts.key) for rank in hosts.ranks(num_ranks)]
     try:
         # Ranks have no connection to this process: only their exit codes show that they ended.
         while all(rank.exit_code is None for rank in ranks):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.rules.engine_support import SGLANG_PYTHON, sglang_python
-from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
+from mcore_rl.engines.settings import ONE_HOST, EngineHosts
 from mcore_rl.engines.sglang.rank import KEY_VARIABLE, START
 from mcore_rl.engines.sglang.settings import RankSettings, disable_nagle
 from mcore_rl.errors import ConfigError, McoreRLError, WorkerDiedError
@@ -152,7 +152,7 @@ def _environment(num_ranks: int) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment = inherited | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     environment["SGLANG_USE_CPU_ENGINE"] = "1"
-    environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by scheduler.SPARE_TOKENS, which are never used
+    environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by engine.SPARE_TOKENS, which are never used
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(num_ranks, environment["OMP_NUM_THREADS"]))

@@ -12,38 +12,28 @@ from multiprocessing.connection import Connection
 class RankSettings:
     """Settings of one rank.
 
-    overrides: values that replace fields of the model's config.json.
-    init_method: URL at which the ranks create their process group.
+    server_arguments: fields of SGLang's ServerArgs.
     kv_cache_bytes: size of this rank's KV cache.
+    init_method: URL at which the ranks create their process group.
     """
 
-    model: str
-    overrides: dict[str, object]
-    rank: int
+    server_arguments: dict[str, object]
     num_ranks: int
-    init_method: str
-    dtype: str
-    load_weights: bool
-    context_tokens: int
-    max_requests: int
-    max_batched_tokens: int | None
     kv_cache_bytes: int
-    captures_routing: bool
-    seed: int
+    rank: int = 0
+    init_method: str = ""
 
 
 @dataclass(frozen=True)
 class NewRequest:
-    """Request for a rank. Requests share cached prefixes only if their `salt` is equal."""
+    """Request for a rank. Requests share cached prefixes only if their `salt` is equal.
+
+    sampling: fields of SGLang's SamplingParams.
+    """
 
     engine_id: str
     token_ids: list[int]
-    seed: int
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    stop_token_ids: list[int]
+    sampling: dict[str, object]
     salt: str
 
 

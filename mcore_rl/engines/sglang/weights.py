@@ -1,95 +1,121 @@
-"""Weight updates of an SGLang rank (runs in SGLang's environment).
+"""Weights of an SGLang rank: updates, and the weights that the kernels use (runs in SGLang's environment).
 
-Slices are copied straight into the parameters; their places were recorded while SGLang's own loaders ran
-(kept_slices.py). Checked with SGLang 0.5.23 on CPUs without AMX, where parameters are not packed.
+The places of slices were recorded while SGLang's own loaders ran (kept_slices.py). On CPUs without AMX, SGLang does not
+pack its parameters: query, key and value projections are concatenated, and so are gate and up projections. The inner
+dimension of an MLP is padded with zeros to a multiple of 32 per rank. Checked with SGLang 0.5.23.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader.loader import DefaultModelLoader
 
-from mcore_rl.engines import kept_slices
-from mcore_rl.engines.kept_slices import ConnectedRank, KeptSlice, PendingSlices, TensorSpec
-from mcore_rl.engines.sglang.held_weights import held_tensors, vocabulary_padding
+from mcore_rl.engines.held_weights import Held, Reader, linear_parts, modules_with_parameters, read_module
+from mcore_rl.engines.kept_slices import KeptSlice, SliceLoader, record, storage_key
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.connection import Connection
-from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.verify import Comparison, compare
+from mcore_rl.weights.slices.shard_map import Box
 
-Indices = tuple[int, ...]
+CPU = torch.device("cpu")
+EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Names of an expert's gate, up and down projection: in most families, and in Mixtral."""
 
 
-class RankWeights:
-    """Receives weight updates into `model`, on rank `rank` of an engine with `layout`."""
+class ParameterLoader(SliceLoader):
+    """Copies slices straight into the parameters."""
 
-    def __init__(self, model: torch.nn.Module, rank: int, layout: EngineLayout, device: torch.device) -> None:
-        self._model, self._rank, self._layout, self._device = model, rank, layout, device
-        self._connected: ConnectedRank
-        self._pending: PendingSlices
+    def record(self, whole: Mapping[str, torch.Tensor]) -> list[KeptSlice]:
+        return record(self._model, self._places(), whole, "SGLang")
 
-    def connect_weights(self, connection: Connection, first_rank: int) -> None:
-        """Connect to the weight sync (see kept_slices.connect_rank) and zero the padding of parameters."""
-        self._connected = kept_slices.connect_rank(connection, self._layout, self._rank, first_rank, self._record)
-        self._pending = PendingSlices(self._connected.kept)
-        self._clear_padding(self._connected.kept)
+    def held(self, boxes: Mapping[str, Box]) -> Iterator[Held]:
+        readers: list[Reader] = [
+            (VocabParallelEmbedding, UnquantizedEmbeddingMethod, _vocabulary),
+            (LinearBase, UnquantizedLinearMethod, lambda module, name: linear_parts(module, name, module.weight)),
+            (FusedMoE, UnquantizedFusedMoEMethod, partial(_experts, boxes=boxes)),
+        ]
+        for name, module in modules_with_parameters(self._model):
+            if getattr(module, "use_intel_amx_backend", False):
+                raise WeightSyncError(
+                    f"{name}: weights packed for AMX cannot be read back; set weights.verify_every to 0"
+                )
+            for hf_name, tensor in read_module(module, name, readers):
+                yield hf_name, _without_padding(hf_name, tensor, boxes)
 
-    def begin_update(self) -> None:
-        self._pending.begin()
-        self._connected.receiver.begin()
-        DefaultModelLoader.restore_weights_before_loading(self._model, self._device)
-
-    @torch.no_grad()
-    def receive_bucket(self, sync_round: int) -> int:
-        """Receive one round into the parameters. Returns the bytes received."""
-        return self._connected.receiver.receive(sync_round, self._put)
-
-    def finish_update(self) -> None:
-        """Finish the update.
-
-        Raises: WeightSyncError if a part that this rank keeps was not received.
-        """
-        self._connected.receiver.finish()
-        self._pending.require_complete()
-        DefaultModelLoader.postprocess_weights(self._model, self._device)
-
-    def compare_weights(self) -> Comparison:
-        boxes = self._connected.boxes
-        return compare(self._connected.receiver.digests(), held_tensors(self._model, boxes), boxes)
-
-    @torch.no_grad()
-    def _record(self, specs: list[TensorSpec]) -> list[KeptSlice]:
-        places: dict[int, tuple[str, str]] = {}
-        for name, module in self._model.named_modules():
-            for key, parameter in module.named_parameters(recurse=False):
-                # Tied modules share a storage; the first name stands for both.
-                places.setdefault(kept_slices.storage_key(parameter), (name, key))
-        kept = kept_slices.record(self._model, places, specs, "SGLang")
-        # The name of the root module is empty. No slice is sent for a part of the vocabulary that is padding only.
-        without = {".".join(place).lstrip(".") for place in places.values()}
-        without -= {f"{each.module}.{each.parameter}" for each in kept}
-        without -= {f"{name}.weight" for name in vocabulary_padding(self._model)}
-        if without:
-            raise WeightSyncError(f"no tensor of the trainer contains {', '.join(sorted(without))}")
-        return kept
-
-    @torch.no_grad()
-    def _clear_padding(self, kept: Sequence[KeptSlice]) -> None:
-        """Zero the padding that no update writes: kernels read it, and dummy initialisation leaves random values."""
+    def keep(self, kept: Sequence[KeptSlice]) -> None:
+        """Expect these slices, and zero the padding that no update writes: kernels read it, and dummy initialisation
+        leaves random values."""
+        super().keep(kept)
         by_parameter: dict[tuple[str, str], list[KeptSlice]] = {}
         for each in kept:
             by_parameter.setdefault((each.module, each.parameter), []).append(each)
-        for (module, name), parts in by_parameter.items():
-            parameter = getattr(self._model.get_submodule(module), name).data
+        for parts in by_parameter.values():
+            parameter = self._parameter(parts[0])
             if sum(part.numel for part in parts) < parameter.numel():
                 covered = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
                 for part in parts:
                     covered.as_strided(part.size, part.strides, part.offset).fill_(True)
                 parameter.masked_fill_(~covered, 0)
 
-    def _put(self, name: str, start: Indices, box: torch.Tensor) -> None:
-        for each, offset, part in self._pending.parts(name, start, box):
-            parameter = getattr(self._model.get_submodule(each.module), each.parameter).data
-            parameter.as_strided(part.shape, each.strides, offset).copy_(part)
+    def begin(self) -> None:
+        super().begin()
+        DefaultModelLoader.restore_weights_before_loading(self._model, CPU)
+
+    def finish(self) -> None:
+        super().finish()
+        DefaultModelLoader.postprocess_weights(self._model, CPU)
+
+    def _parameter_names(self) -> set[str]:
+        return {f"{module}.{parameter}" for module, parameter in self._places().values()}
+
+    def _copy(self, kept: KeptSlice, offset: int, source: torch.Tensor) -> None:
+        self._parameter(kept).as_strided(source.shape, kept.strides, offset).copy_(source)
+
+    def _parameter(self, kept: KeptSlice) -> torch.Tensor:
+        parameter: torch.Tensor = getattr(self._modules[kept.module], kept.parameter).data
+        return parameter
+
+    def _places(self) -> dict[int, tuple[str, str]]:
+        """Return module and name of every parameter by storage_key."""
+        places: dict[int, tuple[str, str]] = {}
+        for name, parameter in self._model.named_parameters():
+            module, _, key = name.rpartition(".")
+            # Tied modules share a storage; the first name stands for both.
+            places.setdefault(storage_key(parameter), (module, key))
+        return places
+
+
+def _without_padding(name: str, tensor: torch.Tensor, boxes: Mapping[str, Box]) -> torch.Tensor:
+    size = boxes[name][1] if name in boxes else tuple(tensor.shape)
+    for dim, length in enumerate(size):
+        if tensor.shape[dim] > length:
+            if tensor.narrow(dim, length, tensor.shape[dim] - length).any():
+                raise WeightSyncError(f"{name}: SGLang's padding is not zero")
+            tensor = tensor.narrow(dim, 0, length)
+    return tensor
+
+
+def _vocabulary(module: VocabParallelEmbedding, name: str) -> list[Held]:
+    return [(f"{name}.weight", module.weight[: module.shard_indices.num_org_elements])]
+
+
+def _experts(module: FusedMoE, name: str, boxes: Mapping[str, Box]) -> Iterator[Held]:
+    if module.moe_ep_size > 1:
+        raise WeightSyncError(f"{name}: experts divided over ranks cannot be read back; set weights.verify_every to 0")
+    # w13 stacks gate and up, each padded to the same number of rows.
+    padded = module.w13_weight.shape[1] // 2
+    # The boxes show which of the two naming schemes the model has.
+    gate, up, down = EXPERT_PARTS[f"{name}.0.w1.weight" in boxes]
+    for expert, (rows, columns) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):
+        yield f"{name}.{expert}.{gate}.weight", rows[:padded]
+        yield f"{name}.{expert}.{up}.weight", rows[padded:]
+        yield f"{name}.{expert}.{down}.weight", columns

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 
 import torch
 
-from mcore_rl.config.roles import POLICY
-from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.engines.hosts import EngineHosts
+from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.weights.engine_config import engine_overrides
 
 
@@ -32,20 +29,18 @@ def set_environment(timeout_seconds: float) -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-def model_arguments(
-    model_dir: str | Path, *, dtype: str, seed: int, load_weights: bool, key: str = POLICY.checkpoint
-) -> dict[str, object]:
-    """Return the EngineArgs of the model. Without `load_weights` the weights are random."""
-    arguments: dict[str, object] = {"model": str(model_dir), "dtype": dtype, "seed": seed}
-    # "auto" prefers consolidated*.safetensors, if present, to the files in the index.
-    arguments["load_format"] = "hf" if load_weights else "dummy"
-    arguments["hf_overrides"] = engine_overrides(model_dir, load_weights=load_weights, key=key)
-    return arguments
-
-
-def engine_arguments(config: RolloutConfig, hosts: EngineHosts) -> dict[str, object]:
-    """Return all other EngineArgs."""
+def engine_arguments(settings: EngineSettings) -> dict[str, object]:
+    """Return the EngineArgs."""
+    config, hosts = settings.rollout_config, settings.hosts
     arguments: dict[str, object] = {
+        "model": str(settings.model_dir),
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        # "auto" prefers consolidated*.safetensors, if present, to the files in the index. "dummy" weights are random.
+        "load_format": "hf" if settings.load_weights else "dummy",
+        "hf_overrides": engine_overrides(
+            settings.model_dir, load_weights=settings.load_weights, key=settings.names.checkpoint
+        ),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # ignore sampling defaults in the model directory
         "max_model_len": config.max_prompt_tokens + config.max_response_tokens,

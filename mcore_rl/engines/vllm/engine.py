@@ -6,20 +6,16 @@ import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from mcore_rl.config.roles import ROLLOUT, KeyNames
-from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
-from mcore_rl.engines.rank_engine import RankEngine, RanksReceiver
+from mcore_rl.engines.rank_engine import RankEngine
+from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
-from mcore_rl.engines.stop_strings import Decode
-from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, set_environment
+from mcore_rl.engines.vllm.arguments import engine_arguments, set_environment
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError
 from mcore_rl.ports import Engine
@@ -31,55 +27,28 @@ if TYPE_CHECKING:
 
 
 class VllmEngine(RankEngine):
-    """vLLM engine of rollout.tp ranks.
+    """vLLM engine.
 
-    name: the engine's name, for messages.
-    timeout_seconds: time limit of a call to the ranks.
-    load_weights: if False, weights are random until the first update through `receiver`.
-    capture_routing: completions contain the experts of their tokens.
-    hosts: this object starts the ranks on the first host; the others run `follow`.
-    decode: required for requests with stop strings.
     Raises: ConfigError for settings that vLLM does not support.
     """
 
     _ranks: EngineRanks
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        rollout_config: RolloutConfig,
-        *,
-        dtype: str,
-        eos_token_ids: Sequence[int],
-        seed: int,
-        name: str,
-        timeout_seconds: float,
-        load_weights: bool = True,
-        capture_routing: bool = False,
-        hosts: EngineHosts = ONE_HOST,
-        decode: Decode | None = None,
-        names: KeyNames = ROLLOUT,
-    ) -> None:
-        set_environment(timeout_seconds)
-        super().__init__(rollout_config, captures_routing=capture_routing, decode=decode)
-        self._eos_token_ids = tuple(eos_token_ids)
+    def __init__(self, settings: EngineSettings) -> None:
+        set_environment(settings.timeout_seconds)
+        super().__init__(settings)
         self._routed: dict[str, list[np.ndarray]] = defaultdict(list)
         """Experts that vLLM has returned so far, by request. GPUs only."""
-        arguments = model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=load_weights, key=names.checkpoint)
-        if capture_routing and torch.cuda.is_available():
-            arguments["enable_return_routed_experts"] = True
-        self._engine = _start(engine_arguments(rollout_config, hosts) | arguments, rollout_config, names)
+        self._engine = _start(settings)
         self._core = self._engine.engine_core
-        self._ranks = EngineRanks(self._engine, name, timeout_seconds, hosts.names[1:])
+        self._ranks = EngineRanks(self._engine, settings.name, settings.timeout_seconds, settings.hosts.names[1:])
         # All ranks have mapped the message queues now.
         self._ranks.call("unlink_queues")
         unlink_queues()
-        self.receiver = RanksReceiver(self._ranks, self._reset_prefix_cache)
-        if not torch.cuda.is_available():
-            self._ranks.call("prepare_cpu_worker")
-            if capture_routing:
-                self._ranks.call("start_routing_capture")
-        self._routed_layers = self._ranks.call("routed_layers")[0] if capture_routing else None
+        self._ranks.call("prepare_worker")
+        if settings.capture_routing and not torch.cuda.is_available():
+            self._ranks.call("start_routing_capture")
+        self._routed_layers = self._ranks.call("routed_layers")[0] if settings.capture_routing else None
         self.vocab_size = self._engine.model_config.get_vocab_size()
 
     def _release(self, *, keep_weights: bool) -> int:
@@ -116,7 +85,7 @@ class VllmEngine(RankEngine):
 
         for engine_id, entry in added.items():
             request = entry.request
-            sampling_params = copy(_sampling_params(request.sampling, self._eos_token_ids))
+            sampling_params = copy(_sampling_params(request.sampling, tuple(self._settings.eos_token_ids)))
             # For vLLM a partial response is part of the prompt.
             sampling_params.max_tokens -= len(entry.token_ids)
             # A seed makes vLLM create a generator, which greedy requests do not need.
@@ -170,17 +139,21 @@ class VllmEngine(RankEngine):
         return routing
 
 
-def _start(arguments: dict[str, object], config: RolloutConfig, names: KeyNames) -> LLMEngine:
+def _start(settings: EngineSettings) -> LLMEngine:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    arguments = engine_arguments(settings)
+    if settings.capture_routing and torch.cuda.is_available():
+        arguments["enable_return_routed_experts"] = True
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except ValueError as error:
+        names = settings.names
         # vLLM raises ValueError for every mistake; only the text shows that the cache is too small.
         if "cache" in str(error):
             name = "gpu_memory_fraction" if torch.cuda.is_available() else "kv_cache_gib"
-            size = f"{names.key(name)} ({getattr(config, name):g})"
+            size = f"{names.key(name)} ({getattr(settings.rollout_config, name):g})"
             raise ConfigError(f"{size} is too small: {error}") from error
         raise ConfigError(f"vLLM cannot run this model with this {names.prefix} section: {error}") from error
 
@@ -201,20 +174,17 @@ def _sampling_params(options: SamplingOptions, eos_token_ids: tuple[int, ...]) -
     )
 
 
-def follow(
-    model_dir: str | Path, config: RolloutConfig, hosts: EngineHosts, *, dtype: str, seed: int, timeout_seconds: float
-) -> None:
+def follow(settings: EngineSettings) -> None:
     """Run the engine's ranks on a host other than its first. Returns when one of them has ended.
 
     The scheduler on the first host controls the ranks. The end of its process is not detected here: the caller must
     terminate this process then.
     """
-    set_environment(timeout_seconds)
+    set_environment(settings.timeout_seconds)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    arguments = engine_arguments(config, hosts) | model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=False)
-    vllm_config = EngineArgs(**arguments).create_engine_config(headless=True)
+    vllm_config = EngineArgs(**engine_arguments(settings)).create_engine_config(headless=True)
     executor = MultiprocExecutor(vllm_config, monitor_workers=False)
     executor.start_worker_monitor(inline=True)
 

@@ -1,4 +1,4 @@
-"""Weights that vLLM's kernels use, read back module by module as parts of HF tensors.
+"""Weights that vLLM's kernels use, as parts of HF tensors.
 
 On CPU vLLM keeps linear weights only inside oneDNN, packed, and expert weights permuted. A product with the identity
 returns a packed weight exactly, because every sum has a single nonzero term. The permutation of the experts is found by
@@ -17,57 +17,49 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    UnquantizedLinearMethod,
-)
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 
+from mcore_rl.engines.held_weights import (
+    Held,
+    Reader,
+    linear_parts,
+    modules_with_parameters,
+    read_module,
+    unknown_layout,
+)
 from mcore_rl.errors import WeightSyncError
-
-PARTS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
-"""HF modules in vLLM's fused modules, in the order of their rows."""
 
 _PROBE_ROWS = 1024
 """Columns of a weight that one product reads, which bounds the extra memory."""
 
 
-Held = tuple[str, torch.Tensor]
-"""Name of an HF tensor, and the part of it that this rank holds."""
-
-
-def held_modules(model: torch.nn.Module) -> list[str]:
-    """Return the names of the modules that own parameters."""
-    return [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
-
-
 @torch.no_grad()
-def held_tensors(model: torch.nn.Module, name: str) -> list[Held]:
-    """Read the weights of one module.
+def held_tensors(model: torch.nn.Module) -> Iterator[Held]:
+    """Yield the parts of HF tensors that this rank holds, one module at a time.
 
     Raises: WeightSyncError for a module whose memory layout is unknown.
     """
-    module = model.get_submodule(name)
-    if module is tied_head(model):
-        # Report a tied head under the embedding's name: a stale packed copy then shows as a difference there.
-        name = next(n for n, m in model.named_modules() if isinstance(m, VocabParallelEmbedding) and m is not module)
-    if isinstance(module, MLAAttention):
-        # Decoding with latent attention reads copies of kv_b_proj: report them under its name.
-        name = next(n for n, m in model.named_modules() if m is module.kv_b_proj)
-        return [_absorbed(module, name)]
-    return list(_read(module, name))
+    names = {module: name for name, module in model.named_modules()}
+    readers: list[Reader] = [
+        (VocabParallelEmbedding, UnquantizedEmbeddingMethod, _vocabulary),
+        (LinearBase, UnquantizedLinearMethod, lambda module, name: linear_parts(module, name, _weight(module))),
+        (RoutedExperts, UnquantizedFusedMoEMethod, _experts),
+    ]
+    head = tied_head(model)
+    for name, module in modules_with_parameters(model):
+        if isinstance(module, MLAAttention):
+            # Decoding with latent attention reads copies of kv_b_proj: report them under its name.
+            yield _absorbed(module, names[module.kv_b_proj])
+        elif module is head:
+            # Report a tied head under the embedding's name: a stale packed copy then shows as a difference there.
+            yield from read_module(module, next(names[table] for table in _tables(model) if table is not head), readers)
+        else:
+            yield from read_module(module, name, readers)
 
 
 def tied_head(model: torch.nn.Module) -> ParallelLMHead | None:
@@ -75,8 +67,11 @@ def tied_head(model: torch.nn.Module) -> ParallelLMHead | None:
     head = getattr(model, "lm_head", None)
     if not isinstance(head, ParallelLMHead):
         return None
-    tables = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and m is not head]
-    return head if any(m.weight is head.weight for m in tables) else None
+    return head if any(table.weight is head.weight for table in _tables(model) if table is not head) else None
+
+
+def _tables(model: torch.nn.Module) -> list[VocabParallelEmbedding]:
+    return [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
 
 
 def derived_parameters(model: torch.nn.Module) -> set[str]:
@@ -96,67 +91,15 @@ def _absorbed(module: MLAAttention, name: str) -> Held:
     """
     names = {key for key, _ in module.named_parameters(recurse=False)}
     if names != {"W_UK_T", "W_UV"}:
-        raise WeightSyncError(
-            f"{name}: the layout of latent attention's {', '.join(sorted(names))} is unknown; set weights.verify_every "
-            "to 0"
-        )
+        raise unknown_layout(name, f"latent attention's {', '.join(sorted(names))}")
     weight = torch.cat([module.W_UK_T.detach(), module.W_UV.detach().transpose(1, 2)], dim=1)
     return f"{name}.weight", weight.flatten(0, 1)
 
 
-def _read(module: torch.nn.Module, name: str) -> Iterator[Held]:
-    method = getattr(module, "quant_method", None)
-    if isinstance(module, VocabParallelEmbedding) and isinstance(method, UnquantizedEmbeddingMethod):
-        yield _vocabulary(module, name)
-    elif isinstance(module, LinearBase) and isinstance(method, UnquantizedLinearMethod):
-        yield from _linear(module, name)
-    elif isinstance(module, RoutedExperts) and isinstance(method, UnquantizedFusedMoEMethod):
-        yield from _experts(module, name.removesuffix(".routed_experts"))
-    elif method is None:
-        for key, parameter in module.named_parameters(recurse=False):
-            yield f"{name}.{key}", parameter.detach()
-    else:
-        raise WeightSyncError(
-            f"{name}: the layout of {type(method).__name__} is unknown; set weights.verify_every to 0"
-        )
-
-
-def _vocabulary(module: VocabParallelEmbedding, name: str) -> Held:
-    shard = module.shard_indices
-    rows = shard.org_vocab_end_index - shard.org_vocab_start_index
+def _vocabulary(module: VocabParallelEmbedding, name: str) -> list[Held]:
     # The embedding lookup reads the table itself; logits are computed from its packed copy.
     weight = _weight(module) if isinstance(module, ParallelLMHead) else module.weight.detach()
-    return f"{name}.weight", weight[:rows]
-
-
-def _linear(module: LinearBase, name: str) -> Iterator[Held]:
-    prefix, _, last = name.rpartition(".")
-    sizes = _sizes(module)
-    parts = PARTS.get(last, ()) if len(sizes) > 1 else (last,)
-    if len(parts) != len(sizes):
-        raise WeightSyncError(f"{name}: {type(module).__name__} of {len(sizes)} parts has no entry in PARTS")
-    bias = getattr(module, "bias", None)
-    for key, parameter in module.named_parameters(recurse=False):
-        if key not in ("weight", "bias"):  # the correction bias of a router
-            yield f"{name}.{key}", parameter.detach()
-    weights = _weight(module).split(sizes, dim=0)
-    for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        yield f"{prefix}.{part}.weight", weight
-        if bias is not None:
-            shard = bias.detach().to(weight.dtype).split(sizes, dim=0)[index]
-            yield f"{prefix}.{part}.bias", shard
-
-
-def _sizes(module: LinearBase) -> list[int]:
-    """Return the rows of each HF module on this rank."""
-    if isinstance(module, QKVParallelLinear):
-        kv = module.num_kv_heads
-        return [module.num_heads * module.head_size, kv * module.head_size, kv * module.v_head_size]
-    if isinstance(module, MergedColumnParallelLinear):
-        return [size // module.tp_size for size in module.output_sizes]
-    if isinstance(module, ColumnParallelLinear):
-        return [module.output_size_per_partition]
-    return [module.output_size]
+    return [(f"{name}.weight", weight[: module.shard_indices.num_org_elements])]
 
 
 def _weight(module: LinearBase | VocabParallelEmbedding) -> torch.Tensor:
@@ -178,21 +121,15 @@ def _weight(module: LinearBase | VocabParallelEmbedding) -> torch.Tensor:
     return torch.cat(products).t()
 
 
-def _experts(module: RoutedExperts, prefix: str) -> Iterator[Held]:
-    method = module.quant_method
-    isa = None
+def _experts(module: RoutedExperts, name: str) -> Iterator[Held]:
+    prefix, method, isa = name.removesuffix(".routed_experts"), module.quant_method, None
     if method.unquantized_backend is UnquantizedMoeBackend.CPU:
         experts = method.moe_kernel.fused_experts
         if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
-            raise WeightSyncError(
-                f"{prefix}: the layout of {type(experts).__name__} is unknown; set weights.verify_every to 0"
-            )
+            raise unknown_layout(prefix, type(experts).__name__)
         isa = experts.isa
     elif method.unquantized_backend not in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON):
-        raise WeightSyncError(
-            f"{prefix}: the expert layout of vLLM's {method.unquantized_backend.value} is unknown; "
-            "set weights.verify_every to 0"
-        )
+        raise unknown_layout(prefix, f"experts of vLLM's {method.unquantized_backend.value}")
     # The kernels pad the intermediate size, separately for gate and up.
     inner = module.moe_config.intermediate_size_per_partition_unpadded
     gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name

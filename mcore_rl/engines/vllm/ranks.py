@@ -8,36 +8,20 @@ every call has a deadline, and after a missing answer every later call fails.
 from __future__ import annotations
 
 import contextlib
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
-from mcore_rl.errors import McoreRLError, WorkerDiedError
+from mcore_rl.errors import WorkerDiedError
+from mcore_rl.processes import served
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
-
-_TRACE_LINES = 12
-"""Last lines of a rank's traceback in an error: the frame that failed and the message."""
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """Exception that a method raised on a rank.
-
-    kind: type of a McoreRLError, whose message is `text`; None for any other, then `text` is the end of the traceback.
-    """
-
-    rank: int
-    kind: type[McoreRLError] | None
-    text: str
 
 
 def unlink_queues() -> None:
@@ -63,16 +47,9 @@ class RankMethods:
     def unlink_queues(self) -> None:
         unlink_queues()
 
-    def answer(self, method: str, *args: object) -> object:
-        """Call a method. Returns its result, or a RankFailure."""
-        try:
-            return getattr(self, method)(*args)
-        # The type must survive: callers distinguish errors of a sync from a failed rank.
-        except McoreRLError as error:
-            return RankFailure(self.rank, type(error), str(error))
-        except Exception as error:
-            lines = "".join(traceback.format_exception(error)).splitlines()
-            return RankFailure(self.rank, None, "\n".join(lines[-_TRACE_LINES:]))
+    def answer(self, method: str, *args: object) -> tuple[str, object]:
+        """Call a method. Returns its outcome."""
+        return served.outcome(lambda: getattr(self, method)(*args))
 
 
 class EngineRanks:
@@ -94,10 +71,10 @@ class EngineRanks:
         """
         with self.waiting(method):
             answers: list[Any] = self._engine.collective_rpc("answer", args=(method, *args))
-        failures = [answer for answer in answers if isinstance(answer, RankFailure)]
+        failures = {rank: answer for rank, answer in enumerate(answers) if answer[0] != served.OK}
         if failures:
             self._raise(method, failures, len(answers))
-        return answers
+        return [result for _, result in answers]
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -128,13 +105,15 @@ class EngineRanks:
 
         executor.collective_rpc = collective_rpc
 
-    def _raise(self, method: str, failures: Sequence[RankFailure], num_ranks: int) -> NoReturn:
-        first = failures[0]
-        alike = [failure.rank for failure in failures if failure.text == first.text]
+    def _raise(self, method: str, failures: Mapping[int, tuple[str, Any]], num_ranks: int) -> NoReturn:
+        first = next(iter(failures.values()))
+        alike = [rank for rank, failure in failures.items() if failure == first]
         where = self._name if num_ranks == 1 else f"{self._name}, rank {', '.join(map(str, alike))} of {num_ranks}"
-        if first.kind is not None:
-            raise first.kind(f"{first.text} ({where})")
-        raise WorkerDiedError(f"{where} failed in `{method}`:\n{first.text}")
+        kind, content = first
+        if kind == served.REFUSED:
+            error, text = content
+            raise error(f"{text} ({where})")
+        raise WorkerDiedError(f"{where} failed in `{method}`:\n{content}")
 
     def _states(self) -> str:
         workers = getattr(self._engine.model_executor, "workers", [])  # empty if the only rank is this process

@@ -40,11 +40,29 @@ class RoutingExtension:
 
         Raises: ConfigError for a model whose routing cannot be read.
         """
-        runners = _runners(self.model_runner.get_model())
-        _check_readable(runners)
+        runners, cache = _runners(self.model_runner.get_model()), self.model_runner.kv_cache_config
+        if not runners or not all(
+            isinstance(runner.router, BaseRouter) and not runner._quant_method.is_monolithic for runner in runners
+        ):
+            kinds = sorted({type(runner.router).__name__ for runner in runners}) or ["none"]
+            raise ConfigError(
+                f"actor.moe.router_replay=engine: vLLM does not expose the choices of this model's routers "
+                f"({', '.join(kinds)}); set it to policy or none"
+            )
         if self.rank:
             return
-        self._routing_cache = self._build_routing_cache(runners)
+        if len(cache.kv_cache_groups) != 1 or not isinstance(cache.kv_cache_groups[0].kv_cache_spec, FullAttentionSpec):
+            raise ConfigError(
+                "actor.moe.router_replay=engine: the model frees parts of its KV cache before a response is complete, "
+                "and the experts of their tokens with them; set it to policy or none"
+            )
+        self._routing_cache = RoutingCache(
+            cache.num_blocks,
+            cache.kv_cache_groups[0].kv_cache_spec.block_size,
+            num_layers=len(runners),
+            topk=runners[0].router.top_k,
+            num_experts=runners[0].router.global_num_experts,
+        )
         for layer, runner in enumerate(runners):
             runner.router.set_capture_fn(partial(self._keep_routing, layer))
 
@@ -62,22 +80,6 @@ class RoutingExtension:
             for request, count in num_tokens.items()
         }
 
-    def _build_routing_cache(self, runners: list[MoERunner]) -> RoutingCache:
-        groups = self.model_runner.kv_cache_config.kv_cache_groups
-        if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-            raise ConfigError(
-                "actor.moe.router_replay=engine: the model frees parts of its KV cache before a response is complete, "
-                "and the experts of their tokens with them; set it to policy or none"
-            )
-        router = runners[0].router
-        return RoutingCache(
-            self.model_runner.kv_cache_config.num_blocks,
-            groups[0].kv_cache_spec.block_size,
-            num_layers=len(runners),
-            topk=router.top_k,
-            num_experts=router.global_num_experts,
-        )
-
     def _keep_routing(self, layer: int, experts: torch.Tensor) -> None:
         slots = get_forward_context().slot_mapping
         if not slots:
@@ -91,13 +93,3 @@ def _runners(model: torch.nn.Module) -> list[MoERunner]:
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
     # Modules are listed in the order of their registration, which need not be the order of the layers.
     return sorted(runners, key=lambda runner: runner.layer_id)
-
-
-def _check_readable(runners: list[MoERunner]) -> None:
-    readable = [isinstance(runner.router, BaseRouter) and not runner._quant_method.is_monolithic for runner in runners]
-    if not runners or not all(readable):
-        kinds = sorted({type(runner.router).__name__ for runner in runners}) or ["none"]
-        raise ConfigError(
-            f"actor.moe.router_replay=engine: vLLM does not expose the choices of this model's routers "
-            f"({', '.join(kinds)}); set it to policy or none"
-        )

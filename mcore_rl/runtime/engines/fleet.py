@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
+from mcore_rl.engines.settings import ONE_HOST, EngineHosts
 from mcore_rl.errors import ClusterDiedError, WorkerDiedError
 from mcore_rl.runtime.calls import ProcessHandle, Ref
 from mcore_rl.runtime.delivery import ReleasedKeys

@@ -16,9 +16,9 @@ from mcore_rl.config.rules.rollout import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.checksum import saved_file
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
-from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
-from mcore_rl.engines.rank_engine import RankEngine, RanksReceiver
+from mcore_rl.engines.rank_engine import RankEngine
 from mcore_rl.engines.registry import engine_class, follower
+from mcore_rl.engines.settings import ONE_HOST, EngineHosts, EngineSettings
 from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader
 from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
@@ -83,7 +83,7 @@ class EngineProcess(RunProcess):
             tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
             self._step_grader = StepGrader(rewarder, TranscriptReader(resolved, tokenizer, config.rollout.stop))
             engine = build_engine(config, self.name, tokenizer, hosts)
-            self.receiver: RanksReceiver = engine.receiver
+            self.receiver: RankEngine = engine
             self.loop = EngineLoop(engine, None if journal is None else TokenJournal(Path(journal)))
             player = _player(config, self.loop, tokenizer, self._episodes.record)
             worker = RolloutWorker(
@@ -229,7 +229,7 @@ class EngineProcess(RunProcess):
     @remote_method(concurrency_group="engine")
     def receive_update(self, version: int, recompute: bool) -> list[int]:
         """Receive a whole update and make it visible. Returns the received bytes of each rank. Running requests
-        continue as described in RanksReceiver.finish_update."""
+        continue as described in RankEngine.finish_update."""
         return self.loop.between_steps(lambda: self._receive_update(version, recompute))
 
     def _receive_update(self, version: int, recompute: bool) -> list[int]:
@@ -262,12 +262,15 @@ class FollowerProcess(RunProcess):
         context.hide_devices()
         config = context.config
         follower(config.rollout.engine)(
-            config.model.hf_path,
-            config.rollout,
-            hosts,
-            dtype=config.model.dtype,
-            seed=config.run.seed,
-            timeout_seconds=config.cluster.collective_timeout_seconds,
+            EngineSettings(
+                config.model.hf_path,
+                config.rollout,
+                dtype=config.model.dtype,
+                seed=config.run.seed,
+                timeout_seconds=config.cluster.collective_timeout_seconds,
+                load_weights=False,
+                hosts=hosts,
+            )
         )
 
 
@@ -299,15 +302,17 @@ def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts =
     """Build an engine on model.hf_path without weights; the first publish delivers every tensor. `name` is the name of
     the process in messages."""
     return engine_class(config.rollout.engine)(
-        config.model.hf_path,
-        config.rollout,
-        dtype=config.model.dtype,
-        eos_token_ids=eos_token_ids(tokenizer, config.model.hf_path),
-        seed=config.run.seed,
-        name=name,
-        timeout_seconds=config.cluster.collective_timeout_seconds,
-        load_weights=False,
-        capture_routing=config.actor.moe.router_replay == "engine",
-        hosts=hosts,
-        decode=plain_decoder(tokenizer),
+        EngineSettings(
+            config.model.hf_path,
+            config.rollout,
+            dtype=config.model.dtype,
+            seed=config.run.seed,
+            timeout_seconds=config.cluster.collective_timeout_seconds,
+            name=name,
+            eos_token_ids=eos_token_ids(tokenizer, config.model.hf_path),
+            load_weights=False,
+            capture_routing=config.actor.moe.router_replay == "engine",
+            hosts=hosts,
+            decode=plain_decoder(tokenizer),
+        )
     )

@@ -14,6 +14,7 @@ from mcore_rl.config.rules.judge import server_key, template_text
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.engines.registry import engine_class
+from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.rewards.judge.answers import EngineAnswerer
 from mcore_rl.rewards.judge.judge import Judge
@@ -135,14 +136,16 @@ def _engine(config: Config, name: str) -> EngineAnswerer:
     hf_path = role.model.hf_path
     tokenizer = load_tokenizer(role.model.tokenizer_path or hf_path, role.tokenizer)
     engine = engine_class(role.section.engine)(
-        hf_path,
-        role.section,
-        dtype=role.model.dtype,
-        eos_token_ids=eos_token_ids(tokenizer, hf_path, role.tokenizer),
-        seed=config.run.seed,
-        name=name,
-        timeout_seconds=config.cluster.collective_timeout_seconds,
-        names=role,
+        EngineSettings(
+            hf_path,
+            role.section,
+            dtype=role.model.dtype,
+            seed=config.run.seed,
+            timeout_seconds=config.cluster.collective_timeout_seconds,
+            name=name,
+            eos_token_ids=eos_token_ids(tokenizer, hf_path, role.tokenizer),
+            names=role,
+        )
     )
     # It shares its device with other processes; `awake` wakes it for each call of `score`.
     engine.sleep(keep_weights=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.engines.rank_engine import RanksReceiver
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.rank_engine import RankEngine
+from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.errors import WeightSyncError
 
 
@@ -24,43 +26,47 @@ class Ranks:
             return self.loaded
         return [[], []]
 
-    def reset_prefix_cache(self, recompute: bool) -> None:
-        self.call(f"reset_prefix_cache {recompute}")
 
+class Engine(RankEngine):
+    _add = _run_step = _cancel = _routing_of = shutdown = None  # type: ignore[assignment]
 
-def receiver_of(ranks: Ranks) -> RanksReceiver:
-    return RanksReceiver(ranks, ranks.reset_prefix_cache)
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(EngineSettings("model", RolloutConfig(), dtype="float32", seed=1, timeout_seconds=1))
+        self._ranks = ranks
+
+    def _empty_prefix_cache(self, recompute: bool) -> bool:
+        return bool(self._ranks.call(f"reset_prefix_cache {recompute}"))
 
 
 @pytest.mark.parametrize("fails", ["begin_update", "receive_bucket", "finish_update", "reset_prefix_cache False"])
 def test_receiver_partial_update_blocks_use_until_complete_update(fails: str) -> None:
     ranks = Ranks()
-    receiver = receiver_of(ranks)
-    receiver.require_complete()
+    engine = Engine(ranks)
+    engine._require_ready()
     ranks.fails = fails
     with pytest.raises(WeightSyncError, match=fails):
-        update(receiver, 1)
-    for use in (receiver.require_complete, receiver.compare):
+        update(engine, 1)
+    for use in (engine._require_ready, engine.compare):
         with pytest.raises(WeightSyncError, match="the update after version 0"):
             use()
-    assert receiver.version == 0
+    assert engine.weight_version == 0
     ranks.fails = None
-    update(receiver, 2)
-    receiver.require_complete()
-    assert receiver.version == 2
+    update(engine, 2)
+    engine._require_ready()
+    assert engine.weight_version == 2
 
 
-def update(receiver: RanksReceiver, version: int) -> None:
-    receiver.begin_update()
-    assert receiver.receive_bucket(0) == [64, 32]
-    receiver.finish_update(version)
+def update(engine: RankEngine, version: int) -> None:
+    engine.begin_update()
+    assert engine.receive_bucket(0) == [64, 32]
+    engine.finish_update(version)
 
 
 def test_finish_update_resets_prefix_cache_after_loading() -> None:
     ranks = Ranks()
-    receiver = receiver_of(ranks)
-    update(receiver, 1)
+    engine = Engine(ranks)
+    update(engine, 1)
     assert ranks.calls == ["begin_update", "receive_bucket", "finish_update", "reset_prefix_cache False"]
-    receiver.begin_update()
-    receiver.finish_update(2, recompute=True)
+    engine.begin_update()
+    engine.finish_update(2, recompute=True)
     assert ranks.calls[-1] == "reset_prefix_cache True"

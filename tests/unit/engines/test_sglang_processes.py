@@ -15,7 +15,7 @@ from multiprocessing.connection import Client
 import psutil
 import pytest
 
-from mcore_rl.engines.hosts import EngineHosts
+from mcore_rl.engines.settings import EngineHosts
 from mcore_rl.engines.sglang import processes
 from mcore_rl.engines.sglang.processes import RankProcesses
 from mcore_rl.engines.sglang.settings import RankSettings
@@ -23,7 +23,7 @@ from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.processes.child import Child, kill_all
 
 KEY = b"k" * 32
-SETTINGS = RankSettings("model", {}, 0, 4, "", "float32", True, 8, 1, None, 1, False, 1)
+SETTINGS = RankSettings({}, num_ranks=4, kv_cache_bytes=1)
 RANK = """
 import sys
 from mcore_rl.engines.sglang.rank import _connect

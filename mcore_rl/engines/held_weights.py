@@ -1,0 +1,66 @@
+"""Weights that an engine's kernels use, read back module by module as parts of HF tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from mcore_rl.errors import WeightSyncError
+
+PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""HF modules in the engines' fused modules, in the order of their rows."""
+
+Held = tuple[str, torch.Tensor]
+"""Name of an HF tensor, and the part of it that this rank holds."""
+Reader = tuple[type, type, Callable[[torch.nn.Module, str], Iterable[Held]]]
+"""Type of a module, type of its quant_method, and the function that reads such a module under a name."""
+
+
+def modules_with_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """List the modules that own parameters, by name."""
+    modules = model.named_modules()
+    return [(name, module) for name, module in modules if any(True for _ in module.parameters(recurse=False))]
+
+
+def read_module(module: torch.nn.Module, name: str, readers: Iterable[Reader]) -> Iterable[Held]:
+    """Read the weights of a module with the reader of its type. Parameters of modules without quant_method are read as
+    they are.
+
+    Raises: WeightSyncError for a module whose memory layout is unknown.
+    """
+    method = getattr(module, "quant_method", None)
+    for kind, layout, read in readers:
+        if isinstance(module, kind) and isinstance(method, layout):
+            return read(module, name)
+    if method is not None:
+        raise unknown_layout(name, type(method).__name__)
+    return [(f"{name}.{key}", parameter.detach()) for key, parameter in module.named_parameters(recurse=False)]
+
+
+def linear_parts(module: torch.nn.Module, name: str, weight: torch.Tensor) -> Iterator[Held]:
+    """Split the unpacked weight and the bias of a linear module into HF tensors.
+
+    Raises: WeightSyncError for an unknown fused module.
+    """
+    prefix, _, last = name.rpartition(".")
+    # Modules whose rows are not divided have output_size only.
+    sizes: Sequence[int] = getattr(module, "output_partition_sizes", None) or [module.output_size]
+    parts = PARTS.get(last, ()) if len(sizes) > 1 else (last,)
+    if len(parts) != len(sizes):
+        raise WeightSyncError(f"{name}: {type(module).__name__} of {len(sizes)} parts has no entry in PARTS")
+    for key, parameter in module.named_parameters(recurse=False):
+        if key not in ("weight", "bias"):  # the correction bias of a router
+            yield f"{name}.{key}", parameter.detach()
+    for key, fused in (("weight", weight), ("bias", getattr(module, "bias", None))):
+        if fused is not None:
+            pieces = fused.detach().to(weight.dtype).split(sizes, dim=0)
+            yield from ((f"{prefix}.{part}.{key}", piece) for part, piece in zip(parts, pieces, strict=True))
+
+
+def unknown_layout(name: str, what: str) -> WeightSyncError:
+    return WeightSyncError(f"{name}: the layout of {what} is unknown; set weights.verify_every to 0")

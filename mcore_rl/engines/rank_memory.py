@@ -1,0 +1,110 @@
+"""Memory of one engine rank: weights, which receive updates, and the KV cache, which is freed during sleep."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from mcore_rl.engines.kept_slices import SliceLoader
+from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.connection import Connection, connect_engine_rank
+from mcore_rl.weights.receive import SliceReceiver
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.shard_map import Box, ShardMap
+from mcore_rl.weights.transports.hosts import this_host
+from mcore_rl.weights.transports.segments import device_uuid
+from mcore_rl.weights.transports.topology import Endpoint
+from mcore_rl.weights.verify import Comparison, compare, require_planned
+
+
+class RankMemory:
+    """Mixin for rank `rank` of an engine with the given layout. `_loader` loads slices into its model."""
+
+    rank: int
+    _layout: EngineLayout
+    _loader: SliceLoader
+    _receiver: SliceReceiver
+    _boxes: dict[str, Box]
+    """The part of each HF tensor that the plan sends to this rank."""
+    _freed: list[tuple[torch.UntypedStorage, int]]
+    """Storages of the KV cache and their sizes in bytes before they were freed."""
+
+    def endpoint(self) -> Endpoint:
+        """Return this rank's endpoint for weight updates."""
+        return Endpoint(this_host(), os.environ.get("VLLM_HOST_IP", "127.0.0.1"), device_uuid())
+
+    def connect_weights(self, connection: Connection, first_rank: int) -> None:
+        """Connect to the weight sync and record the parts of tensors that this rank keeps.
+
+        first_rank: number of the engine's first rank among the ranks of all engines.
+        Collective: all processes of the sync.
+        Raises: WeightSyncError if this rank keeps other parts of tensors than the plan sends.
+        """
+        plan = connection.plan
+        if self._layout != plan.engine_layout:
+            raise WeightSyncError(
+                f"the engine's layout is {self._layout}, but the sync was planned for {plan.engine_layout}"
+            )
+        receiver = connect_engine_rank(connection, first_rank + self.rank)
+        shard_map = ShardMap(plan.rows, self._layout)
+        boxes = shard_map.boxes(self.rank)
+        whole = {
+            name: torch.empty(shape, dtype=bound.dtype, device="meta")
+            for bound in shard_map.rows
+            for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
+        }
+        with self._loader.context():
+            kept = self._loader.record(whole)
+            require_planned({each.name: (each.start, each.size) for each in kept}, boxes, self.rank)
+            self._loader.keep(kept)
+        self._receiver, self._boxes = receiver, boxes
+
+    def begin_update(self) -> None:
+        self._receiver.begin()
+        with self._loader.context():
+            self._loader.begin()
+
+    def receive_bucket(self, sync_round: int) -> int:
+        """Receive and load one round of the plan. Returns its bytes."""
+        with self._loader.context():
+            return self._receiver.receive(sync_round, self._loader.put)
+
+    def finish_update(self) -> None:
+        """Finish the update.
+
+        Raises: WeightSyncError if a part that this rank keeps was not received.
+        """
+        self._receiver.finish()
+        with self._loader.context():
+            self._loader.finish()
+
+    def compare_weights(self) -> Comparison:
+        """Compare the weights of this rank's kernels with the trainer's digests, one module at a time."""
+        expected = self._receiver.digests()
+        with self._loader.context():
+            return compare(expected, self._loader.held(self._boxes), self._boxes)
+
+    def release_kv_cache(self) -> int:
+        """Free the memory of the KV cache but keep its tensors, to which the engine holds references. Returns the freed
+        bytes."""
+        # Tensors may share a storage.
+        storages = {storage._cdata: storage for storage in (cache.untyped_storage() for cache in self._kv_caches())}
+        self._freed = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._freed:
+            storage.resize_(0)
+        return sum(num_bytes for _, num_bytes in self._freed)
+
+    def restore_kv_cache(self) -> None:
+        """Allocate the memory again, filled with zeros like an engine's new cache.
+
+        Attention multiplies masked values too, so they must not be NaN.
+        """
+        for storage, num_bytes in self._freed:
+            storage.resize_(num_bytes)
+            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+
+    def _kv_caches(self) -> Iterable[torch.Tensor]:
+        """Return the tensors of the KV cache."""
+        raise NotImplementedError
