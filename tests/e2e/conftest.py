@@ -32,11 +32,14 @@ def task(shared: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def whole_run(task: Path) -> Path:
-    """Run directory of a run that nothing interrupted; `exported` beside it holds its final weights."""
-    directory, output = task.parent / "whole", task.parent / "whole.log"
+    """Run directory of a run that nothing interrupted. Beside it: `exported` with its final weights, its output
+    `whole.log`, and its TMPDIR `temporary`."""
+    directory, output, temporary = (task.parent / name for name in ("whole", "whole.log", "temporary"))
     with FileLock(task.parent / "whole.lock"):
         if not output.exists():
-            output.write_text(train(task, directory, f"trainer.export_hf={task.parent / 'exported'}"))
+            temporary.mkdir()
+            export = f"trainer.export_hf={task.parent / 'exported'}"
+            output.write_text(train(task, directory, export, TMPDIR=str(temporary)))
     return directory
 
 

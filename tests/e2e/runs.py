@@ -182,9 +182,9 @@ def _connections(pid: int) -> list[Any]:
         return []
 
 
-def train(config: Path, run_dir: Path, *overrides: str) -> str:
-    """Run `mcore-rl train` to its end; return the output."""
-    with TrainProcess(config, run_dir, overrides) as run:
+def train(config: Path, run_dir: Path, *overrides: str, **environment: str) -> str:
+    """Run `mcore-rl train` to its end, with additional environment variables; return the output."""
+    with TrainProcess(config, run_dir, overrides, environment=os.environ | environment) as run:
         assert run.finish() == 0, run.text()[-6000:]
         assert not run.left_after(30)
         return run.text()

@@ -88,6 +88,10 @@ def test_the_run_directory_is_complete(whole_run: Path) -> None:
     assert tracks == {"driver", "trainer rank 0", "trainer rank 1", "rollout engine 0"}
 
 
+def test_run_removes_temporary_files_of_engines_and_compilers(whole_run: Path) -> None:
+    assert not list((whole_run.parent / "temporary").iterdir())
+
+
 def test_the_table_at_the_end_compares_accuracy(whole_run: Path) -> None:
     output = (whole_run.parent / "whole.log").read_text()
     assert "validation accuracy" in output
