@@ -87,9 +87,9 @@ class BlockTokeniser:
             self.rollout_config,
             self.key,
             block.path,
-            self.runs_tools,
-            self.samples_train,
-            self.tools,
+            runs_tools=self.runs_tools,
+            trained=self.samples_train,
+            tools=self.tools,
         )
         rows = [(f"{self.key}: {place}", columns.read(place, row)) for place, row in block.rows]
         messages = [self._renderer.canonical(row.messages, where) for where, row in rows]

@@ -25,7 +25,9 @@ VERL = {"data_source": "gsm8k", "prompt": MESSAGES, "reward_model": {"ground_tru
 def read(
     row: dict[str, Any], *, tools: bool = False, trained: bool = False, **data: Any
 ) -> tuple[Prompt, tuple[str, ...]]:
-    columns = Columns(DataConfig(**data), RolloutConfig(), "data.val", Path("rows.jsonl"), tools, trained)
+    columns = Columns(
+        DataConfig(**data), RolloutConfig(), "data.val", Path("rows.jsonl"), runs_tools=tools, trained=trained
+    )
     return columns.read("rows.jsonl, line 1", row), format_notes(columns.notes)
 
 
