@@ -93,14 +93,7 @@ class RankModel:
         # One rank per stage reports the metrics of the stage's layers.
         counts = place.tp == place.cp == place.dp == 0
         self.routers = Routers(modules, role.section.moe, counts=counts, role=self.name)
-        model = chunks[0].config
-        self.routing = RoutingStore(
-            self.routers.layers,
-            num_experts=model.num_moe_experts or 0,
-            topk=model.moe_router_topk,
-            split=layout.tp if model.sequence_parallel else 1,
-            context=self.context,
-        )
+        self.routing = RoutingStore(self.routers.layers, chunks[0].config, self.context)
         self.packing = Packing(
             tokens=role.section.tokens_per_microbatch,
             cost=sequence_cost(spec.hf_config),

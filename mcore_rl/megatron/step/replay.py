@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model.context import ContextPart
@@ -28,14 +29,15 @@ class RoutingStore:
     """Store of expert ids by sample, [layers of this rank, tokens, k]; tokens up to the last predictor.
 
     layers: indices of this rank's layers among the model's layers with experts.
-    split: tensor-parallel size if rows are split over these ranks (sequence parallelism), otherwise 1.
     context: this rank's part of every row.
     """
 
-    def __init__(self, layers: Sequence[int], *, num_experts: int, topk: int, split: int, context: ContextPart) -> None:
-        self.context = context
-        self.layers, self.num_experts, self.topk, self.split = list(layers), num_experts, topk, split
-        self.dtype = torch.uint8 if num_experts <= 256 else torch.int16
+    def __init__(self, layers: Sequence[int], config: TransformerConfig, context: ContextPart) -> None:
+        self.layers, self.context = list(layers), context
+        self.num_experts, self.topk = config.num_moe_experts or 0, config.moe_router_topk
+        # Sequence parallelism splits a row over the tensor-parallel ranks.
+        self.split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.dtype = torch.uint8 if self.num_experts <= 256 else torch.int16
         self.by_sample: dict[int, torch.Tensor] = {}
         self.is_imposed = False
 
