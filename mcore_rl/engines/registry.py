@@ -13,6 +13,7 @@ _CLASSES = {"vllm": "VllmEngine", "sglang": "SglangEngine"}
 
 
 def engine_class(name: str) -> Callable[[EngineSettings], RankEngine]:
+    """Return the class of an engine."""
     engine: Callable[[EngineSettings], RankEngine] = getattr(_module(name), _CLASSES[name])
     return engine
 
