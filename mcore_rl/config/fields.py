@@ -79,13 +79,25 @@ class Domain:
         return f"one of {', '.join(self.choices)}{f', or {FORM}' if self.function else number}"
 
 
-def setting(default: T, **allowed: Any) -> T:
-    """Create a dataclass field with Domain(**allowed)."""
-    metadata = {DOMAIN: Domain(**allowed)}
+def setting(
+    default: T,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] = (),
+    function: bool = False,
+    path: bool = False,
+    unit: str | None = None,
+    one_or_more: bool = False,
+) -> T:
+    """Create a dataclass field with a Domain."""
+    domain = Domain(minimum, above, maximum, below, choices, function, path, unit, one_or_more)
     # A dataclass needs a factory for these, or all configurations would share one object.
     if isinstance(default, list | dict):
-        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=lambda: copy.copy(default), metadata={DOMAIN: domain})
+    return field(default=default, metadata={DOMAIN: domain})
 
 
 @dataclass(frozen=True)
