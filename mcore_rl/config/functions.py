@@ -185,7 +185,8 @@ def describe(error: BaseException) -> str:
 
 def _load_alone(origin: str, path: Path) -> ModuleType:
     # The module name is the same in every process, so that objects of the file, such as exceptions, can be pickled.
-    name = f"{_PREFIX}{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
+    # Dots would separate packages.
+    name = f"{_PREFIX}{path.stem.replace('.', '_')}_{zlib.crc32(os.fsencode(path)):08x}"
     # Spawned processes inherit the variable, and _UserFiles finds the file under the same name.
     os.environ[FILES_VARIABLE] = json.dumps({**_known_files(), name: str(path)})
     return _import(origin, name, path)

@@ -48,6 +48,13 @@ def test_absolute_spec_file_path_becomes_absolute(tmp_path: Path, monkeypatch: p
     ]
 
 
+def test_load_file_name_with_dots_loads(tmp_path: Path) -> None:
+    (tmp_path / "reward.v2.py").write_text("def f(**_): return 2.0\n")
+    function = load_function("reward.function", f"{tmp_path}/reward.v2.py:f")
+    assert function() == 2.0
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
 def test_load_file_imports_files_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "beside_plain.py").write_text("def g(): return 2.0\n")
     (tmp_path / "mine.py").write_text("import beside_plain\ndef f(**_): return beside_plain.g()\n")
