@@ -71,7 +71,7 @@ class LimitedTool:
         except asyncio.CancelledError:
             self._slots.release()
             raise
-        task = asyncio.create_task(contained(self.tool.call(episode, arguments)))
+        task = asyncio.create_task(self._call(episode, arguments))
         task.add_done_callback(self._ended)  # the slot is freed when the call ends, not when its caller gives up
         seconds = self.limits.timeout_seconds
         try:
@@ -85,6 +85,10 @@ class LimitedTool:
         if task.cancelled():
             raise ToolError(CANCELLED_ITSELF)
         return task.result()
+
+    async def _call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
+        # In the task: a user's class whose `call` has other parameters raises here, and the slot must be freed.
+        return await contained(self.tool.call(episode, arguments))
 
     async def _wait_for_rate(self) -> None:
         if self.limits.rate_per_second is None:

@@ -105,6 +105,21 @@ def test_limited_tool_invalid_arguments_are_not_passed() -> None:
     assert (outcome.error, tool.calls) == ("argument i: 'x' is not of type 'integer'", 0)
 
 
+def test_limited_tool_call_with_other_parameters_frees_its_slot() -> None:
+    class Other(FakeTool):
+        async def call(self, episode: EpisodeState) -> ToolResult:  # type: ignore[override]
+            return ToolResult("")
+
+    async def behave(call: int) -> ToolResult:
+        return ToolResult("")
+
+    async def run() -> list[ToolResult]:
+        held = limited(Other(behave), max_running=1)
+        return [await asyncio.wait_for(held.call(EPISODE, {}), 10) for _ in range(2)]
+
+    assert all("TypeError" in str(outcome.error) for outcome in asyncio.run(run()))
+
+
 def test_limited_tool_time_limit_excludes_waiting() -> None:
     async def behave(call: int) -> ToolResult:
         await asyncio.sleep(0.1)
