@@ -71,6 +71,7 @@ class Confined:
         with ExitStack() as undo:
             self._memory = limit_memory(limits.memory_mib * MIB)
             undo.callback(self._memory.close)
+            self._selector = undo.enter_context(selectors.DefaultSelector())
             self.results, writer = os.pipe()
             undo.callback(os.close, self.results)
             try:
@@ -78,7 +79,6 @@ class Confined:
                 self.process = self._start(inside(writer), limits, (*inherited, writer), stderr)
             finally:
                 os.close(writer)  # `results` reaches its end only when no process holds the other end any more
-            self._selector = undo.enter_context(selectors.DefaultSelector())
             self._release = undo.pop_all()
 
     def _start(
