@@ -114,7 +114,7 @@ def split_scales(
             problems += _misfit(name, weights[name], scales.get(name + SCALE_SUFFIX), block)
     if problems:
         raise ConversionError(f"{directory}: FP8 weights and scales do not match: {listing(problems)}")
-    return weights, {name: scales[name + SCALE_SUFFIX] for name in quantised}
+    return weights, {name: scales[name + SCALE_SUFFIX] for name in sorted(quantised)}
 
 
 def _misfit(name: str, weight: StoredTensor, scale: StoredTensor | None, block: Block) -> list[str]:

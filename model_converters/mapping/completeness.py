@@ -1,4 +1,4 @@
-"""Check that table, checkpoint, model and plan agree, before any data is read."""
+"""Check that table, checkpoint and model agree, before any data is read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from model_converters.errors import ConversionError, listing
 from model_converters.mapping.layout import TrainLayout
-from model_converters.mapping.placement import Placement, TensorPlan, local_shape
+from model_converters.mapping.placement import Placement, local_shape
 from model_converters.mapping.table import BoundRow
 from model_converters.mapping.transforms import Shape
 
@@ -19,7 +19,6 @@ def check_complete(
     *,
     layout: TrainLayout | None = None,
     rank: int | None = None,
-    plans: Sequence[TensorPlan] | None = None,
     dropped: Collection[str] = (),
 ) -> None:
     """Compare the table with all given arguments, in both directions.
@@ -29,10 +28,9 @@ def check_complete(
     layout: a single rank by default.
     hf_names and model_names may map names to shapes, which are then compared, too. Shapes in model_names are local and
     require `rank`.
-    plans: must contain every HF tensor of the table once, tiled exactly once.
     dropped: HF tensors that are left out of the table on purpose.
 
-    Raises: one ConversionError listing everything that is missing, unknown, claimed twice, of another shape or untiled.
+    Raises: one ConversionError listing everything that is missing, unknown, claimed twice or of another shape.
     """
     # Collect the problems of all comparisons, so that one message shows them together.
     layout = layout or TrainLayout(1)
@@ -43,9 +41,6 @@ def check_complete(
         problems += _compare("HF tensors", hf_shapes, hf_names, optional=optional)
     if model_names is not None:
         problems += _compare("model tensors", _model_shapes(bound, layout, rank), model_names)
-    if plans is not None:
-        problems += _compare("planned HF tensors", hf_shapes, [plan.hf_name for plan in plans])
-        problems += tiling_problems(plans)
     if problems:
         raise ConversionError("the weight table does not fit:\n  " + "\n  ".join(problems))
 
@@ -80,33 +75,3 @@ def _compare(
             if name in given and tuple(given[name]) != shape
         ]
     return [f"{len(names)} {what} {kind}: {listing(names)}" for kind, names in problems.items() if names]
-
-
-def tiling_problems(plans: Iterable[TensorPlan]) -> list[str]:
-    """Return one line per range of an HF tensor that is covered by no piece or by more than one."""
-    problems = []
-    for plan in plans:
-        # A tiling is checked along one dimension: pieces are complete in all others.
-        dims = {piece.dim for piece in plan.pieces}
-        if len(dims) != 1:
-            problems.append(
-                f"{plan.hf_name}: {'no pieces' if not dims else f'pieces along several dims {sorted(dims)}'}"
-            )
-            continue
-        dim = dims.pop()
-        length = plan.shape[dim] if plan.shape else 1
-        # Sweep over the pieces in order; `reached` is the end of the part covered so far.
-        reached = 0
-        for piece in sorted(plan.pieces, key=lambda piece: (piece.start, piece.length)):
-            if piece.start > reached:
-                problems.append(f"{plan.hf_name}: [{reached}, {piece.start}) of dim {dim} is untiled")
-            if piece.start < reached:
-                end = min(reached, piece.start + piece.length)
-                problems.append(f"{plan.hf_name}: [{piece.start}, {end}) of dim {dim} is claimed twice, by {piece}")
-            reached = max(reached, piece.start + piece.length)
-        if reached != length:
-            extent = (
-                f"[{reached}, {length}) of dim {dim} is untiled" if reached < length else f"dim {dim} ends at {length}"
-            )
-            problems.append(f"{plan.hf_name}: {extent}")
-    return problems

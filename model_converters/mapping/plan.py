@@ -41,21 +41,6 @@ def local_shapes(bound: Sequence[BoundRow], layout: TrainLayout, rank: int) -> d
     return {load.mcore_name: load.shape for load in load_plan(bound, layout, rank)}
 
 
-def local_shapes_by_rank(bound: Sequence[BoundRow], layout: TrainLayout) -> list[dict[str, Shape]]:
-    """Return local_shapes of every rank, in one pass over the table.
-
-    Raises: LayoutError listing everything that the layout does not divide.
-    """
-    placement = Placement(bound, layout)
-    shapes_by_rank: list[dict[str, Shape]] = [{} for _ in range(layout.world_size)]
-    for row in bound:
-        for holding in placement.holdings(row):
-            shape = local_shape(row.row, holding.num_shards)
-            for rank in holding.ranks:
-                shapes_by_rank[rank][row.mcore] = shape
-    return shapes_by_rank
-
-
 def export_plan(bound: Sequence[BoundRow], layout: TrainLayout) -> list[TensorPlan]:
     """Assign each slice of every HF tensor to one writing rank. Tensors of one layer are consecutive.
 

@@ -16,8 +16,8 @@ from model_converters.errors import LayoutError
 from model_converters.families import family_for
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.pipeline_layout import parse_stages
-from model_converters.mapping.plan import local_shapes_by_rank
 from model_converters.mapping.table import bind
+from tests.plans import local_shapes_by_rank
 from tests.tiny_models import tiny_fields
 
 WORLDS: list[dict[str, int]] = [

@@ -22,8 +22,9 @@ from model_converters.families import family_for
 from model_converters.hf.quant import SCALE_SUFFIX, scale_shape
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
-from model_converters.mapping.plan import export_plan, local_shapes_by_rank
+from model_converters.mapping.plan import export_plan
 from model_converters.mapping.table import BoundRow, bind
+from tests.plans import assert_tiled, local_shapes_by_rank
 from tests.unit.converters.test_published_moe import DEEPSEEK_V3, SHARED, expanded, published
 
 CHILDREN = 2
@@ -100,7 +101,7 @@ def test_published_model_ranks_match_table_and_write_once(proof: str, children: 
     answers = [children.submit(differences, config, layout, start) for start in range(CHILDREN)]
     bound = bound_rows(config)
     plans = export_plan(bound, layout)
-    check_complete(bound, plans=plans)
+    assert_tiled(bound, plans)
     assert sum(prod(plan.shape) for plan in plans) == ELEMENTS[name]
     assert {piece.rank for plan in plans for piece in plan.pieces} == set(range(world_size))
     for answer in answers:
@@ -136,6 +137,7 @@ def test_mixtral_every_published_tensor_is_claimed_once() -> None:
     content = json.loads(index.read_text())
     bound = bound_rows(published("mistralai--Mixtral-8x22B-v0.1"))
     plans = export_plan(bound, TrainLayout(64, tp=4, pp=4, vpp=2, ep=8, etp=2))
-    check_complete(bound, list(content["weight_map"]), plans=plans)
+    check_complete(bound, list(content["weight_map"]))
+    assert_tiled(bound, plans)
     num_bytes = sum(prod(plan.shape) * plan.dtype.itemsize for plan in plans)
     assert (len(plans), num_bytes) == (1_739, content["metadata"]["total_size"])

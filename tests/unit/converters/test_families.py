@@ -19,6 +19,7 @@ from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_plan
 from model_converters.mapping.table import bind
 from tests.exported import export_through
+from tests.plans import assert_tiled
 from tests.tiny_models import LLAMA3
 from tests.unit.converters.hf_models import bound_rows
 
@@ -284,6 +285,7 @@ def test_mixtral_published_index_is_claimed_exactly_once():
     index = json.loads((HUB / "mixtral-8x22b-layout.model.safetensors.index.json").read_text())
     bound = bind(family_for(config).rows(config), config, torch.bfloat16)
     plans = export_plan(bound, TrainLayout(8, tp=2, pp=2, ep=4))
-    check_complete(bound, index["weight_map"].keys(), plans=plans)
+    check_complete(bound, index["weight_map"].keys())
+    assert_tiled(bound, plans)
     assert len(plans) == 1739
     assert sum(prod(plan.shape) * plan.dtype.itemsize for plan in plans) == index["metadata"]["total_size"]

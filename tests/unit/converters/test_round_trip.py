@@ -15,6 +15,7 @@ from model_converters.hf.loader import load_tensors
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_pieces, export_plan, local_shapes
+from tests.plans import assert_tiled
 from tests.unit.converters.hf_models import bound_rows, write_hf
 
 
@@ -63,7 +64,8 @@ def test_round_trip_over_all_ranks_restores_hf_tensors(family, sizes, family_con
     hf = random_hf(config)
     bound = bound_rows(config)
     plans = export_plan(bound, layout)
-    check_complete(bound, hf.keys(), plans=plans)
+    check_complete(bound, hf.keys())
+    assert_tiled(bound, plans)
     rebuilt = {name: torch.full_like(tensor, torch.nan) for name, tensor in hf.items()}
     with HFCheckpoint(write_hf(tmp_path / "hf", config, hf)) as checkpoint:
         for rank in range(layout.world_size):
