@@ -8,6 +8,7 @@ import pytest
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.graders.code import RunProgram, grade_asserts
+from mcore_rl.rewards.graders.programs.wire import Decoder, Owner, WireError
 from mcore_rl.sandbox.check import check_local
 from mcore_rl.sandbox.local import LocalSandbox
 
@@ -176,3 +177,9 @@ def test_program_that_does_not_solve_the_task_gets_nothing(run: RunProgram, name
 @pytest.mark.parametrize(("truth", "program"), SOLUTIONS)
 def test_program_that_solves_the_task_passes(run: RunProgram, truth: dict[str, object], program: str) -> None:
     assert grade_asserts(fenced(program), truth, run, 30.0).reward == 1.0
+
+
+@pytest.mark.parametrize(("tag", "argument"), [("list", {}), ("timedelta", {}), ("dict", []), ("dict", bytearray())])
+def test_change_of_an_argument_to_another_type_is_damaged(tag: str, argument: object) -> None:
+    with pytest.raises(WireError, match="damaged content"):
+        Decoder(Owner(), [[tag, 1, 2]]).content(0, argument)

@@ -260,7 +260,7 @@ class Decoder:
             shell.default_factory = self.value(head)
         content = vars(shell) if tag == "record" else shell
         content.clear()
-        if isinstance(content, dict):
+        if tag in ("record", "defaultdict", *_MAPPINGS):  # the node's tag, so that another type of content is an error
             base: Any = _MAPPINGS.get(tag, dict)  # dict.update breaks an OrderedDict
             base.update(content, _paired(values))
         else:
