@@ -141,12 +141,16 @@ def _limits(origin: str, given: Mapping[str, object], timeout_seconds: float) ->
 
 def _number(origin: str, given: Mapping[str, Any], key: str, minimum: int | None) -> Any:
     """Return a number above 0, or with `minimum` a whole number; None if it is not given."""
-    value, types = given.get(key), int | float if minimum is None else int
-    is_number = isinstance(value, types) and not isinstance(value, bool)
-    if value is None or (is_number and (0 < value < math.inf if minimum is None else value >= minimum)):
-        return value
-    wanted = "a number above 0" if minimum is None else f"a whole number of at least {minimum}"
-    raise ConfigError(f"{origin}.{key}={value} must be {wanted}")
+    value = given.get(key)
+    if value is None:
+        return None
+    if minimum is None:
+        wanted, is_valid = "a number above 0", isinstance(value, int | float) and 0 < value < math.inf
+    else:
+        wanted, is_valid = f"a whole number of at least {minimum}", isinstance(value, int) and value >= minimum
+    if isinstance(value, bool) or not is_valid:
+        raise ConfigError(f"{origin}.{key}={value} must be {wanted}")
+    return value
 
 
 def _check_choice(key: str, value: object, choices: Iterable[str]) -> None:

@@ -183,14 +183,15 @@ class McpServer:
         try:
             session = await self._session()
             result = await session.call_tool(name, arguments)
-        except Exception as error:  # of the server or of the transport
+        except MCPError as error:
             # An error reported by the server is final; only a lost connection is worth a retry.
-            if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED:
+            if error.code != CONNECTION_CLOSED:
                 raise ToolError(str(error)) from error
             await self.close()
-            is_reported = isinstance(error, MCPError)
-            cause = "closed the connection" if is_reported else f"cannot be reached: {self._cause(error)}"
-            raise RetryableToolError(f"the MCP server {cause}") from error
+            raise RetryableToolError("the MCP server closed the connection") from error
+        except Exception as error:  # any error of the transport
+            await self.close()
+            raise RetryableToolError(f"the MCP server cannot be reached: {self._cause(error)}") from error
         parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
         text = "\n".join(parts) or as_text(result.structured_content or "")
         if result.is_error:
