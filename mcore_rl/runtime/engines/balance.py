@@ -111,6 +111,9 @@ class LoadBalancer:
         """Return a task's pieces, in the order of its responses."""
         return sorted((self.pieces[number] for number in self._of_task[task]), key=lambda piece: piece.first)
 
+    def num_pieces(self, task: int) -> int:
+        return len(self._of_task[task])
+
     def drop(self, task: int) -> None:
         """Forget a finished task."""
         for number in self._of_task.pop(task):

@@ -42,6 +42,8 @@ class Submission:
 
     task: RolloutTask
     results: dict[int, RolloutResult] | None
+    num_finished: int = 0
+    """Number of finished pieces."""
     since: float = field(default_factory=time.perf_counter)
 
     def task_of(self, piece: TaskPiece) -> RolloutTask:
@@ -264,7 +266,9 @@ class Scheduler(EngineTrajectories):
         piece = self._balance.finished(number)
         ticket, submission = piece.task, self._submissions[piece.task]
         piece.finished = FinishedPiece(engine, place, submission.with_queue_time(scalars))
-        if any(piece.finished is None for piece in self._balance.of_task(ticket)):
+        submission.num_finished += 1
+        # Counted, because stealing may split a task into as many pieces as there are engines.
+        if submission.num_finished < self._balance.num_pieces(ticket):
             return
         if submission.results is None:
             self._unfinished.discard(ticket)
@@ -354,9 +358,10 @@ class Scheduler(EngineTrajectories):
             again.add((piece.task, key))
             if piece.finished is not None:
                 piece.finished = None
+                self._submissions[piece.task].num_finished -= 1
                 self._unfinished.add(piece.task)
-                finished.append(number)
-        self._balance.requeue(finished)
+                finished.append((piece.task, number))
+        self._balance.requeue([number for _, number in sorted(finished)])
         self._balance.leave(lost)
         for ticket, key in sorted(again):
             submission, journal = self._submissions[ticket], self.fleet.lost_journals.get(self.fleet.producer_of(key))

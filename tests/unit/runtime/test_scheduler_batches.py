@@ -17,6 +17,7 @@ import pytest
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.tasks import GivenUp
 from mcore_rl.runtime.delivery import Chunk
+from mcore_rl.runtime.engines.balance import TaskPiece
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.phases import Phase, Stages
@@ -200,6 +201,23 @@ def test_run_waits_for_the_answers_to_its_steals(tmp_path: Path) -> None:
     processes = [process for engine in watch.engines for process in engine.all]
     assert sum(process.asked for process in processes) > 0
     assert all(process.asked == process.answers for process in processes)
+
+
+def test_end_of_a_piece_does_not_read_the_other_pieces_of_its_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that many engines share has as many pieces: to read all at the end of each would be quadratic."""
+    pool, _ = pool_of(3, slots_per_engine=100, seed=2)
+    reads, of_task = list[int](), pool._balance.of_task
+
+    def recorded(task: int) -> list[TaskPiece]:
+        reads.append(task)
+        return of_task(task)
+
+    monkeypatch.setattr(pool._balance, "of_task", recorded)
+    results = pool.run([task_of(number, tmp_path, num_groups=6) for number in range(10)])
+    assert sum(len(cast(Chunk, chunk).parts) for chunk, _ in results) > 10
+    assert sorted(reads) == list(range(10))
 
 
 def test_stolen_requests_are_counted_and_renewed_part_by_part(tmp_path: Path) -> None:
