@@ -127,7 +127,7 @@ class RolloutCollector:
         # The trainer needs prompts_per_step groups; groups without signal, whose advantages are 0, fill the step.
         kept += zero_variance[: size - len(kept)]
         scalars = [result for _, result in results]
-        keep = [np.flatnonzero(np.isin(result.group_ids, kept)) for result in scalars]
+        keep = _rows_of_groups(kept, scalars)
         join_parts(records, source.records_dir, f"step_{step}")
         greedy = self._greedy(scalars, keep) if self.with_greedy else []
         source.failures.check([*scalars, *greedy], f"step {step}", f"rollouts/step_{step}.jsonl")
@@ -163,6 +163,14 @@ class RolloutCollector:
         task = replace(task, samples_per_prompt=1, sampling=replace(task.sampling, temperature=0.0))
         tasks = split(task, self.pool.num_engines, self.source.rollout.max_concurrent_requests)
         return [result for _, result in self.pool.run(tasks)]
+
+
+def _rows_of_groups(groups: Sequence[int], scalars: Sequence[RolloutScalars]) -> list[np.ndarray]:
+    """Return the rows of each rollout call that belong to `groups`."""
+    # One search for all calls: there are several per engine, and each search reads all of `groups`.
+    belongs = np.isin(np.concatenate([part.group_ids for part in scalars]), groups)
+    ends = np.cumsum([len(part.group_ids) for part in scalars])
+    return [np.flatnonzero(rows) for rows in np.split(belongs, ends[:-1])]
 
 
 def _slowest(results: Sequence[RolloutScalars]) -> np.ndarray:

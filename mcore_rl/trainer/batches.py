@@ -152,16 +152,17 @@ def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[st
         "response_tokens/mean": Mean(float(tokens.sum()), responses),
         "response_tokens/max": Max(float(tokens.max(initial=0))),
         "response_tokens/clipped_fraction": _mean(groups.scalars, "clipped"),
+        **groups.metrics,
         "tokens/generated": Total(float(tokens.sum())),
         "tokens/trained_sequences": Total(float(gather(groups.scalars, groups.keep).total_tokens.sum())),
+        **describe_columns([each.parts for each in episodes], "reward/"),
         # The scores of reward models are those before weighting.
-        **describe_columns([{**each.parts, **each.scores} for each in episodes], "reward/"),
+        **describe_columns([each.scores for each in episodes], "reward/"),
         **describe_columns([each.episode_metrics for each in episodes]),
         **({"reward/greedy": _mean(groups.greedy, "rewards")} if groups.greedy else {}),
         **describe_groups(episodes),
         **describe_equality(episodes, unpunished_tokens),
         **describe_lengths(groups.scalars),
-        **groups.metrics,
     }
 
 
