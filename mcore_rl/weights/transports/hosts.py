@@ -43,7 +43,8 @@ def remove_abandoned(directory: Path) -> list[str]:
         if owner is None or Path(f"/proc/{owner[1]}").exists():
             continue
         with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # Not blocking: opening a named pipe that another user made here would wait for its writer.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 status = os.fstat(descriptor)
                 is_directory = stat.S_ISDIR(status.st_mode)

@@ -73,6 +73,12 @@ def test_remove_abandoned_does_not_follow_links(tmp_path: Path) -> None:
     assert (target / "file").exists()
 
 
+@pytest.mark.timeout(30)
+def test_remove_abandoned_does_not_wait_at_a_named_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"mcore_rl_{DEAD}_x")
+    remove_abandoned(tmp_path)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a directory of another user")
 def test_remove_abandoned_keeps_directories_of_other_users(tmp_path: Path) -> None:
     theirs = left_by(tmp_path, DEAD)
