@@ -54,7 +54,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     front; options of these verbs have no values."""
     verb, rest = words[:1], words[1:]
     if verb and verb[0] in CONFIGURED_VERBS:
-        rest = sorted(rest, key=lambda word: not word.startswith("-"))
+        rest = sorted(rest, key=lambda word: not word.startswith("--"))
     return _parser().parse_args([*verb, *rest])
 
 
