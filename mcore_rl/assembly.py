@@ -239,8 +239,8 @@ class _Site:
             """Build a batch of the next prompts_per_step rows, each a group of its own."""
             rows = sampler.draw(trainer.prompts_per_step)
             buffers, scalars = supervised_chunk(targets, rows)
-            # The supervised loss uses no advantages.
             chunk = self.processes.trainers.store(buffers)
+            # Without advantages: the supervised loss has none.
             return build_batch([chunk], gather([scalars]), schedule=schedule, weights_of=weights_of)
 
         return SupervisedRun(

@@ -85,8 +85,10 @@ def _export_hint(run_dir: Path, export_hf: str | None, actor: ActorConfig) -> st
 
 
 def _locked(config: Config, run: Callable[[Show, Callable[[], None]], Result], *, exports: bool) -> Result:
-    """Check and isolate the run, and call `run` while its directory is locked, with the start-up log and a function
-    that locks the directory. If `run` creates the directory, it calls this function."""
+    """Check and isolate the run, then call run(show, take_lock) with run.dir locked.
+
+    `show` prints a line of the start-up log. If run.dir does not exist yet, `run` creates it and then calls take_lock.
+    """
     from mcore_rl.preparation.preflight import check_exports, check_run
 
     show = start_up_log()

@@ -129,7 +129,7 @@ say 3/4 "installing vLLM, Megatron-Core, Ray and the rest (extra '$extra', about
 install_packages || fail "the packages could not be installed, see above; running it again starts over"
 install_transformer_engine || fail "TransformerEngine could not be built: it needs nvcc of CUDA 13 on the PATH"
 say 4/4 "checking what is installed"
-"$venv/bin/python" -m mcore_rl.cli doctor --missing || echo "      note: something is missing; all of it: mcore-rl doctor"
+"$venv/bin/python" -m mcore_rl.cli doctor --missing || echo "      note: the packages above are missing; the full report: mcore-rl doctor"
 rm -f "$unfinished"
 printf '%s' "$wanted" >"$stamp.tmp"
 mv "$stamp.tmp" "$stamp"

@@ -42,7 +42,10 @@ class Needs:
     staleness: bool = False
 
     def check(self, name: str, inputs: object) -> None:
-        """Raise ValueError with the required tensors that are None in `inputs`; `name` of the estimator or loss."""
+        """Check that `inputs` has every required tensor.
+
+        Raises: ValueError naming `name`, the estimator or loss, and the missing tensors.
+        """
         # Flags without a tensor of that name, such as whole_sequence, are never missing.
         missing = [need for need in vars(self) if getattr(self, need) and getattr(inputs, need, True) is None]
         if missing:

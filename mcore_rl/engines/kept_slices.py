@@ -47,7 +47,7 @@ class KeptSlice:
 
 
 class LoadsWeights(Protocol):
-    """Model of an engine."""
+    """Method of an engine's model that loads HF tensors by name."""
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], /) -> object: ...
 

@@ -20,7 +20,8 @@ from mcore_rl.weights.verify import Comparison, compare, require_planned
 
 
 class RankMemory:
-    """Mixin for rank `rank` of an engine with the given layout. `_loader` loads slices into its model."""
+    """Base class of every engine's ranks: weight updates, and the memory of the KV cache. `_loader` loads slices into
+    the rank's model."""
 
     rank: int
     _layout: EngineLayout

@@ -98,8 +98,8 @@ class _PartialBatch:
 class Batches:
     """Incomplete batches of responses, which a batch reward function grades in one call. Thread-safe.
 
-    `add` and `withdraw` return a batch that they complete, as {key: sample} in the batch's order, and drop it here.
-    Otherwise they return an empty dict.
+    `add` and `withdraw` remove and return a batch that they complete, as {key: sample} in the batch's order. Otherwise
+    they return an empty dict.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,8 @@ _EUROPEAN = re.compile(r"[-+]?[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+")
 MIN_ROUNDED_CHARS = 7
 """Minimum length of an answer that may be a rounded fraction: 0.33333 is too short for 1/3."""
 _FIRST_NUMBER = re.compile(r"[0-9]*\.?[0-9]+")
-# groups of the patterns: whole part, fixed decimals, and the period, which is the last group that matches
+# Capturing groups of _REPEATING and _ELLIPSIS: whole part, fixed decimals, alternatives of the period. The last group
+# that is not empty is the period.
 _PERIOD = (
     r"\\(?:overline|bar)\s*(?:\{\s*([0-9]{1,60})\s*\}|([0-9]))"
     r"|\(([0-9]{1,60})\)(?![0-9!^])"

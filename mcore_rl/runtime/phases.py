@@ -131,8 +131,8 @@ class DevicePhases:
 
 @dataclass
 class Stages:
-    """Timing and phases of calls. `span` times a block. `phases` is set when engines and trainer ranks exist; without
-    it, they always keep their memory."""
+    """Timing and phases of calls. `span` times a block. `phases` is None unless engines and trainer ranks share
+    devices; it is set after their processes have been created."""
 
     span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     phases: DevicePhases | None = None

@@ -58,7 +58,8 @@ def _removed_directory(parent: Path, prefix: str) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}_", dir=parent))
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        # Held while this process lives: remove_abandoned() recognises dead owners by it, also in other pid namespaces.
+        # remove_abandoned() deletes directories that nobody locks. Unlike a process id, a lock is also visible in other
+        # pid namespaces.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield directory
     finally:

@@ -156,7 +156,7 @@ def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[st
         "tokens/generated": Total(float(tokens.sum())),
         "tokens/trained_sequences": Total(float(gather(groups.scalars, groups.keep).total_tokens.sum())),
         **describe_columns([each.parts for each in episodes], "reward/"),
-        # The scores of reward models are those before weighting.
+        # Scores of reward models, before weighting.
         **describe_columns([each.scores for each in episodes], "reward/"),
         **describe_columns([each.episode_metrics for each in episodes]),
         **({"reward/greedy": _mean(groups.greedy, "rewards")} if groups.greedy else {}),

@@ -45,7 +45,7 @@ def read_chunk(
 
 
 def _start(common: Box, planned: Box, piece: Piece) -> int:
-    """Return the start in the HF tensor of the part `common` of a piece, which is planned as block `planned`."""
+    """Return the HF tensor's index along piece.dim at which `common`, a part of the piece's box `planned`, begins."""
     if not common.shape:
         return 0
     # A slice of an HF tensor is read along one dimension, so the chunk must cover the piece in all other dimensions.

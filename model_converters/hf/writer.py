@@ -26,7 +26,7 @@ from model_converters.mapping.placement import Piece, TensorPlan
 
 
 def plan_bytes(plan: TensorPlan) -> int:
-    """Return the bytes of the whole tensor."""
+    """Return the size of the whole tensor in bytes."""
     return prod(plan.shape) * plan.dtype.itemsize
 
 

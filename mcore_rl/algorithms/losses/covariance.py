@@ -24,7 +24,7 @@ from mcore_rl.errors import ConfigError
 
 
 class CovarianceLoss:
-    """Base class of a SelectiveLoss (selection.py) that chooses a share of the tokens by their covariance."""
+    """Base class of losses that choose a share of the tokens by their covariance (see selection.SelectiveLoss)."""
 
     needs: ClassVar[Needs] = Needs(advantages=True, old_logp=True, selection=True)
 
@@ -137,7 +137,7 @@ class KLCov(CovarianceLoss):
     def __post_init__(self) -> None:
         self.check_share()
         if not 0 <= self.kl_coef < math.inf:
-            raise ConfigError(f"{SECTION}.kl_coef={self.kl_coef} must not be negative")
+            raise ConfigError(f"{SECTION}.kl_coef={self.kl_coef} must be finite and at least 0")
 
     def scores(self, inputs: PolicyLossInputs, moments: Tensor, keys: Tensor) -> Tensor:
         return covariances(inputs, moments)

@@ -147,7 +147,7 @@ class GMPO:
     def __post_init__(self) -> None:
         for name in ("clip_low", "clip_high"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{SECTION}.{name}={getattr(self, name)} must not be negative")
+                raise ConfigError(f"{SECTION}.{name}={getattr(self, name)} must be finite and at least 0")
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
         selected, log_ratio, advantages = ratio_inputs(inputs)

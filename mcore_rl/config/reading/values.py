@@ -32,9 +32,9 @@ class NoneWord(str):
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Loader of YAML 1.1 with changes: 1e-4 is a number (YAML 1.1: a string), 12:00:00 is a string (the number 43200),
-    such as a time limit, and None is a NoneWord. Dates such as 2026-11-25 are strings, since directories are named by
-    dates and no key is a date."""
+    """YAML 1.1 loader with changes: 1e-4 is a number (in YAML 1.1 a string), and a time limit such as 12:00:00 is a
+    string (in YAML 1.1 the number 43200). None is a NoneWord. Dates such as 2026-11-25 are strings: directories are
+    named by dates, and no key is a date."""
 
 
 YamlLoader.yaml_implicit_resolvers = {

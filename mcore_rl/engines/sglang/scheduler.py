@@ -34,7 +34,7 @@ from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 
 _UNUSED = ("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")
-"""Required fields of a request that have no value here."""
+"""Fields that SGLang's request class requires and that stay None."""
 
 
 class _OutputCollector:

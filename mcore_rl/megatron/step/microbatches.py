@@ -171,7 +171,8 @@ _TRAINED = {
     "staleness": np.float32,
     "temperatures": np.float32,
 }
-"""Arrays of the trained tokens of a sequence or of a row of all context-parallel ranks, and their types in a row."""
+"""Arrays with one entry per trained token, of a sequence or of a row before it is split over context-parallel ranks,
+and their dtypes in a row."""
 
 
 def _microbatch(
@@ -237,7 +238,7 @@ def _counts(responses: np.ndarray, num_responses: int) -> tuple[int, ...]:
 
 
 _Sequence = tuple[np.ndarray, dict[str, np.ndarray]]
-"""Tokens of a trajectory up to its last predictor [S], and the arrays of its trained tokens [n], with ascending
+"""Tokens of a trajectory up to its last predictor [S], and its arrays in _TRAINED [n], in the order of the
 predictors."""
 
 

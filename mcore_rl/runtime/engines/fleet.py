@@ -1,5 +1,5 @@
 """The rollout engines of a run: their processes, which engines are alive or restarting, and which weights they hold.
-Tasks are not its concern (see scheduler)."""
+The scheduler (scheduler.py) assigns tasks to them."""
 
 from __future__ import annotations
 

@@ -103,9 +103,9 @@ class Scheduler(EngineTrajectories):
     _calls: dict[AnyRef, tuple[EngineKey, Callable[[EngineKey, Any], None] | None]] = field(
         default_factory=dict, init=False
     )
-    """Calls that have not returned: the engine, and the method that takes the result."""
+    """Pending calls: {reference: (engine, method that handles the result; None: the result is ignored)}."""
     _idle: set[int] = field(default_factory=set, init=False)
-    """Engines that no call of EngineProcess.run waits at; others have one such call."""
+    """Numbers of the engines without a pending call of EngineProcess.run; every other engine has exactly one."""
     _dead: set[EngineKey] = field(default_factory=set, init=False)
     """Engines that are known to be dead, including those that have not been restarted yet."""
     _carried: dict[EngineKey, int] = field(default_factory=dict, init=False)

@@ -51,7 +51,7 @@ _NEAR = (20_000, 40_000)  # for containers, which often have only 65,536 user id
 
 @dataclass
 class RunLimits(SandboxConfig):
-    """Limits of one run: the configured ones, possibly lowered.
+    """Limits of one run, derived from the configured ones.
 
     address_space: whether memory_mib also limits the address space of each process; some runtimes reserve far more
     than they use.
@@ -80,7 +80,7 @@ class RunLimits(SandboxConfig):
 
 
 def _lowered(value: int, which: int) -> int:
-    """Lower a limit to the hard limit of this process."""
+    """Return the smaller of `value` and the hard limit of this process; raising that limit would fail."""
     hard = resource.getrlimit(which)[1]
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 

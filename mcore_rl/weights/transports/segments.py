@@ -56,7 +56,8 @@ class SharedSegment:
         path = SHARED_MEMORY / name
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Locked while this process lives: remove_abandoned() detects dead creators by it in other pid namespaces.
+            # remove_abandoned() deletes segments that nobody locks. Unlike a process id, a lock is also visible in
+            # other pid namespaces.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             # Without this reservation a full /dev/shm causes a SIGBUS in the middle of a copy.
             os.posix_fallocate(descriptor, 0, needed)

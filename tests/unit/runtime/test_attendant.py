@@ -280,7 +280,7 @@ def test_engines_that_die_during_another_wait_are_replaced_later(ray: Ray) -> No
     assert watch.get([ray.call(100.0, "trained")]) == ["trained"]
     assert len(results) == 3
     assert [len(engine.lost) for engine in engines] == [0, 0, 0]
-    assert (engines[0].process.runs, engines[2].process.runs) == (1, 1)  # nobody asks them again and again
+    assert (engines[0].process.runs, engines[2].process.runs) == (1, 1)  # dead engines get no further calls
     assert ray.waits < 600
     while len(results) < 9:
         stream.wait()
