@@ -191,7 +191,6 @@ _OWN = frozenset(
     }
 )
 """Arguments of transformers' apply_chat_template that this project sets or does not use."""
-_FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 
 
 def check_template_arguments(kwargs: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, source: str) -> None:
@@ -218,6 +217,7 @@ def variables(source: str) -> set[str]:
     from jinja2 import meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    # The environment in which apply_chat_template renders: it has the block {% generation %} and loop controls.
+    # The environment in which apply_chat_template renders: it has the block {% generation %}, loop controls, and
+    # functions such as strftime_now, which are no variables.
     environment = _compile_jinja_template(source).environment
-    return set(meta.find_undeclared_variables(environment.parse(source))) - _FUNCTIONS
+    return set(meta.find_undeclared_variables(environment.parse(source)))

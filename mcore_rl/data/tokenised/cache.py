@@ -220,8 +220,8 @@ def _read(path: Path) -> tuple[SupervisedSet, LoadReport]:
         batch, report = file.get_batch(0), json.loads(file.schema.metadata[_REPORT])
     tokens, targets = batch.column(_TOKENS), batch.column(_TARGETS)
     rows = [json.loads(line) for line in batch.column(_ROWS).to_pylist()]
-    columns = {name: [row[name] for row in rows] for name in _ROW_COLUMNS}
-    columns["text"] = batch.column(_TEXTS).to_pylist()
+    texts = batch.column(_TEXTS).to_pylist()
+    columns = {name: texts if name == "text" else [row[name] for row in rows] for name in COLUMNS}
     prompts = PromptSet(tokens.values.to_numpy(), tokens.offsets.to_numpy(), columns)
     report |= {name: tuple(report[name]) for name in ("notes", "of_files")}
     return SupervisedSet(prompts, targets.values.to_numpy(), targets.offsets.to_numpy()), LoadReport(**report)
