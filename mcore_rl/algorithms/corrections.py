@@ -45,7 +45,7 @@ class CorrectionResult:
 
 @dataclass(frozen=True)
 class Correction:
-    """An importance correction, of another kind than none."""
+    """Importance correction of kind truncate or mask."""
 
     config: CorrectionConfig
 

@@ -33,7 +33,7 @@ NUM_COUNTS = 1 + 2 * (_LAST - _FIRST)
 
 
 def _values() -> list[float]:
-    """Ratio of each bin: log ratio 0, then positive log ratios in increasing order, then negative ones."""
+    """Return the ratio of each bin: log ratio 0, then positive log ratios in increasing order, then negative ones."""
     edges = (np.arange(_FIRST, _LAST + 1, dtype=np.int32) << _SHIFT).view(np.float32).astype(np.float64)
     middles = ((edges[1:] + edges[:-1]) / 2).tolist()
     return [1.0, *map(math.exp, middles), *(math.exp(-middle) for middle in middles)]

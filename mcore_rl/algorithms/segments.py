@@ -27,15 +27,15 @@ class Segments:
         return cls(*group_numbers(group_ids))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sums of `values` [B] per group, [num_groups]."""
+        """Return the sums of `values` [B] per group, [num_groups]."""
         return values.new_zeros(len(self.sizes)).index_add_(0, self.index, values)
 
     def min(self, values: Tensor) -> Tensor:
-        """Minimum of `values` [B] per group, [num_groups]."""
+        """Return the minimum of `values` [B] per group, [num_groups]."""
         return self._extreme(values, "amin", torch.inf)
 
     def max(self, values: Tensor) -> Tensor:
-        """Maximum of `values` [B] per group, [num_groups]."""
+        """Return the maximum of `values` [B] per group, [num_groups]."""
         return self._extreme(values, "amax", -torch.inf)
 
     def expand(self, per_group: Tensor) -> Tensor:
@@ -52,7 +52,8 @@ class Segments:
         return self.centred_and_std(values)[0]
 
     def centred_and_std(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Centred `values` [B], and the sample standard deviation (n - 1) per group, [num_groups]; 0 for one value."""
+        """Return centred `values` [B], and the sample standard deviation (n - 1) per group, [num_groups]; 0 for one
+        value."""
         from mcore_rl.algorithms.kernels import centred_in_groups
 
         centred, squares = centred_in_groups(values, self.index, self.sizes)

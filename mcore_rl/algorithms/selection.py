@@ -33,11 +33,12 @@ class SelectiveLoss(PolicyLoss, Protocol):
     """A policy loss with needs.selection."""
 
     def moments(self, inputs: PolicyLossInputs) -> Tensor:
-        """Sums over the trained tokens, float64 [k]; the first is their number."""
+        """Return the sums over the trained tokens, float64 [k]; the first is their number."""
         ...
 
     def scores(self, inputs: PolicyLossInputs, moments: Tensor, keys: Tensor) -> Tensor:
-        """Scores, float32, shaped like logp; the largest are chosen; -inf: not eligible. keys: int64, like logp."""
+        """Return the scores, float32, shaped like logp (-inf: not eligible); the largest are chosen. keys: int64, like
+        logp."""
         ...
 
     def count(self, num_tokens: int) -> int:
@@ -46,7 +47,7 @@ class SelectiveLoss(PolicyLoss, Protocol):
 
 
 def one_rank(tensor: Tensor) -> Tensor:
-    """All-reduce of a single rank: the identity."""
+    """Return the tensor: the all-reduce of a single rank."""
     return tensor
 
 
@@ -102,8 +103,8 @@ def threshold(scores: Tensor, count: int, all_reduce: AllReduce = one_rank) -> T
 
 
 def token_keys(samples: Tensor, positions: Tensor, seed: int) -> Tensor:
-    """Layout-independent keys of tokens. `seed` must differ between updates; otherwise the same places of the batch
-    would always be preferred.
+    """Return layout-independent keys of tokens. `seed` must differ between updates; otherwise the same places of the
+    batch would always be preferred.
 
     Shapes: samples, positions (within the response, below 2^32): integers of any one shape -> int64.
     """
@@ -112,13 +113,13 @@ def token_keys(samples: Tensor, positions: Tensor, seed: int) -> Tensor:
 
 
 def random_scores(keys: Tensor) -> Tensor:
-    """Pseudo-random positive float32 per key, one of about 2^31 values, so ties are rare."""
+    """Return a pseudo-random positive float32 per key, one of about 2^31 values, so ties are rare."""
     bits = (_mix(keys) >> 2) & 0x3FFFFFFFFFFFFFFF
     return (SMALLEST_NORMAL + bits % (INFINITY - SMALLEST_NORMAL)).to(torch.int32).view(torch.float32)
 
 
 def _mix(keys: Tensor) -> Tensor:
-    """SplitMix64's output function. Source: Steele, Lea, Flood, OOPSLA 2014; constants: mix13 of D. Stafford."""
+    """Apply SplitMix64's output function. Source: Steele, Lea, Flood, OOPSLA 2014; constants: mix13 of D. Stafford."""
     keys = keys + _signed(0x9E3779B97F4A7C15)
     keys = (keys ^ ((keys >> 30) & 0x3FFFFFFFF)) * _signed(0xBF58476D1CE4E5B9)
     keys = (keys ^ ((keys >> 27) & 0x1FFFFFFFFF)) * _signed(0x94D049BB133111EB)
@@ -130,7 +131,7 @@ def _signed(constant: int) -> int:
 
 
 def _sortable_bits(scores: Tensor) -> Tensor:
-    """Integers with the same order as the float32 scores; -0 becomes 0."""
+    """Return the integers with the same order as the float32 scores; -0 becomes 0."""
     bits = scores.float().contiguous().view(torch.int32)
     return torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
 

@@ -156,7 +156,7 @@ def read_parquet(path: Path, key: str) -> Rows:
 def read_saved_dataset(path: Path, key: str) -> Rows:
     """Yield (place, row) of a directory saved by `datasets`; rows are counted from 1 over all of its files.
 
-    Rows equal those that `datasets` returns, except that features are not decoded: a class label stays a number.
+    Rows equal the rows of `datasets`, except that features are not decoded: a class label stays a number.
 
     Raises: DataError.
     """

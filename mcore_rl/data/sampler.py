@@ -90,7 +90,7 @@ class Curriculum:
 
         Raises: CurriculumError if the function raises or returns anything but indices of prompts.
         """
-        # A run that resumes in epoch 0 asks for its order twice, and the function may be slow.
+        # A run that resumes in epoch 0 needs its order twice, and the function may be slow.
         if self._latest is None or self._latest[0] != epoch:
             self._latest = epoch, self._call(epoch)
         return self._latest[1]

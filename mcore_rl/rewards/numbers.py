@@ -52,7 +52,7 @@ WORD = re.compile(r"[A-Za-z]{2,}")
 FORMULA = re.compile(r"[\\^*/=+()<>\[\]{}|_]")
 MULTIPLES = frozenset("hundred thousand million billion trillion dozen pi squared cubed factorial".split())
 NOT_UNITS = MULTIPLES | frozenset("minus negative sqrt or and to not times plus over mod percent".split())
-"""Words that change the value of a number beside them, which units do not."""
+"""Words that change the value of the number before them. Units do not."""
 
 
 def join_groups(text: str) -> str:

@@ -45,7 +45,7 @@ class SlicePublisher:
     _generation: int = field(default=0, init=False)
     """Number of the current transfer group; 0: none."""
     _members: Sequence[FleetEngine] = field(default=(), init=False)
-    """Engines in the group: those that were up when it was created."""
+    """Engines in the group: all that were up when it was created."""
     _member_plan: SyncPlan = field(init=False)
     """The plan for the current members."""
     _broken: bool = field(default=True, init=False)

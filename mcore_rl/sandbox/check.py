@@ -44,7 +44,7 @@ def check_local(config: SandboxConfig) -> None:
     Raises: ConfigError with the sandbox's own message and the remedy.
     """
     sandbox = LocalSandbox(replace(config, seconds=max(SECONDS, config.seconds)))
-    # Two steps tell whether the sandbox fails, or only its Python.
+    # Two steps show whether the sandbox fails, or only its Python.
     if message := _failure_of(sandbox, ["/usr/bin/true"]):
         raise ConfigError(f"sandbox.kind={config.kind}: {message}; {_remedy(config, message)}")
     if message := _failure_of(sandbox, [os.path.abspath(config.python), "-c", ""]):

@@ -63,7 +63,7 @@ def describe_lengths(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
 
 
 def describe_columns(columns: Sequence[Mapping[str, np.ndarray]], prefix: str = "") -> dict[str, Metric]:
-    """Compute the mean of each named column over the responses that have a number; NaN marks those that have none.
+    """Compute the mean of each named column over the responses with a number; the others have NaN.
 
     columns: the columns of each rollout call, such as the additional numbers of its graders.
     """

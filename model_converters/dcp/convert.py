@@ -157,7 +157,7 @@ def _print_notes(source: HFCheckpoint, dropped: Sequence[str], dropped_copies: S
 
 
 def _identity(conversion: _Conversion, lora: Path | None, max_file_bytes: int) -> dict[str, object]:
-    """Properties that must be equal for a conversion to resume an earlier one."""
+    """Return the properties that must be equal for a conversion to resume an earlier one."""
     planned = {file.name: file.num_bytes for file in conversion.files}
     return {
         "source": _fingerprint(conversion.source.directory),

@@ -35,7 +35,8 @@ SCALE_SUFFIX = "_scale_inv"
 TILE_ROWS, TILE_COLUMNS = 64, 2048
 """Tile size of the computation, chosen so that intermediate values stay in the CPU cache."""
 
-# A larger scale would overflow float32 when multiplied with the largest code; real scales are far below.
+# Products of this scale and the largest code (448) stay below the maximum of float32, about 2^128, by a factor of 100.
+# Real scales are far smaller.
 _LARGEST_SCALE = 2.0**112
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _CODE_FACTOR = 2.0**8

@@ -66,7 +66,7 @@ _REMEDY = f"add it to {INDEX_NAME}, or remove the file"
 
 
 def find_unlisted(directory: Path, stored: Mapping[str, StoredTensor]) -> Unlisted:
-    """Find the weight files that do not contain the tensors `stored`. Reads only the headers of safetensors files.
+    """Find the weight files from which no tensor of `stored` is read. Reads only the headers of safetensors files.
 
     Raises: one ConversionError naming every file that would change the model for some reader.
     """

@@ -51,8 +51,8 @@ class CovarianceLoss:
 
 @torch.no_grad()
 def covariances(inputs: PolicyLossInputs, moments: Tensor) -> Tensor:
-    """Per-token covariance terms of advantage and log-probability, (A - mean A) (logp - mean logp), with the means of
-    the whole update; -inf for tokens that are not trained. float32, computed in float64.
+    """Return the per-token covariance terms of advantage and log-probability, (A - mean A) (logp - mean logp), with the
+    means of the whole update; -inf for tokens that are not trained. float32, computed in float64.
 
     Source: arXiv 2505.22617, section 4.2.
     """

@@ -137,7 +137,7 @@ class DecoupledPPO:
 
     @torch.no_grad()
     def _proximal(self, inputs: PolicyLossInputs) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the proximal policy, and the interpolated ones if prox=metrics."""
+        """Return the log-probabilities of the proximal policy, and the interpolated ones if prox=metrics."""
         if self.prox == "loglinear":
             return _interpolated(inputs), None
         recomputed = inputs.old_logp if inputs.prox_logp is None else inputs.prox_logp

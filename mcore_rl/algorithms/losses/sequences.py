@@ -24,7 +24,7 @@ from mcore_rl.types import Max, Mean, Metric, Min
 
 
 def row_means(values: Tensor, selected: Tensor) -> Tensor:
-    """Mean of the selected values of each row, 0 for a row without any; summed in float64.
+    """Return the mean of the selected values of each row, 0 for a row without any; summed in float64.
 
     Shapes: values [B, T], 0 where `selected` (bool) is false -> float64 [B].
     """

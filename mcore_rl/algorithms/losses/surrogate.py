@@ -138,7 +138,7 @@ def _total(values: Tensor) -> Tensor:
 
 
 def _extremes(values: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest and smallest selected value; undefined if none is selected."""
+    """Return the largest and smallest selected value; undefined if none is selected."""
     if not values.numel():
         nothing = torch.zeros((), dtype=torch.float64, device=values.device)
         return nothing, nothing

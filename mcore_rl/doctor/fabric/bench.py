@@ -34,7 +34,7 @@ class Sizes:
 
 
 SIZES = {
-    # Milliseconds per operation on an 80 GB device, larger than its caches; at most a quarter of its memory.
+    # On an 80 GB device: milliseconds per operation, tensors larger than the caches, at most a quarter of the memory.
     "cuda": Sizes(torch.bfloat16, 8192, GIB, GIB // 2, GIB // 4, 30),
     "cpu": Sizes(torch.float32, 384, 1 << 24, 1 << 24, 1 << 20, 7),
 }
@@ -114,7 +114,7 @@ class Bench:
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> float:
         # A blocking copy synchronizes the host after each repetition, and the events would include its delay.
         seconds = self._median_seconds(lambda: target.copy_(source, non_blocking=True))
-        self._check_equal(target.to(self.device), source.to(self.device), "what was copied")
+        self._check_equal(target.to(self.device), source.to(self.device), "the copy")
         return source.nbytes / seconds / GIB
 
     def _check_equal(self, result: torch.Tensor, expected: torch.Tensor, name: str) -> None:

@@ -35,7 +35,8 @@ a slow disk."""
 END_SECONDS = 10.0
 """Time that killed ranks may take to exit, and that node 0 keeps the store for the other nodes."""
 POLL_SECONDS = 0.1
-"""Interval of checks: TCPStore.wait raises if one key is late, without telling which arrived."""
+"""Interval of checks. TCPStore.wait cannot be used: it raises if one key is late, without naming the keys that arrived.
+"""
 COLLECTIVE_TIMEOUTS = 5
 """Timeout of collectives in multiples of the stage timeout. Supervisors notice a silent rank first, before the ranks
 that wait for it raise or abort."""
@@ -222,7 +223,7 @@ def _note_deaths(store: dist.Store, number: int, ranks: Mapping[int, SpawnProces
     """Write the results of this node's ranks that died in a stage."""
     for rank, process in ranks.items():
         code, key = process.exitcode, result_key(number, rank)
-        # A rank writes its result before it exits, so it died in this stage, or while it was idle before.
+        # A rank writes its result before it exits: without one, it died in this stage, or idle before it.
         if code is not None and not store.check([key]):
             ending = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             store.set(key, json.dumps(StageResult(error=f"its process {ending}", died=True)))

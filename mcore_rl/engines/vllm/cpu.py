@@ -80,7 +80,7 @@ def own_experts(
 
 
 def _apply_experts(self: CPUUnquantizedExperts, *args: object, **kwargs: object) -> None:
-    """Replacement of CPUUnquantizedExperts.apply."""
+    """Replace CPUUnquantizedExperts.apply."""
     call = _experts_signature.bind(self, *args, **kwargs)
     given = call.arguments
     if given["expert_map"] is not None:

@@ -78,7 +78,7 @@ class EngineRanks:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Context of a call in which vLLM waits for its ranks.
+        """Return a context of a call in which vLLM waits for its ranks.
 
         Raises: WorkerDiedError if a rank does not answer in time, and in every later call: the late answer would be
         taken for the answer to another call.

@@ -46,7 +46,7 @@ class _ModelTensor:
 
 
 def blocks_to_load(models: list[PolicyModel], optimizer: MegatronOptimizer) -> list[LiveBlock]:
-    """All blocks of this rank: weights, and the optimizer state of its ranges."""
+    """Yield all blocks of this rank: weights, and the optimizer state of its ranges."""
     states = parameter_states(optimizer)
     blocks: list[LiveBlock] = []
     for item in _model_tensors(models):
@@ -58,7 +58,7 @@ def blocks_to_load(models: list[PolicyModel], optimizer: MegatronOptimizer) -> l
 
 
 def blocks_to_save(models: list[PolicyModel], optimizer: MegatronOptimizer) -> list[LiveBlock]:
-    """Blocks that this rank writes. Over all ranks, every element of every tensor is written exactly once."""
+    """Return the blocks that this rank writes. Over all ranks, every element of every tensor is written once."""
     states = parameter_states(optimizer)
     blocks: list[LiveBlock] = []
     for item in _model_tensors(models):
@@ -83,7 +83,8 @@ REFERENCE_PREFIX = "reference."
 
 
 def reference_blocks(models: list[PolicyModel], *, to_save: bool) -> list[LiveBlock]:
-    """Blocks of the weights of a reference model: all blocks of this rank, or those that it writes."""
+    """Return the blocks of the weights of a reference model: all blocks of this rank, or only the blocks that it
+    writes."""
     return [
         block
         for item in _model_tensors(models)
@@ -93,7 +94,7 @@ def reference_blocks(models: list[PolicyModel], *, to_save: bool) -> list[LiveBl
 
 
 def _share(item: _ModelTensor) -> tuple[int, int]:
-    """This data-parallel rank's equal part of a parameter whose state all ranks of the group hold."""
+    """Return this data-parallel rank's equal part of a parameter whose state all ranks of the group hold."""
     size, index, ranks = item.tensor.numel(), item.replica[-1], replicas_of(item.tensor).size()
     # Neighbouring parts round the same bound, so together they contain every element once.
     return size * index // ranks, size * (index + 1) // ranks

@@ -46,7 +46,7 @@ def _key(model: TrainedModel) -> str:
 
 
 def extra_states(models: list[PolicyModel]) -> list[StateObject]:
-    """Extra states of TransformerEngine's modules, such as FP8 scaling factors, without replicas."""
+    """Return the extra states of TransformerEngine's modules, such as FP8 scaling factors, without replicas."""
     return [
         pickled_object(entry.unique_key, [entry.data])
         for model in models

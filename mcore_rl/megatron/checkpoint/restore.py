@@ -193,7 +193,7 @@ def _misfit(reader: DcpReader, block: LiveBlock) -> str | None:
 
 
 def _stored_part(reader: DcpReader, block: LiveBlock) -> Box | None:
-    """Part of the block that the checkpoint contains. Its vocabulary padding may be shorter."""
+    """Return the part of the block that the checkpoint contains. Its vocabulary padding may be shorter."""
     shape = reader.shapes[block.chunk.key]
     return block.chunk.stored.overlap(Box((0,) * len(shape), shape))
 

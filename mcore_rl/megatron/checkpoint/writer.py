@@ -139,7 +139,7 @@ class CheckpointWriter:
 
 @contextmanager
 def _path_in_errors(path: Path) -> Iterator[None]:
-    """Context that adds `path` to errors raised while writing."""
+    """Return a context that adds `path` to errors raised while writing."""
     try:
         yield
     except OSError as error:

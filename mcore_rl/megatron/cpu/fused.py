@@ -142,7 +142,7 @@ def _grouped_experts(this: Fix, module: ModuleType) -> None:
 
 
 def _groupable(experts: torch.nn.Module, tokens: torch.Tensor, probs: torch.Tensor) -> bool:
-    """True if the experts are plain SwiGLU layers without hooks on their modules."""
+    """Return whether the experts are plain SwiGLU layers without hooks on their modules."""
 
     config = experts.config
     return (

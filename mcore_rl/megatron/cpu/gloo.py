@@ -21,7 +21,7 @@ _Group = dist.ProcessGroupGloo
 def all_gather(
     outputs: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
-    """Variant of dist.all_gather that supports outputs of different sizes, like NCCL.
+    """Gather like dist.all_gather, but support outputs of different sizes, like NCCL.
 
     Collective: every rank of `group`, with the same sizes.
     """
@@ -43,7 +43,7 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Variant of dist.reduce_scatter that supports inputs of different sizes, like NCCL.
+    """Reduce like dist.reduce_scatter, but support inputs of different sizes, like NCCL.
 
     Collective: every rank of `group`, with the same sizes.
     """
@@ -91,7 +91,7 @@ class GlooGroup(metaclass=_SharedDeviceMeta):
 
 @cache
 def _devices(process: int, interfaces: str) -> list[object]:
-    """Gloo devices of process `process`. Cached per process, because threads do not survive a fork."""
+    """Return Gloo devices of process `process`. Cached per process, because threads do not survive a fork."""
     if not interfaces:
         return [_Group.create_default_device()]
     return [_Group.create_device(interface=name) for name in interfaces.split(",")]

@@ -51,8 +51,8 @@ def fix(name: str, module: str | None = None, *, on_cuda: bool = False) -> Calla
 
 @contextmanager
 def without(name: str) -> Iterator[None]:
-    """Context in which the fix `name` is undone, for tests and to check if a newer upstream version still needs it. A
-    fix that acts only during imports cannot be undone this way."""
+    """Return a context in which the fix `name` is undone, for tests and to check if a newer upstream version still
+    needs it. A fix that acts only during imports cannot be undone this way."""
     replaced = FIXES[name].replaced
     assert replaced, f"fix {name!r} has not been applied"
     for owner, attribute, before, _ in reversed(replaced):

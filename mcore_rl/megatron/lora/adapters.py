@@ -58,8 +58,8 @@ class Factor:
         return local_shape(self.bound.row, self.num_shards)
 
     def parts(self) -> Iterator[tuple[str, Shape, int, tuple[int, int, int]]]:
-        """Parts of the shard: (PEFT name, unsharded shape, dim, (start in the unsharded tensor, start in the shard,
-        length))."""
+        """Yield the parts of the shard: (PEFT name, unsharded shape, dim, (start in the unsharded tensor, start in the
+        shard, length))."""
         row = self.bound.row
         for part, start, local_start, length in segments_of(row, self.shard, self.num_shards):
             yield self.bound.hf[part], row.shapes[part], row.dim, (start, local_start, length)
@@ -178,7 +178,7 @@ def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Adapter]]
 
 
 def has_adapters(chunks: Sequence[torch.nn.Module]) -> bool:
-    """True if the run trains adapters, even if this rank has none (a stage without layers)."""
+    """Return whether the run trains adapters, even if this rank has none (a stage without layers)."""
     return any(unwrap(chunk).has_adapters for chunk in chunks)
 
 
@@ -191,7 +191,7 @@ def adapter_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Fact
 
 @contextmanager
 def base_only(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Context in which all adapters are disabled, so that the chunks compute the base model."""
+    """Return a context in which all adapters are disabled, so that the chunks compute the base model."""
     attached = [adapter for _, adapter in adapters(chunks)]
     for adapter in attached:
         adapter.enabled = False

@@ -51,11 +51,11 @@ class ContextPart:
         return 2 * self.size if self.size > 1 else 1
 
     def chunks(self) -> tuple[int, int]:
-        """Indices of the two chunks of each sequence on this rank, ascending."""
+        """Return the indices of the two chunks of each sequence on this rank, ascending."""
         return self.rank, 2 * self.size - 1 - self.rank
 
     def positions(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Positions of this rank's tokens within their sequences, in the order of the rank's row.
+        """Return the positions of this rank's tokens within their sequences, in the order of the rank's row.
 
         Shapes: lengths int64 [sequences], padded -> int64 [sum(lengths) / size].
         """
@@ -68,7 +68,7 @@ class ContextPart:
         return place + torch.where(place < chunk, front * chunk, (back - 1) * chunk)
 
     def row_indices(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Indices of this rank's tokens in the row of all ranks. Shapes: like `positions`."""
+        """Return the indices of this rank's tokens in the row of all ranks. Shapes: like `positions`."""
         starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths // self.size)
         return starts + self.positions(lengths)
 
@@ -299,7 +299,7 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _gather_rows(key_value: torch.Tensor, part: ContextPart) -> torch.Tensor:
-    """All-gather in rank order. Shapes: [2, T, groups, d] -> [2, size * T, groups, d]."""
+    """Gather in rank order. Shapes: [2, T, groups, d] -> [2, size * T, groups, d]."""
     by_rank = key_value.new_empty(part.size, *key_value.shape)
     dist.all_gather_single(by_rank.flatten(0, 1), key_value.contiguous(), group=part.group)
     return by_rank.transpose(0, 1).flatten(1, 2)

@@ -198,7 +198,8 @@ def _build_chunk(
 def _mtp_spec(
     config: TransformerConfig, spec: TransformerBlockSubmodules, engine: bool, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Spec of the multi-token-prediction layers, built like the model's last layer; None if this chunk has none."""
+    """Return the spec of the multi-token-prediction layers, built like the model's last layer; None if this chunk has
+    none."""
     if not config.mtp_num_layers:
         return None
     if not spec.layer_specs:

@@ -72,7 +72,7 @@ class PolicyModel(GPTModel):
         return torch.cat(rows) if depths else rows[0]
 
     def _predict_ahead(self, hidden_states: torch.Tensor, **inputs: object) -> torch.Tensor:
-        """Concatenated hidden states of all depths. Their gradient stays within the MTP layers."""
+        """Return the concatenated hidden states of all depths. Their gradient stays within the MTP layers."""
         # Activation recomputation records gradients only if an input requires them.
         detached = hidden_states.detach().requires_grad_()
         given = {name: inputs.get(name) for name in _MTP_INPUTS}
@@ -111,7 +111,7 @@ def output_weight(chunk: torch.nn.Module) -> torch.nn.Parameter:
 
 @contextmanager
 def logits_emitted(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Context in which the last stage returns vocabulary-parallel logits [B, S, V / tp], like GPTModel."""
+    """Return a context in which the last stage returns vocabulary-parallel logits [B, S, V / tp], like GPTModel."""
     models = [unwrap(chunk) for chunk in chunks]
     for model in models:
         model.emit_logits = True

@@ -37,8 +37,8 @@ def initialize(layout: TrainLayout, *, rank: int, init_method: str | None, timeo
 
 
 def _rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dict[str, object]:
-    """Arguments of init_process_group. For tcp://, a store that listens only on the given address: torch's own store
-    (2.13) would listen on every network interface, and it executes requests without authentication."""
+    """Return the arguments of init_process_group. For tcp://, a store that listens only on the given address: torch's
+    own store (2.13) would listen on every network interface, and it executes requests without authentication."""
     address = urlsplit(init_method)
     if address.scheme != "tcp" or address.hostname is None or address.port is None:
         return {"init_method": init_method}

@@ -272,7 +272,7 @@ class Routers:
 
 
 def _expert_layer_index(router: PolicyRouter) -> int:
-    """Index of the router's layer among the layers with experts, from 0."""
+    """Return the index of the router's layer among the layers with experts, from 0."""
     frequency = router.config.moe_layer_freq
     layer = router.layer_number - 1
     return layer // frequency if isinstance(frequency, int) else sum(frequency[:layer])

@@ -74,8 +74,8 @@ def meta_model(
     *,
     names: KeyNames = POLICY,
 ) -> Iterator[list[PolicyModel]]:
-    """Context with the chunks (class `kind`) of `rank` in `layout`, in bfloat16 on the meta device. Within the context,
-    Megatron's parallel state is set up for `rank`.
+    """Return a context with the chunks (class `kind`) of `rank` in `layout`, in bfloat16 on the meta device. Within the
+    context, Megatron's parallel state is set up for `rank`.
 
     Raises: like rank_state.
     """
@@ -93,7 +93,7 @@ def meta_model(
 
 @contextmanager
 def _fake_process_group(layout: TrainLayout, rank: int) -> Iterator[None]:
-    """Context in which this process is `rank` of a process group whose collectives transfer nothing."""
+    """Return a context in which this process is `rank` of a process group whose collectives transfer nothing."""
     if dist.is_initialized():
         raise McoreRLError("a checkpoint cannot be planned in a process that already belongs to a process group")
     # Imported here: it registers a backend with torch.distributed.
@@ -113,7 +113,7 @@ _make_group, _enumerate_groups = parallel_state.create_group, parallel_state.gen
 
 @contextmanager
 def _only_own_groups(rank: int) -> Iterator[None]:
-    """Context in which Megatron creates only the process groups that contain `rank`.
+    """Return a context in which Megatron creates only the process groups that contain `rank`.
 
     By default it enumerates and creates all groups on every rank: 2,800 groups for 512 ranks, half of the time to
     simulate a rank.

@@ -53,7 +53,7 @@ def gradient_norms(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimiz
 
 
 def _counted_on_rank(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (gradient of the elements that this rank owns, parameter), without those that another rank counts."""
+    """Yield (gradient of the elements that this rank owns, parameter), without elements that another rank counts."""
     tp_group = getattr(part, "tp_group", None)
     for owned in main_parameters(part):
         parameter = owned.model

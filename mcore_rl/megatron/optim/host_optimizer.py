@@ -65,11 +65,12 @@ class HostOptimizer:
         part._copy_main_params_to_model_params = lambda: None
 
     def host_copy(self, main: torch.Tensor) -> torch.Tensor:
-        """Host tensor with the values of a main parameter between steps. The next step uses values written to it."""
+        """Return the host tensor with the values of a main parameter between steps. The next step uses values written
+        to it."""
         return self._host[id(main)]
 
     def on_device(self) -> list[torch.Tensor]:
-        """Main parameters that are the model's own parameters and stay on the device."""
+        """Return the main parameters that are the model's own parameters and stay on the device."""
         return [owned.main for owned in self._owned.values() if not owned.is_copy]
 
     def pieces(self) -> Iterator[list[torch.Tensor]]:
@@ -150,8 +151,8 @@ class HostOptimizer:
 
 @contextlib.contextmanager
 def gradients_released(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Context in which DDP's gradient buffers have no memory, so that main parameters can be created on the device in
-    their place. The gradients are zero afterwards."""
+    """Return a context in which DDP's gradient buffers have no memory, so that main parameters can be created on the
+    device in their place. The gradients are zero afterwards."""
     buffers = [buffer for chunk in chunks for buffer in parameter_buffers(chunk)]
     storages = [(buffer.grad_data.untyped_storage(), buffer.grad_data.untyped_storage().nbytes()) for buffer in buffers]
     for storage, _ in storages:
@@ -199,8 +200,8 @@ def _pieces(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @cache
 def _released_class() -> type:
-    """Class of main parameters without memory. It allows only access to gradients, shape, dtype, device and sizes,
-    which Megatron uses between steps."""
+    """Create the class of main parameters without memory. It allows only access to gradients, shape, dtype, device and
+    sizes, which Megatron uses between steps."""
     kinds = (torch.Tensor.grad, torch.Tensor.shape, torch.Tensor.dtype, torch.Tensor.device, torch.Tensor.requires_grad)
     allowed = {accessor for each in kinds for accessor in (each.__get__, each.__set__, each.__delete__)}  # type: ignore[attr-defined]
     allowed |= {torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.size, torch.Tensor.untyped_storage}

@@ -23,7 +23,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 
 
 def parameter_buffers(chunk: torch.nn.Module) -> list[_ParamAndGradBuffer]:
-    """DDP's buffers of a chunk, of dense and expert parameters; none for a model that is not trained."""
+    """Return DDP's buffers of a chunk, of dense and expert parameters; none for a model that is not trained."""
     if not isinstance(chunk, DistributedDataParallel):
         return []
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
@@ -36,8 +36,8 @@ def finish_copies() -> None:
 
 
 def replicas_of(parameter: torch.Tensor) -> dist.ProcessGroup:
-    """Data-parallel group of a parameter. Megatron marks expert parameters with allreduce=False: their replicas form
-    another group."""
+    """Return the data-parallel group of a parameter. Megatron marks expert parameters with allreduce=False: their
+    replicas form another group."""
     if getattr(parameter, "allreduce", True):
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
     return parallel_state.get_expert_data_parallel_group()
@@ -63,13 +63,13 @@ class MainParameter:
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Optimizers of a chain (dense and expert parameters) that have parameters on this rank."""
+    """Return the optimizers of a chain (dense and expert parameters) that have parameters on this rank."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
 
 
 def main_parameters(part: MegatronOptimizer) -> Iterator[MainParameter]:
-    """Main parameters of one optimizer of a chain."""
+    """Yield the main parameters of one optimizer of a chain."""
     sharded = isinstance(part, DistributedOptimizer)
     for model, main, is_copy in _pairs(part):
         start = part._get_model_param_range_map(model)["param"].start if sharded else 0

@@ -100,7 +100,7 @@ class Offloader:
         self._offloaded[part] = _Offloaded(moved, guarded)
 
     def _storages_of(self, part: str) -> dict[int, torch.UntypedStorage]:
-        """Storages of `part` by address, without those that belong to an earlier part."""
+        """Return the storages of `part` by address, without storages that belong to an earlier part."""
         earlier = {tensor.untyped_storage().data_ptr() for tensor in self._on_device(PARTS[: PARTS.index(part)])}
         storages = [tensor.untyped_storage() for tensor in self._on_device([part])]
         return {
@@ -111,7 +111,7 @@ class Offloader:
         }
 
     def _on_device(self, parts: Iterable[str]) -> list[torch.Tensor]:
-        """Tensors of `parts`, without those that are offloaded with any part."""
+        """Return the tensors of `parts`, without tensors that have been offloaded already."""
         offloaded = {id(tensor) for each in self._offloaded.values() for tensor, _ in each.guarded}
         return [tensor for part in parts for tensor in self._tensors[part]() if id(tensor) not in offloaded]
 
@@ -193,8 +193,8 @@ def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def _optimizer_state(optimizer: MegatronOptimizer | None) -> Iterator[torch.Tensor]:
-    """Device tensors of the optimizer: without step counts, which torch keeps on the host, and without state that is in
-    host memory already."""
+    """Yield the device tensors of the optimizer: without step counts, which torch keeps on the host, and without state
+    that is in host memory already."""
     for part in optimizer_parts(optimizer) if optimizer is not None else []:
         inner = part.optimizer
         if isinstance(inner, HostOptimizer):
@@ -212,7 +212,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 @cache
 def _guard_class(part: str, kind: type) -> type:
-    """Class for offloaded tensors of class `kind`, for which every torch operation raises."""
+    """Create the class for offloaded tensors of class `kind`, for which every torch operation raises."""
 
     def refuse(cls: type, *arguments: object) -> None:
         raise OffloadedError(f"{part} are in host memory (actor.offload.{part}); load them before use")

@@ -96,7 +96,7 @@ def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
 
 
 def parameters_are_gathered(chunks: list[DistributedDataParallel]) -> bool:
-    """True if every parameter is complete on this rank. Not collective."""
+    """Return whether every parameter is complete on this rank. Not collective."""
     return all(_is_gathered(group) for group in _overlapped_groups(chunks))
 
 
@@ -195,5 +195,5 @@ def build_scheduler(optimizer: MegatronOptimizer, role: ModelRole, num_updates: 
 
 
 def updates_of_run(trainer: TrainerConfig) -> int:
-    """Total number of optimizer updates of the policy in the run."""
+    """Return the total number of optimizer updates of the policy in the run."""
     return trainer.steps * max(trainer.prompts_per_step // trainer.prompts_per_update, 1) * trainer.update_epochs

@@ -50,7 +50,7 @@ def parameter_states(optimizer: MegatronOptimizer) -> dict[int, ParameterState]:
 
 
 def updates_done(optimizer: MegatronOptimizer) -> int:
-    """Adam's step count, which is the same for all parameters."""
+    """Return Adam's step count, which is the same for all parameters."""
     _ensure_moments(optimizer)
     counts = {int(count) for part in optimizer_parts(optimizer) for count in _step_counts(part.optimizer)}
     assert len(counts) <= 1, f"parameters have different step counts: {sorted(counts)}"

@@ -31,7 +31,7 @@ class TokenEstimates:
     returns: dict[int, np.ndarray] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Metric]:
-        """Metrics over all tokens of these samples."""
+        """Return the metrics over all tokens of these samples."""
         metrics: dict[str, Metric] = {}
         for name, by_sample in (("advantages", self.advantages), ("returns", self.returns)):
             flat = np.concatenate([np.empty(0, np.float32), *by_sample.values()]).astype(np.float64)

@@ -58,7 +58,7 @@ class _Options:
     vocab_size: int | None
 
     def first_entry(self, weight: torch.Tensor) -> int:
-        """Token id of the first row of the shard."""
+        """Return the token id of the first row of the shard."""
         return 0 if self.group is None else dist.get_rank(self.group) * weight.shape[0]
 
     def num_entries(self, weight: torch.Tensor) -> int:
@@ -154,7 +154,7 @@ def _tiles(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> Ite
 def _local_statistics(
     hidden: torch.Tensor, weight: torch.Tensor, local_targets: torch.Tensor, options: _Options
 ) -> torch.Tensor:
-    """Compute online-softmax statistics over this rank's vocabulary: [4, T] with the rows maximum m, sum exp(z - m),
+    """Compute online-softmax statistics over this rank's vocabulary: [4, T], in its rows: maximum m, sum exp(z - m),
     sum exp(z - m) (z - m), and the target's logit (0 if another rank holds it)."""
     statistics = torch.zeros((4, hidden.shape[0]), dtype=_compute_dtype(hidden), device=hidden.device)
     if options.num_entries(weight) == 0:
@@ -203,7 +203,7 @@ def _reduce_statistics(statistics: torch.Tensor, options: _Options) -> tuple[tor
 
 
 def _targets_in_tile(local_targets: torch.Tensor, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each row's target, clamped to the tile, [n, 1], and True if it is inside the tile, [n]."""
+    """Return the column of each row's target, clamped to the tile, [n, 1], and True if it is inside the tile, [n]."""
     column = local_targets[tile.rows] - tile.columns.start
     width = tile.columns.stop - tile.columns.start
     return column.clamp(0, width - 1)[:, None], (column >= 0) & (column < width)

@@ -298,7 +298,7 @@ def _sequence(buffers: TrajectoryBuffers, share: RankShare, index: int) -> _Sequ
 
 
 def _temperatures(buffers: TrajectoryBuffers, response: slice, trained: np.ndarray) -> np.ndarray:
-    """Sampling temperatures of a response's trained tokens, float32 [n]; NaN if not recorded."""
+    """Return the sampling temperatures of a response's trained tokens, float32 [n]; NaN if not recorded."""
     if buffers.temperatures is None:
         return np.full(len(trained), np.nan, np.float32)
     if not buffers.temperatures.ndim:

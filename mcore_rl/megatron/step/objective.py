@@ -128,7 +128,7 @@ class Objective:
         return batch, self.logp(chunk, hidden, batch, compute_entropy=False)[0]
 
     def _temperature(self, batch: MicroBatch) -> torch.Tensor | float:
-        """Temperature of all trained tokens, a number or [N]."""
+        """Return the temperature of all trained tokens, a number or [N]."""
         given = batch.temperatures
         if given is None or not self.loss.needs.advantages:
             return self.temperature
@@ -320,7 +320,7 @@ def _samples_and_positions(batch: MicroBatch, context: ContextPart) -> tuple[tor
 
 
 def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[int, ...]:
-    """Samples with a token for which any of `values` [..., N] is not finite."""
+    """Return the samples with a token for which any of `values` [..., N] is not finite."""
     if values is None or bool(torch.isfinite(values).all()):
         return ()
     bad = ~torch.isfinite(values).reshape(-1, values.shape[-1]).all(0)
@@ -329,7 +329,7 @@ def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[
 
 
 def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
-    """Metrics of the difference between the log-probabilities of the policy and of the engine's records.
+    """Return the metrics of the difference between the log-probabilities of the policy and of the engine's records.
 
     kl and kl_low_var: k1 and k3 estimates of KL(rollout || policy). logp_diff_fresh_mean: only tokens that were sampled
     with the current weights.

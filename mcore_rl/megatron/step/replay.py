@@ -153,7 +153,8 @@ class RoutingStore:
         return torch.where(real, number, -1)[rank_slice], place[rank_slice]
 
     def _stored(self, batch: MicroBatch) -> torch.Tensor:
-        """Stored experts of the batch. Shapes: [layers, tokens of all samples + 1, k]; the last entry is padding."""
+        """Return the stored experts of the batch. Shapes: [layers, tokens of all samples + 1, k]; the last entry is
+        padding."""
         unknown = [sample for sample in batch.samples if sample not in self.by_sample]
         if unknown:
             raise McoreRLError(f"samples {unknown} have no recorded routing: call recompute_logp before the updates")

@@ -43,7 +43,7 @@ _BLANKS = re.compile(r"\s+")  # collapsed first: the patterns above take superli
 
 
 class Choice(NamedTuple):
-    """A letter and the answer beside it (`5` in `(C) 5`), which may be empty."""
+    """A letter and the answer after it (`5` in `(C) 5`), which may be empty."""
 
     letter: str
     content: str

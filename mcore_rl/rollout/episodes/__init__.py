@@ -1,1 +1,1 @@
-"""Episodes: what is sampled for one prompt in one or more turns, with tools, users or environments in between."""
+"""Episodes: the responses to one prompt in one or more turns, with tools, users or environments in between."""

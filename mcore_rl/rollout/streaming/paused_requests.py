@@ -37,7 +37,7 @@ class PausedRequests:
         return any(not request.spans for request in self._paused.values())
 
     def add(self, requests: Sequence[GenerationRequest], version: int) -> list[str]:
-        """Register running requests with weights of `version`; returns the ids of those that must pause at once."""
+        """Register running requests with weights of `version`; returns the ids of requests that must pause at once."""
         full = []
         for request in requests:
             if request.tokens_per_version is not None or request.spans:

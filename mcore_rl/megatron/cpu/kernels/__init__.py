@@ -8,5 +8,5 @@ import torch
 
 
 def supports(tensor: torch.Tensor) -> bool:
-    """True if the kernels support the tensor's dtype (numpy has no bfloat16)."""
+    """Return whether the kernels support the tensor's dtype (numpy has no bfloat16)."""
     return tensor.dtype in (torch.float32, torch.float64)

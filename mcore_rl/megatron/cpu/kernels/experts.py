@@ -48,7 +48,7 @@ def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def add_rows(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
-    """Transpose of gather_rows: row i of the result is the sum of all x[n] with index[n] = i.
+    """Return the transpose of gather_rows: row i of the result is the sum of all x[n] with index[n] = i.
 
     Shapes: x [N, ...], index int64 [N] -> [rows, ...].
     """

@@ -38,8 +38,8 @@ def row_sum(function: Callable[..., float]) -> Callable[..., float]:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """Array that shares the tensor's memory. tensor.numpy() takes a third of the time of DLPack, but makes the storage
-    permanently non-resizable."""
+    """Return an array that shares the tensor's memory. tensor.numpy() takes a third of the time of DLPack, but makes
+    the storage permanently non-resizable."""
     return np.from_dlpack(tensor.detach()) if _storages_are_resized else tensor.numpy()
 
 
