@@ -239,7 +239,6 @@ def test_schedule_has_no_update_with_rate_zero(directories: dict[str, str], tmp_
 
 
 def _rates(rank: int, directories: dict[str, str]) -> list[float]:
-
     optimizer = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 2, "schedule": "cosine"}
     trainer = {"steps": 3, "prompts_per_step": 8, "prompts_per_update": 4, "update_epochs": 1}
     config = make_config(directories["qwen3"], {})

@@ -141,9 +141,6 @@ def test_context_attention_in_bfloat16_is_as_accurate_as_bfloat16(found: Any) ->
             assert error < 0.01  # 2^-8 per rounding, a few roundings
 
 
-ROWS, LENGTH = 3, 24  # a multiple of 2 * size
-
-
 OWNERS = [1, 0, 0, 1, 1, 1, 0, 1]  # with more than two ranks the other ranks have no tokens
 
 
