@@ -1,4 +1,4 @@
-"""Who may import whom, as the house's plan says; read from the syntax trees, nothing is imported."""
+"""Allowed imports between packages, checked on the syntax trees: nothing is imported."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ MAY_IMPORT = {
     "model_converters": set(),
     "doctor": {"resolved", "config", "sandbox"},
 }
-"""Folder or top-level module -> what it may import beside itself and what ANYONE may. Modules of the command line,
-which put the parts together, are absent: they may import anything, and nothing above may import them."""
+"""Folder or top-level module -> folders that it may import, in addition to itself and ANYONE. Modules of the command
+line, which connect the parts, are absent: they may import anything, and no listed module may import them."""
 
 MAX_FILES = 20
-"""Of one folder of the product, without its __init__.py."""
+"""Maximum number of files in one folder of the product, without its __init__.py."""
 
 ONE_DOOR = {
     "megatron": ["mcore_rl/megatron/*"],
@@ -71,7 +71,7 @@ INSIDE_FUNCTIONS = {
 
 @cache
 def sources() -> dict[str, Path]:
-    """Module name -> file, of the product."""
+    """Return module name -> file of all modules of the product."""
     files = [f for package in ("mcore_rl", "model_converters") for f in sorted((ROOT / package).rglob("*.py"))]
     return {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
 
@@ -81,7 +81,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def imports(module: str, *, at_load_only: bool = False) -> Iterator[str]:
-    """Names of the modules that `module` imports; at_load_only leaves out functions and TYPE_CHECKING blocks."""
+    """Return the modules that `module` imports. at_load_only: without functions and TYPE_CHECKING blocks."""
     path = sources()[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     pending: list[ast.AST] = [ast.parse(path.read_text(), str(path))]
@@ -102,9 +102,9 @@ def imports(module: str, *, at_load_only: bool = False) -> Iterator[str]:
 
 
 def room(module: str) -> str | None:
-    """The key of MAY_IMPORT that a module of ours belongs to; None for third parties."""
+    """Return the key of MAY_IMPORT for a module of the project; None for third-party modules."""
     parts = module.split(".")
-    if module == "model_converters.durable_files":  # there because model_converters may not import mcore_rl
+    if module == "model_converters.durable_files":  # not in mcore_rl, which model_converters may not import
         return parts[1]
     if parts[0] == "model_converters":
         return parts[0]
@@ -147,7 +147,7 @@ def test_third_parties_have_one_door(third_party: str) -> None:
 
 
 def test_megatron_is_imported_behind_its_cpu_backend() -> None:
-    """A module that came first without it would leave later ones without a device."""
+    """If a module without the call were imported first, later modules would have no simulated device."""
     files = sources().values()
     importing = {f.parent for f in files if re.search(r"^(from|import) megatron\b", f.read_text(), re.MULTILINE)}
     broken = [folder for folder in importing if "\ncpu.install()\n" not in (folder / "__init__.py").read_text()]
@@ -183,7 +183,7 @@ def test_rooms_are_small_enough_to_look_around_in() -> None:
         ("mcore_rl.types", ["torch", "transformers", "ray"]),
         ("mcore_rl.sandbox.local", ["torch", "numpy", "transformers", "ray"]),
         ("model_converters", ["transformers", "ray", "vllm", "megatron", "mcore_rl"]),
-        # The driver, which builds no model: that is seconds of every start.
+        # The driver builds no model, so it must not spend seconds on this import at every start.
         (
             "mcore_rl.assembly, mcore_rl.preparation.prepare",
             ["megatron", "numba", "vllm", "torch.distributed.checkpoint"],

@@ -1,4 +1,4 @@
-"""The check that every module is subject to (tests/conftest.py) sees what it is there to see."""
+"""The leak check of tests/conftest.py, which applies to every test module, detects leaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ CONFTEST = Path(__file__).parents[1] / "conftest.py"
 SLEEP = "[sys.executable, '-c', 'import time; time.sleep(60)']"
 LEAKS = {
     "child": f"subprocess.Popen({SLEEP})",
-    # The parent is gone and the session another: only the inherited variable tells whose it is, once exec is through.
+    # The parent has ended and the session is another one: after exec, only the inherited variable identifies the
+    # process.
     "orphan": f'subprocess.run([sys.executable, "-c", "import subprocess, sys; subprocess.Popen({SLEEP}, '
     'start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"]); time.sleep(0.5)',
     "forked": "os.fork() or (time.sleep(60), os._exit(0))",
@@ -34,15 +35,15 @@ def run_module(directory: Path, statement: str) -> str:
         f"import os, subprocess, sys, time\ndef test_it():\n    print('pid', os.getpid())\n    {statement}\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir", ".", "test_it.py"]
-    # Seconds for what the module started to go; long enough for a killed process to be reaped on a busy machine.
+    # Time limit for the end of processes that the module started: enough to reap a killed process on a busy machine.
     environment = {**os.environ, "PYTHONPATH": str(CONFTEST.parents[1]), "MCORE_RL_TEST_GRACE_SECONDS": "1"}
     result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     return result.stdout + result.stderr
 
 
 def ends(pid: int) -> bool:
-    """Gone, or a zombie that its new parent (in a container perhaps nobody) has yet to reap. It was killed, which takes
-    a moment on a busy machine."""
+    """Wait until a process has ended or is a zombie. Reaping can take a moment on a busy machine, and in a container
+    its new parent may never do it."""
     deadline = time.monotonic() + 20
     with contextlib.suppress(psutil.NoSuchProcess):
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:

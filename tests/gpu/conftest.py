@@ -1,8 +1,8 @@
-"""What each test here needs, said by its markers; one that cannot run is skipped with what is missing.
+"""Skips GPU tests that this machine cannot run, with the missing requirement; requirements are markers of the tests.
 
-MCORE_RL_GPU_TESTS_ON=cpu runs on the CPU what needs torch and megatron-core alone, to debug the tests where there is no
-GPU. What measures a GPU's own memory (`cuda(only=True)`), or needs TransformerEngine or vLLM for CUDA, stays skipped.
-Nothing that passes that way says anything about a GPU.
+MCORE_RL_GPU_TESTS_ON=cpu runs the tests that need only torch and megatron-core on the CPU, to debug them without a GPU.
+Tests that measure a GPU's own memory (`cuda(only=True)`) or need TransformerEngine or vLLM for CUDA stay skipped. A
+test that passes on the CPU proves nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mcore_rl.resolved.installed import TRANSFORMER_ENGINE, version_of
 
 ON_CPU = os.environ.get("MCORE_RL_GPU_TESTS_ON") == "cpu"
 FIGURE = "figure"
-"""The property of a test that the summary prints."""
+"""Property of a test that the summary prints."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def what_is_missing(item: pytest.Item) -> list[str]:
-    """Of what the markers of a test ask for, on this machine."""
+    """Return the requirements of a test's markers that this machine lacks."""
     missing = [*_missing_devices(item)]
     if item.get_closest_marker("te") and (ON_CPU or version_of(TRANSFORMER_ENGINE) is None):
         missing.append("needs transformer-engine")
@@ -53,7 +53,7 @@ def _missing_devices(item: pytest.Item) -> Iterator[str]:
 
 @cache
 def num_devices() -> int:
-    """CUDA devices that this process sees."""
+    """Count the CUDA devices that are visible to this process."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -61,13 +61,13 @@ def num_devices() -> int:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where models and tensors of a test are: cuda, or cpu to debug it."""
+    """Return the device of models and tensors: cuda, or cpu to debug the tests."""
     return "cpu" if ON_CPU else "cuda"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def as_users_run() -> Iterator[None]:
-    """tests/conftest.py spares CPUs the compiler; on GPUs vLLM and megatron need it."""
+    """Enable the compiler, which tests/conftest.py disables for CPUs: on GPUs vLLM and Megatron need it."""
     with pytest.MonkeyPatch.context() as patch:
         if not ON_CPU:
             patch.delenv("TORCHDYNAMO_DISABLE", raising=False)
@@ -76,7 +76,7 @@ def as_users_run() -> Iterator[None]:
 
 @pytest.fixture
 def report(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Says a figure in the summary of the run: no test asserts a time."""
+    """Return a function that adds a measured value to the summary of the run. No test asserts a time."""
     return lambda text: record_property(FIGURE, text)
 
 

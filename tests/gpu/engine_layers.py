@@ -1,4 +1,4 @@
-"""What the rank processes of test_transformer_engine.py do."""
+"""Main functions of the ranks in test_transformer_engine.py."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.tiny_models import VOCABULARY
 LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "head_dim": 64, "v_head_dim": 128}
 LATENT |= {"kv_lora_rank": 128, "q_lora_rank": 128}
 EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 8}
-"""Every token goes to all experts: bfloat16 cannot change the choice."""
+"""Every token goes to all experts, so that rounding to bfloat16 cannot change the choice."""
 FIELDS: dict[str, dict[str, Any]] = {
     "qwen3": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64},
     "qwen3_moe": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, **EXPERTS},
     "deepseek_v3": {"hidden_size": 256, "intermediate_size": 256, **EXPERTS, **LATENT},
 }
-"""Head sizes that its kernels take, and matrices that FP8's blocks of 128 divide."""
+"""Head sizes that TransformerEngine's kernels support, and matrix sizes that are multiples of FP8's blocks of 128."""
 LENGTHS = [5, 60, 1, 62]
 
 
@@ -30,7 +30,8 @@ def sequences() -> list[list[int]]:
 
 
 def logits(rank: int, directory: str) -> dict[str, Any]:
-    """Of the packed sequences in bfloat16, by local layers and by TransformerEngine's, and the attention of those."""
+    """Return the bfloat16 logits of packed sequences by local and by TransformerEngine's layers, and the latter's
+    attention."""
     from mcore_rl.resolved.installed import here
 
     installed = here()
@@ -69,7 +70,7 @@ def _logits(directory: str, installed: Any) -> list[torch.Tensor]:
 
 
 def _chosen_attention() -> str:
-    """TransformerEngine's choice (2.11 keeps the last one in a table of the module)."""
+    """Return the attention backend that TransformerEngine has selected; 2.11 keeps it in a table of the module."""
     from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 
     chosen = dot_product_attention._attention_backends
@@ -80,7 +81,7 @@ def _chosen_attention() -> str:
 
 
 def first_step(rank: int, directory: str) -> tuple[str, float]:
-    """The class of the optimizer, and by how much its first step misses that of torch's AdamW."""
+    """Return the optimizer's class, and the largest difference of its first step from torch's AdamW."""
     from mcore_rl.megatron.optim.main_params import optimizer_parts
 
     actor, shares = make_actor(rank, directory, {}, model={"dtype": "bfloat16"})
@@ -95,7 +96,7 @@ def first_step(rank: int, directory: str) -> tuple[str, float]:
 
 
 def _stepped(inner: Any) -> list[torch.Tensor]:
-    """Copies of the main parameters after a first step of torch's AdamW with the same gradients and settings."""
+    """Return copies of the main parameters after a first step of torch's AdamW with the same gradients and settings."""
     groups = []
     for group in inner.param_groups:
         copies = [torch.nn.Parameter(main.detach().clone()) for main in group["params"]]
@@ -108,7 +109,7 @@ def _stepped(inner: Any) -> list[torch.Tensor]:
 
 
 def update(rank: int, directory: str, fp8: str) -> tuple[float, bool]:
-    """The loss of an update, and whether every matrix has moved."""
+    """Return the loss of an update, and whether every matrix has changed."""
     actor, shares = make_actor(rank, directory, {}, actor={"fp8": fp8}, model={"dtype": "bfloat16"})
     before = {name: tensor.clone() for name, tensor in actor.tensors().items() if tensor.dim() == 2}
     metrics = actor.update(actor.recompute_logp(shares[:1], policy_batch.chunks())[0], 0)
@@ -120,11 +121,11 @@ Scales = dict[str, list[float]]
 
 
 def save_and_resume(rank: int, directory: str, checkpoint: str) -> tuple[Scales, Scales]:
-    """What delayed scaling of FP8 remembers after an update, by module; and what an actor does that loads it."""
+    """Return the state of FP8's delayed scaling after an update, by module, in the saving and in the resumed actor."""
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.distributed.saving import save_checkpoint
 
-    # The other recipes remember nothing from one step to the next.
+    # The other recipes keep no state between steps.
     settings = {"actor": {"fp8": "delayed"}, "model": {"dtype": "bfloat16"}}
     actor, shares = make_actor(rank, directory, {}, **settings)
     actor.update(actor.recompute_logp(shares[:1], policy_batch.chunks())[0], 0)
@@ -135,7 +136,7 @@ def save_and_resume(rank: int, directory: str, checkpoint: str) -> tuple[Scales,
 
 
 def _scales(actor: Any) -> Scales:
-    """The largest entries that each module has seen of its operands."""
+    """Return the largest operand entries that each module has recorded."""
     states = {name: getattr(module, "fp8_meta", {}) for name, module in actor.chunks[0].named_modules()}
     return {
         name: state["scaling_fwd"].amax_history.amax(0).tolist()

@@ -1,4 +1,4 @@
-"""Rank processes of the tests on GPUs, and what they share."""
+"""Launch functions and helpers for ranks of GPU tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from tests.distributed.launch import launch
 
 TIMEOUT_SECONDS = 300.0
-"""A process on a GPU imports everything anew, and its first calls compile and load kernels."""
+"""Each process on a GPU imports everything again, and its first calls compile and load kernels."""
 
 
 def launch_local(function: Callable[..., Any], num_ranks: int, *args: Any, device: str) -> list[Any]:
@@ -32,9 +32,9 @@ def _locally(rank: int, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def repeat_to_the_bit() -> None:
-    """From now on the same inputs give the same bits in this process: sums on a GPU are otherwise in any order."""
+    """Make results bitwise repeatable in this process: by default, GPU kernels add in any order."""
     import torch
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    # What has no repeatable kernel warns; it does not occur where these tests compare bits.
+    # Kernels without a repeatable variant only warn; the tests that compare bits do not use any.
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,4 +1,4 @@
-"""Checkpoints of a GPU: they bring back its random streams, and those that were written without one load."""
+"""Checkpoints saved on a GPU restore its random streams; checkpoints saved without a GPU can be loaded too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_resumed_actor_draws_and_steps_as_the_one_that_saved(directory: str, d
 
 
 def save_and_resume(rank: int, directory: str, checkpoint: str, device: str) -> list[dict[str, Any]]:
-    """Of the actor that saved and of one that loads: numbers drawn next, and the next update's metrics."""
+    """Return the next random numbers and the next update's metrics, of the saving and of the loading actor."""
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.distributed.saving import save_checkpoint
 
@@ -39,14 +39,14 @@ def save_and_resume(rank: int, directory: str, checkpoint: str, device: str) -> 
             load_checkpoint(checkpoint, actor)
         else:
             update(actor, shares[0])
-            draw(device)  # else a stream that was only seeded would be at the same place
+            draw(device)  # otherwise a stream that was only seeded would be in the same state
             save_checkpoint(checkpoint, actor)
         after.append({"drawn": draw(device), "metrics": update(actor, shares[1])})
     return after
 
 
 def draw(device: str) -> list[list[float]]:
-    """From the host's stream, the device's and megatron's own."""
+    """Draw from the host's stream, the device's stream and Megatron's own stream."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     with get_cuda_rng_tracker().fork():
@@ -62,12 +62,12 @@ def update(actor: Any, share: Any) -> dict[str, float]:
 def test_one_written_without_a_gpu_goes_on_with_one(directory: str, device: str, tmp_path: Path) -> None:
     [expected] = launch_local(save, 1, directory, str(tmp_path), device="cpu")
     [metrics] = launch_local(resume, 1, directory, str(tmp_path), device=device)
-    # float32 sums in another order.
+    # The float32 sums have another order.
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def save(rank: int, directory: str, checkpoint: str) -> dict[str, float]:
-    """Metrics of the update behind the one that is saved."""
+    """Return the metrics of the update after the saved one."""
     from tests.distributed.saving import save_checkpoint
 
     actor, shares = make_actor(rank, directory, {})

@@ -1,5 +1,5 @@
-"""vLLM on GPUs, as a run by turns uses it: with CUDA graphs it sleeps without its weights, gets new ones while only
-they are awake, and then computes with exactly those."""
+"""vLLM on GPUs as a colocated run uses it: with CUDA graphs, it sleeps without weights, receives new weights while only
+the weights are awake, and then computes with exactly these."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.tiny_models import VOCABULARY, tiny_model
 pytestmark = pytest.mark.vllm
 
 SIZES = {"hidden_size": 128, "head_dim": 64, "num_hidden_layers": 2}
-# Every token goes to all experts: bfloat16 cannot change the choice.
+# Every token goes to all experts, so that rounding to bfloat16 cannot change the choice.
 KINDS = {"qwen3": SIZES, "qwen3_moe": SIZES | {"moe_intermediate_size": 64, "num_experts_per_tok": 8}}
 ONE, TWO = pytest.mark.cuda, pytest.mark.gpus(2)
 BUCKETS = 100 << 10
-"""Bytes: a model spans several of them."""
+"""Bucket size in bytes, so small that a model spans several buckets."""
 
 
 @pytest.fixture(
@@ -31,7 +31,7 @@ BUCKETS = 100 << 10
     ids=str,
 )
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An engine with random weights, and a trainer of the same kind of model."""
+    """Start an engine with random weights, and a trainer of the same kind of model."""
     kind, tp = request.param
     directory = tmp_path_factory.mktemp("model")
     make_model(kind, 0).save_pretrained(directory)
@@ -50,19 +50,20 @@ def test_weights_that_come_to_a_waking_engine_are_the_trainers(started: Any) -> 
     for version in (1, 2, 3):
         sleep_and_sync(engine, trainer, version)
         assert trainer.certify() > 10
-        # Nats: bfloat16 against float32, where logits are large; with another version's weights it is 4 and more.
+        # In nats: bfloat16 and float32 differ where logits are large; with the weights of another version the gap is
+        # at least 4.
         assert largest_gap(engine, trainer.model, version) < 0.5
         trainer.perturb(version)
 
 
 def uses_graphs(engine: Any) -> bool:
-    """Within the engine's process."""
+    """Return whether the engine uses CUDA graphs. Runs in the engine's process."""
     config = engine._engine.vllm_config
     return not config.model_config.enforce_eager and config.compilation_config.cudagraph_mode.name != "NONE"
 
 
 def sleep_and_sync(engine: RemoteEngine, trainer: HFTrainer, version: int) -> None:
-    """The turns of a step: all memory to the trainer, then the weights, then the cache."""
+    """Run the phases of a step: the engine sleeps, its weights wake up, a sync, its KV cache wakes up."""
     assert engine.call(put_to_sleep) > 0
     engine.call("wake_up", "weights")
     trainer.publish(version)
@@ -70,12 +71,13 @@ def sleep_and_sync(engine: RemoteEngine, trainer: HFTrainer, version: int) -> No
 
 
 def put_to_sleep(engine: Any) -> int:
-    """Within the engine's process: bytes that it gave up, weights and all."""
+    """Put the engine to sleep without its weights, and return the freed bytes. Runs in the engine's process."""
     return int(engine.sleep(keep_weights=False))
 
 
 def largest_gap(engine: RemoteEngine, model: Any, version: int) -> float:
-    """Of the engine's log-probabilities of what it generates from those of transformers' model, in nats."""
+    """Return the largest difference between log-probabilities of generated tokens in the engine and in transformers, in
+    nats."""
     rng = np.random.default_rng(version)
     prompts = [rng.integers(2, VOCABULARY, size=12).astype(np.int32) for _ in range(4)]
     requests = [GenerationRequest(str(i), p, 0, SamplingOptions(10, temperature=0.0)) for i, p in enumerate(prompts)]

@@ -1,4 +1,4 @@
-"""Weights from one process's GPU to another's tensors through shared memory: to the bit, at a rate that is reported."""
+"""Weights are copied bit by bit from one process's GPU to another's through shared memory; the rate is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""actor.optimizer.cpu_offload on a GPU: the same training to the bit, and no more of the state there than a piece."""
+"""actor.optimizer.cpu_offload on a GPU trains bitwise identically, with at most one piece of the state there."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.gpu.test_offload import MIDDLE
 from tests.tiny_models import write_tiny_model
 
 PIECE_ELEMENTS = 1 << 23
-"""The largest parameter has four times as many and is a piece of its own."""
+"""Elements of a piece. The largest parameter has four times as many and is a piece of its own."""
 LARGEST = 32_768 * 1024
 BYTES_PER_ELEMENT = 12 + 8
-"""Main parameter and two moments, and two temporary lists of torch's AdamW, which fused ones do without."""
+"""Main parameter and two moments (12), and two temporary lists of torch's unfused AdamW (8)."""
 
 
 @pytest.mark.cuda
@@ -30,7 +30,8 @@ def test_training_is_bit_equal_to_state_on_the_device(kind: str, device: str, tm
 
 
 def train_both_ways(rank: int, directory: str) -> list[str]:
-    """Names of tensors in which training differs where the optimizer's state is in host memory."""
+    """Return the names of tensors that differ between training with the optimizer's state on the device and on the
+    host."""
     from mcore_rl.megatron.optim import host_optimizer
 
     repeat_to_the_bit()
@@ -54,13 +55,13 @@ def make_actor(rank: int, directory: str, *, on_host: bool) -> Any:
 @pytest.mark.cuda(only=True)
 def test_a_step_takes_no_more_than_a_piece(tmp_path: Path) -> None:
     [(first, second, between)] = launch_local(measure, 1, str(write_model(tmp_path / "model", **MIDDLE)), device="cuda")
-    # The first step makes the moments, the second one brings them.
+    # The first step creates the moments, the second one transfers them.
     assert max(first, second) <= BYTES_PER_ELEMENT * LARGEST * 1.02
     assert abs(between) <= 1 << 20
 
 
 def measure(rank: int, directory: str) -> tuple[int, int, int]:
-    """Bytes by which two steps rise above what was allocated before each, and what the second one leaves."""
+    """Return the memory peaks of two steps above the allocation before each, and the growth over the second; bytes."""
     from mcore_rl.megatron.optim import host_optimizer
     from mcore_rl.megatron.roles.actor import MegatronActor
 

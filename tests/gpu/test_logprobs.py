@@ -1,4 +1,4 @@
-"""Log-probabilities from a GPU's matrix products: as near to float64 as the operands' dtype allows, in two tiles."""
+"""Log-probabilities from a GPU's matrix products have the precision of the operands' dtype, also with two tiles."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from tests.distributed.projection import assert_close, fused, reference
 
 pytestmark = pytest.mark.cuda
 
-# Relative to the largest entry. float32 is not TF32: 1e-3 would be. With bfloat16 operands (the reference has the
-# rounded ones) the backward pass rounds the logits' gradient to bfloat16, 2^-9, and the results too.
+# Relative to the largest entry. float32 means no TF32, whose error would be 1e-3. With bfloat16 operands (the
+# reference uses the rounded ones) the backward pass also rounds the logits' gradient and the results to bfloat16,
+# 2^-9.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 TOKENS, HIDDEN, VOCABULARY = 8192, 1024, 129_280
 
@@ -32,7 +33,8 @@ def test_values_and_gradients_are_those_of_float64(
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_log_probabilities_do_not_round_as_their_operands_do(dtype: torch.dtype, device: str) -> None:
-    """Products of bfloat16 are exact in float32, which they are summed in: a bfloat16 logit would be off by 0.1."""
+    """Products of bfloat16 numbers are exact in float32, in which they are added; a bfloat16 logit would have an error
+    of 0.1."""
     ours, expected = fused(dtype, 1.0, 8, slice(None), device=device), reference(dtype, 1.0)
     for name in ("logp", "entropy"):
         assert_close({name: ours[name]}, {name: expected[name]}, 1e-5)
@@ -44,7 +46,7 @@ def test_a_pass_takes_two_tiles_beside_its_operands() -> None:
     weight = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device="cuda")
     targets = torch.zeros(TOKENS, dtype=torch.int64, device="cuda")
     with torch.no_grad():
-        linear_logp_entropy(hidden, weight, targets)  # the libraries' workspaces exist from here on
+        linear_logp_entropy(hidden, weight, targets)  # allocates the workspaces of the libraries
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         linear_logp_entropy(hidden, weight, targets)

@@ -1,4 +1,4 @@
-"""State that leaves a GPU between phases: the memory is really free for others, and what comes back is to the bit."""
+"""Offloading between phases frees device memory for other processes, and the state returns bit by bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tiny_models import write_tiny_model
 
 PARTS = ("params", "grads", "optimizer")
 MIDDLE = {"hidden_size": 1024, "num_hidden_layers": 8, "intermediate_size": 3072, "vocab_size": 32_768}
-"""About 170 million parameters: 3 GB of state, beside which the allocator's granularity is small."""
+"""About 170 million parameters: 3 GB of state, large compared to the granularity of the allocator."""
 
 
 @pytest.mark.cuda
@@ -27,12 +27,12 @@ def test_training_between_moves_is_bit_equal(kind: str, device: str, tmp_path: P
 
 
 def train_both_ways(rank: int, directory: str) -> list[str]:
-    """Names of tensors in which training differs where all state leaves in between."""
+    """Return the names of tensors that differ between training with and without offloading between the steps."""
     repeat_to_the_bit()
     stays = make_actor(rank, directory, offload=False)
     train_two_steps(stays)
     expected = held_tensors(stays)
-    leaves = make_actor(rank, directory, offload=True)  # an actor replaces the groups of the one before
+    leaves = make_actor(rank, directory, offload=True)  # an actor replaces the process groups of the previous one
     train_two_steps(leaves, leaves.memory.offload)
     assert leaves.memory.offload() > 0
     return differences(expected, held_tensors(leaves))
@@ -51,12 +51,12 @@ def make_actor(rank: int, directory: str, *, offload: bool) -> Any:
 def test_the_device_has_the_bytes_that_offload_names(tmp_path: Path) -> None:
     [(named, rise)] = launch_local(measure, 1, str(write_model(tmp_path / "model", **MIDDLE)), device="cuda")
     assert named > 2 << 30
-    # A segment of the allocator stays where a tensor that does not move shares it.
+    # An allocator segment is not freed while a tensor that is not offloaded shares it.
     assert 0.97 * named <= rise <= 1.03 * named
 
 
 def measure(rank: int, directory: str) -> tuple[int, int]:
-    """Bytes that offload says it gave up, and those by which the device's free memory rose."""
+    """Return the bytes that offload reports as freed, and the increase of the device's free memory."""
     from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = actor_config(Path(directory), tokens_per_microbatch=4096)
@@ -66,7 +66,7 @@ def measure(rank: int, directory: str) -> tuple[int, int]:
     actor = MegatronActor(config, rank, 1, None)
     share, buffers = trajectories(np.full(16, 224))
     actor.update(actor.recompute_logp([share], [buffers])[0], 0)
-    torch.cuda.empty_cache()  # what the pass took and gave back is not what leaves
+    torch.cuda.empty_cache()  # memory of the pass, which is free already, must not count
     before, _ = torch.cuda.mem_get_info()
     named = actor.memory.offload()
     after, _ = torch.cuda.mem_get_info()

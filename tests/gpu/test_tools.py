@@ -1,4 +1,4 @@
-"""What users run beside training, in processes that see a GPU: models without memory stay without it."""
+"""Commands that users run next to training: processes that see a GPU but need none allocate no device memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cuda
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    """Exit code and output of `python -m ...`."""
+    """Return exit code and output of `python -m ...`."""
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,

@@ -1,5 +1,5 @@
-"""Models of TransformerEngine's layers on a GPU: as near to float32 as the local ones, with the attention that it
-chooses, its optimizer, FP8, and what it keeps beside tensors in a checkpoint."""
+"""Models of TransformerEngine's layers on a GPU: their precision compared with local layers, the selected attention,
+the optimizer, FP8, and extra states in checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_local_layers(
         for layers in ("local", "engine")
     }
     report(f"attention {ours['attention']}; relative errors {errors}")
-    # A wrong scale, mask or rotation is off by the logits themselves.
+    # A wrong scale, mask or rotation gives an error as large as the logits.
     assert errors["local"] < 0.1
     assert errors["engine"] < 2 * errors["local"] + 0.01
 
@@ -54,12 +54,12 @@ def test_an_update_in_blockwise_fp8_is_near_that_in_bfloat16(directories: dict[s
         [(loss, moved)] = launch_installed(engine_layers.update, 1, directories["qwen3"], fp8, device="cuda")
         losses[fp8] = loss
         assert moved
-    # FP8 has 3 bits of mantissa, and blocks of 128 share a scale.
+    # FP8 has 3 bits of mantissa, and blocks of 128 elements share a scale.
     assert losses["blockwise"] == pytest.approx(losses["none"], rel=0.1)
 
 
 def test_the_scales_of_fp8_come_back_with_a_checkpoint(directories: dict[str, str], tmp_path: Path) -> None:
-    """TransformerEngine keeps them beside tensors, in _extra_state."""
+    """FP8 scales are in _extra_state instead of in tensors."""
     arguments = (directories["qwen3"], str(tmp_path))
     [(saved, resumed)] = launch_installed(engine_layers.save_and_resume, 1, *arguments, device="cuda")
     assert any(any(scales) for scales in saved.values())

@@ -1,5 +1,5 @@
-"""Two updates of an actor with torch and megatron-core alone, against AdamW on transformers' model in float64: dense,
-and the mixtures of experts that need megatron's local layers mended where TransformerEngine is missing."""
+"""Two updates of an actor with torch and megatron-core only, compared with AdamW on transformers' model in float64:
+dense models, and mixtures of experts, whose local layers in Megatron are fixed if TransformerEngine is missing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_the_weights_change_as_adamw_changes_them(
     assert weights.keys() == expected.keys()
     errors = {name: float((weights[name] - tensor).abs().max()) for name, tensor in expected.items()}
     worst = max(errors, key=errors.__getitem__)
-    # As tests/distributed/test_actor_update.py (2e-6), and room for a GPU's order of sums; a wrong step is off by 1e-4.
+    # Tolerance of tests/distributed/test_actor_update.py (2e-6) plus a margin for a GPU's order of sums. A wrong step
+    # differs by 1e-4.
     assert errors[worst] <= 1e-5, f"{worst}: {errors[worst]:.1e}"
 
 
@@ -60,5 +61,5 @@ def test_the_pass_behind_a_step_sees_all_of_it(
     logp, expected = results[kind][2], references[kind][2]
     assert logp.keys() == expected.keys()
     for sample, values in expected.items():
-        # The step moves them by 1e-2.
+        # The step changes them by 1e-2.
         assert logp[sample] == pytest.approx(values.numpy(), abs=1e-4)

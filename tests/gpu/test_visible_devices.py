@@ -1,4 +1,4 @@
-"""A run that may use some of a machine's GPUs uses those and no other, engines included."""
+"""A run that may use only some GPUs of a machine uses exactly these, engines included."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tests.e2e.runs import TrainProcess, write_task
 pytestmark = [pytest.mark.gpus(2), pytest.mark.vllm]
 
 USED_MIB = 300
-"""A CUDA context and a tiny model take more, other processes' fluctuations less."""
+"""More than the fluctuations of other processes, less than a CUDA context with a tiny model."""
 SHORT = ("trainer.steps=1", "trainer.prompts_per_step=4", "trainer.prompts_per_update=4", "data.val=null")
 
 
 def used_mib() -> list[int]:
-    """Memory in use of every GPU of this machine, visible or not."""
+    """Return the used memory of every GPU of this machine, visible or not."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return [int(line) for line in subprocess.check_output(command, text=True).split()]
 
 
 def test_the_upper_half_of_the_gpus_is_all_that_a_run_touches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a node of eight: CUDA_VISIBLE_DEVICES=4,5,6,7."""
+    """Example: on a node of eight GPUs, CUDA_VISIBLE_DEVICES=4,5,6,7."""
     count = torch.cuda.device_count()
     visible = range(count // 2, count)
     config = write_task(tmp_path)

@@ -1,6 +1,6 @@
-"""What TransformerEngine's own Python says of attention on pretended GPUs: `python -m tests.te.backends`, a JSON line
-for every case. Which rows cuDNN takes its C++ decides; here cuDNN takes all, and what is left are the refusals of the
-Python before it."""
+"""Attention backends that TransformerEngine's Python code selects for simulated GPUs: `python -m tests.te.backends`
+prints a JSON line per case. cuDNN's support is decided in C++; here cuDNN supports everything, so only the Python
+code's rejections remain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = ["bfloat16", "float32"]
 
 @dataclass(frozen=True)
 class Asked:
-    """`flash` and `flash_3` are versions of flash-attn and flash-attn-3, None where they are not installed."""
+    """Simulated machine and model. `flash`, `flash_3`: versions of flash-attn and flash-attn-3; None: not installed."""
 
     capability: tuple[int, int]
     flash: str | None
@@ -35,7 +35,7 @@ def cases() -> Iterator[Asked]:
 
 
 def answer(asked: Asked) -> dict[str, bool]:
-    """Whether flash-attn, and cuDNN if it takes everything, are used for packed rows while training."""
+    """Return whether flash-attn, and cuDNN if it supports everything, are used for packed rows in training."""
     import torch
     import transformer_engine.pytorch.attention.dot_product_attention.utils as te
     from packaging.version import Version

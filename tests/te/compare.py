@@ -1,5 +1,6 @@
-"""Models built from TransformerEngine's layers, simulated, beside those of the local ones: `python -m tests.te.compare
-FAMILY...` prints a line of JSON for each. A process of its own, since megatron is imported under the simulation."""
+"""Comparison of models built from simulated TransformerEngine layers and from local layers: `python -m tests.te.compare
+FAMILY...` prints a JSON line per family. It needs a process of its own, because Megatron must be imported under the
+simulation."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tests.te.everywhere import ENGINE  # first: before anything imports megatron
+from tests.te.everywhere import ENGINE  # first, before any import of megatron
 
 # isort: split
 import torch
@@ -37,8 +38,8 @@ LENGTHS = [5, 12, 1, 6]
 
 @dataclass(frozen=True)
 class Computed:
-    """`keys` are those of a checkpoint; `divided` the undivided projections that a gradient norm would count once per
-    tensor-parallel rank."""
+    """Results of one model. keys: checkpoint keys. divided: undivided projections that are marked as divided, which a
+    gradient norm would count once per tensor-parallel rank."""
 
     logits: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
@@ -71,7 +72,7 @@ def _measured(model: PolicyModel) -> Computed:
     return Computed(
         logits.detach(),
         {name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in named.items()},
-        # Extra states are TransformerEngine's own, empty without FP8.
+        # Only TransformerEngine has extra states; they are empty without FP8.
         {entry.key for entry in model.sharded_state_dict().values() if not entry.key.endswith("_extra_state")},
         {type(module).__name__ for module in model.modules()},
         [
@@ -83,7 +84,7 @@ def _measured(model: PolicyModel) -> Computed:
 
 
 def compare(family: str) -> dict[str, Any]:
-    """Differences of the two; those of gradients relative to a tensor's largest entry."""
+    """Return the differences of the two models. Differences of gradients are relative to a tensor's largest entry."""
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_model(Path(directory), family, seed=3)
         local, engine = compute(directory, LOCAL), compute(directory, ENGINE)

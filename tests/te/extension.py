@@ -1,5 +1,5 @@
-"""A stand-in for `transformer_engine_torch`, TransformerEngine's C extension: names that it exports, and of its
-functions those of kernels.py. Whatever else is called raises, by name."""
+"""Stand-in for `transformer_engine_torch`, TransformerEngine's C extension. It has every exported name and the
+functions in kernels.py. Calls of other functions raise an error with the name."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ENUMERATIONS = {
     "DType", "NVTE_Bias_Type", "NVTE_Mask_Type", "NVTE_QKV_Layout", "NVTE_QKV_Format", "NVTE_Fused_Attn_Backend",
     "NVTE_Softmax_Type", "CommOverlapType", "CommOverlapAlgo", "Float8BlockScaleTensorFormat",
 }  # fmt: skip
-"""Of which Python code uses members, never their numbers."""
+"""Enumerations of which Python code uses members, but never their values."""
 
 
 class FP8FwdTensors(enum.IntEnum):
-    """Places of a layer's tensors in lists; source: TransformerEngine 2.11, common/common.h."""
+    """Positions of a layer's tensors in lists. Source: TransformerEngine 2.11, common/common.h."""
 
     GEMM1_INPUT = 0
     GEMM1_WEIGHT = 1
@@ -30,7 +30,7 @@ class FP8FwdTensors(enum.IntEnum):
 
 
 class FP8BwdTensors(enum.IntEnum):
-    """As FP8FwdTensors, of gradients."""
+    """Positions of the gradients, like FP8FwdTensors."""
 
     GRAD_OUTPUT1 = 0
     GRAD_INPUT1 = 1
@@ -41,7 +41,7 @@ class FP8BwdTensors(enum.IntEnum):
 
 
 class _Members(type):
-    """An enumeration that has every member that is asked for: (name of the enumeration, name of the member)."""
+    """Metaclass of enumerations that have every member: (name of the enumeration, name of the member)."""
 
     def __getattr__(cls, name: str) -> tuple[str, str]:
         if name.startswith("__"):
@@ -52,7 +52,7 @@ class _Members(type):
 
 
 class Extension(ModuleType):
-    """The module. `kernels` by the names of the extension's functions."""
+    """The module. `kernels`: functions by name in the extension."""
 
     def __init__(self, kernels: dict[str, Callable[..., Any]]) -> None:
         super().__init__("transformer_engine_torch")

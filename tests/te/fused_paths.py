@@ -1,6 +1,5 @@
-"""What megatron computes of mixtures of experts by TransformerEngine, or by itself where that is not asked for: the
-permutations of tokens (Triton, interpreted) and the router's product. `python -m tests.te.fused_paths` prints a line of
-JSON for each case."""
+"""Comparison of Megatron's mixture-of-experts code with and without TransformerEngine: permutations of tokens
+(interpreted Triton) and the router's matrix product. `python -m tests.te.fused_paths` prints a JSON line per case."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 TOKENS, EXPERTS, HIDDEN, TOP_K = 7, 4, 16, 2
 FOUND = moe_utils.te_general_gemm
-"""TransformerEngine's product as megatron (0.16.1) takes it, with a workspace: of 2.9; later ones have none."""
+"""TransformerEngine's product with a workspace, as megatron 0.16.1 imports it; None for versions after 2.9."""
 
 
 def _gradients(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -25,7 +24,8 @@ def _gradients(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[
 
 
 def there_and_back(fused: bool) -> list[torch.Tensor]:
-    """Tokens in the order of experts and back, with the gradients of tokens and probabilities."""
+    """Permute tokens to the order of experts and back. Returns the results and the gradients of tokens and
+    probabilities."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
     chosen = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOP_K).indices
@@ -41,7 +41,7 @@ def there_and_back(fused: bool) -> list[torch.Tensor]:
 
 
 def chunks(fused: bool) -> list[torch.Tensor]:
-    """Chunks in another order, with the gradients of what is in them."""
+    """Reorder chunks. Returns the results and the gradients of their contents."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randn(10, HIDDEN, generator=generator).requires_grad_()
     probs = torch.rand(10, generator=generator).requires_grad_()
@@ -52,7 +52,7 @@ def chunks(fused: bool) -> list[torch.Tensor]:
 
 
 def router(fused: bool) -> list[torch.Tensor]:
-    """Its logits, with gradients; by TransformerEngine's product also where megatron does not find it."""
+    """Return the router's logits and gradients. Uses TransformerEngine's product even if Megatron does not find it."""
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, **options: Any) -> Any:

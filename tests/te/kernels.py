@@ -1,5 +1,5 @@
-"""What TransformerEngine's kernels compute, in plain torch on the CPU, with their signatures (2.11). Each has a test
-against its definition in float64, in test_kernels.py."""
+"""TransformerEngine's kernels in plain torch on the CPU, with the signatures of 2.11. test_kernels.py compares each
+with its definition in float64."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def te_general_grouped_gemm(
     split_accumulator: bool,
     num_sms: int,
 ) -> Any:
-    """generic_gemm of every pair, into `out`, or into the parts of so many `rows` of its one tensor. The product of an
-    expert without tokens is zero."""
+    """Run generic_gemm for every pair. Results go to `out`, or to consecutive parts of `rows` rows of its only tensor.
+    The product of an expert without tokens is zero."""
     parts = out[0].split(list(rows)) if single_output else out
     for left, right, part in zip(a, b, parts, strict=True):
         if right.numel() == 0:
@@ -91,7 +91,7 @@ def te_general_grouped_gemm(
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor, epsilon: float, out: Any, quantizer: Any, dtype: Any, margin: int, zero_centered: bool
 ) -> tuple[Tensor, None, Tensor]:
-    """(weight * x / rms, -, 1 / rms); rms^2 = mean(x^2) + epsilon over the last axis."""
+    """Return (weight * x / rms, None, 1 / rms), with rms^2 = mean(x^2) + epsilon over the last axis."""
     assert not zero_centered
     inverse = (x.float().square().mean(-1) + epsilon).rsqrt()
     return (x.float() * inverse[..., None] * weight.float()).to(x.dtype), None, inverse
@@ -100,7 +100,7 @@ def rmsnorm_fwd(
 def rmsnorm_bwd(
     gradient: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, margin: int, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight."""
+    """Return the gradients of x and weight."""
     inverse = inverse.view(*x.shape[:-1], 1)
     normed, weighted = x.float() * inverse, gradient.float() * weight.float()
     of_x = inverse * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
@@ -122,14 +122,14 @@ def fused_rope_forward(
 
 
 def fused_rope_backward(gradient: Tensor, angles: Tensor, *options: Any) -> Tensor:
-    """The rotation back. `options` are those of the forward; TransformerEngine 2.9 gives no start."""
+    """Rotate back. `options`: the other arguments of fused_rope_forward; TransformerEngine 2.9 passes no `start`."""
     *_, interleaved, offsets, cp_size, cp_rank = options
     assert not interleaved
     return _rotated(gradient, angles[_positions(offsets, cp_size, cp_rank), 0, 0], sign=-1)
 
 
 def _rotated(t: Tensor, angles: Tensor, sign: int) -> Tensor:
-    """Pairs (i, i + rotated / 2); what is behind the rotated part stays."""
+    """Rotate the pairs (i, i + rotated / 2); elements after the rotated part are unchanged."""
     size = angles.shape[-1]
     rotated, rest = t[..., :size].float(), t[..., size:]
     first, second = rotated.chunk(2, -1)
@@ -138,8 +138,9 @@ def _rotated(t: Tensor, angles: Tensor, sign: int) -> Tensor:
 
 
 def _positions(offsets: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Of a rank's tokens: with context parallelism chunk `cp_rank` of 2 cp_size of each sequence, and its mirror image.
-    Source: TransformerEngine, common/fused_rope/fused_rope.cu."""
+    """Return the positions of a rank's tokens: with context parallelism chunk `cp_rank` of the 2 cp_size chunks of each
+    sequence, and the chunk with the same distance from the end. Source: TransformerEngine,
+    common/fused_rope/fused_rope.cu."""
     positions: list[int] = []
     for length in offsets.diff().tolist():
         if cp_size == 1:
@@ -154,13 +155,13 @@ def _positions(offsets: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 def multi_tensor_l2norm(
     chunk: int, overflow: Any, lists: Sequence[Sequence[Tensor]], per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The norm over all tensors [1], and of each."""
+    """Return the norm over all tensors [1], and the norm of each tensor."""
     norms = torch.stack([tensor.float().norm() for tensor in lists[0]]) if lists[0] else torch.zeros(1)
     return norms.norm().view(1), norms if per_tensor else None
 
 
 def multi_tensor_scale(chunk: int, overflow: Any, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
-    """out = in * factor."""
+    """Compute out = in * factor."""
     for given, out in zip(*lists, strict=True):
         out.copy_(given * factor)
 
@@ -178,7 +179,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """AdamW (mode 1) on (gradient, parameter, first moment, second moment), in place."""
+    """Run AdamW (mode 1) on (gradient, parameter, first moment, second moment), in place."""
     assert mode == 1
     first, second = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
     for gradient, parameter, mean, square in zip(*lists, strict=True):

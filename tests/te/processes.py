@@ -1,4 +1,4 @@
-"""Python processes with TransformerEngine simulated: a process in which megatron is imported already cannot have it."""
+"""Python processes with simulated TransformerEngine. A process that has already imported Megatron cannot install it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NEEDS_TE = pytest.mark.skipif(
 
 
 def run_python(*arguments: str, **variables: str) -> str:
-    """What Python prints that is started with these arguments, in this environment with these variables besides.
+    """Run Python with these arguments, and `variables` added to this environment. Returns its output.
 
-    Raises: AssertionError with the end of both outputs where it fails.
+    Raises: AssertionError with the end of both outputs if the process fails.
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
@@ -36,5 +36,5 @@ def run_python(*arguments: str, **variables: str) -> str:
 
 
 def json_lines(*arguments: str, **variables: str) -> list[dict[str, Any]]:
-    """The objects that it prints, one per line, among what others print there."""
+    """Return the JSON objects that the process prints, one per line; other lines are ignored."""
     return [json.loads(line) for line in run_python(*arguments, **variables).splitlines() if line.startswith("{")]

@@ -1,5 +1,5 @@
-"""Launches ranks under the simulated TransformerEngine from tests whose own process has none: `launch_simulated` is
-tests.distributed.launch.launch in a process whose ranks have it."""
+"""Launch of ranks with simulated TransformerEngine from a process without it. `launch_simulated` runs
+tests.distributed.launch.launch in a child process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.te.processes import run_python
 def launch_simulated(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 300
 ) -> list[Any]:
-    """What launch(function, num_ranks, *args) returns."""
+    """Return the result of launch(function, num_ranks, *args)."""
     with tempfile.TemporaryDirectory() as directory:
         asked, answered = Path(directory, "asked"), Path(directory, "answered")
         asked.write_bytes(pickle.dumps((function, num_ranks, args, timeout_seconds)))

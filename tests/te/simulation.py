@@ -1,10 +1,10 @@
-"""TransformerEngine's real Python on the CPU, with stand-ins for its extension, under the real megatron-core.
+"""Simulation of TransformerEngine on the CPU: its real Python code with stand-ins for the C extension, under the real
+megatron-core.
 
-`install` comes before anything imports megatron. MCORE_RL_TE_VERSION says which TransformerEngine, of those that
-scripts/contract_packages.py has; the newest without. Models can then be built as on a GPU: TransformerEngine's layer
-specification, its linear layers with fused norms, grouped GEMM. What stays untested: which backend of attention it
-picks (SDPA stands in), the fused permutation (megatron's own stands in), FP8, CUDA graphs, streams, and the kernels
-themselves.
+Call `install` before anything imports Megatron. MCORE_RL_TE_VERSION selects a version of scripts/contract_packages.py,
+by default the newest. Models are then built as on a GPU: TransformerEngine's layer specification, its linear layers
+with fused norms, and grouped GEMM. Not tested: the choice of the attention backend (SDPA replaces it), the fused
+permutation (Megatron's own replaces it), FP8, CUDA graphs, streams, and the kernels themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FACTORIES = "arange empty empty_like empty_strided full ones tensor zeros".spli
 
 
 class _View(types.ModuleType):
-    """A module with some names replaced, and the rest of it."""
+    """Module with some names replaced; other names come from the real module."""
 
     def __init__(self, real: types.ModuleType, **names: Any) -> None:
         super().__init__(real.__name__)
@@ -45,10 +45,10 @@ class _View(types.ModuleType):
 
 
 class _Loader(SourceFileLoader):
-    """Executes a module, then lets it see a torch with a GPU."""
+    """Loader that executes a module and then replaces its torch by one with a GPU."""
 
     def exec_module(self, module: types.ModuleType) -> None:
-        # Classes and decorators of these modules ask for devices while they load.
+        # While they are loaded, classes and decorators of these modules query devices.
         super().exec_module(module)
         for name, value in list(vars(module).items()):
             if value is torch:
@@ -68,14 +68,15 @@ class _Finder(MetaPathFinder):
 
 
 def _on_cpu(factory: Callable[..., Any], *args: Any, device: Any = None, **options: Any) -> Any:
-    """TransformerEngine allocates on cuda by name and by number; a meta device, and none, stay."""
+    """Call a torch factory. TransformerEngine allocates on cuda by name and by number; other devices, such as meta, are
+    kept."""
     if device is not None and (isinstance(device, int) or "cuda" in str(device)):
         device = "cpu"
     return factory(*args, **options) if device is None else factory(*args, device=device, **options)
 
 
 class _Nothing:
-    """Every call of it does nothing."""
+    """Object whose methods do nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -111,12 +112,12 @@ _TORCH = _View(torch, cuda=_CUDA, **{name: partial(_on_cpu, getattr(torch, name)
 
 
 def is_there() -> bool:
-    """Whether each version of the package has been fetched."""
+    """Return whether all versions of the package are downloaded."""
     return all(package.folder.is_dir() for package in PACKAGES.values())
 
 
 def install() -> None:
-    """In this process, for good; once is enough."""
+    """Install the simulation in this process. Cannot be undone; further calls do nothing."""
     if "transformer_engine_torch" in sys.modules:
         return
     assert is_there(), f"{FOLDER} is missing: scripts/setup_contracts.py"
@@ -126,11 +127,11 @@ def install() -> None:
 
     sys.path.append(str(FOLDER))  # its metadata has the version
     sys.meta_path.insert(0, _Finder())
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # then it looks for no library of its own
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # disables the search for its library
     _interpret_triton()
     extension = Extension(KERNELS | {"get_cudnn_version": lambda: 91600, "get_num_cublas_streams": lambda: 1})
     sys.modules["transformer_engine_torch"] = extension
-    for name in ("onnx", "onnxscript"):  # for an export that nobody asks for
+    for name in ("onnx", "onnxscript"):  # needed by an unused export function
         if importlib.util.find_spec(name) is None:
             sys.modules[name] = MagicMock(__spec__=ModuleSpec(name, None))
     _show_cuda_tensors()
@@ -140,14 +141,14 @@ def install() -> None:
     import transformer_engine.pytorch.cpp_extensions as names
     import transformer_engine.pytorch.cpp_extensions.gemm as gemm
 
-    names.__getattr__ = extension.__getattr__  # it takes all names of the extension, which has them when asked
+    names.__getattr__ = extension.__getattr__  # this module imports all names of the extension
     gemm.get_cublas_workspace = lambda device, ub, grouped: [torch.empty(1)] if grouped else torch.empty(1)
     _attend_on_cpu()
     _permute_without_triton()
 
 
 def _interpret_triton() -> None:
-    """Of its permutations, which are Triton's: one line after the other, in the first of their configurations."""
+    """Interpret Triton kernels (the permutations), with the first configuration instead of autotuning."""
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime.autotuner import Autotuner
 
@@ -158,7 +159,7 @@ def _interpret_triton() -> None:
 
 
 def _show_cuda_tensors() -> None:
-    """TransformerEngine refuses tensors that are not on a GPU; to its own code, and no other, all are."""
+    """Let all tensors appear to be on a GPU, but only to TransformerEngine's code, which rejects others."""
     real = torch.Tensor.is_cuda
 
     def is_cuda(tensor: torch.Tensor) -> bool:
@@ -169,7 +170,7 @@ def _show_cuda_tensors() -> None:
 
 
 def _attend_on_cpu() -> None:
-    """Our attention in the place of TransformerEngine's kernels, in megatron's adapter of it."""
+    """Replace TransformerEngine's attention kernels by this project's attention, in Megatron's adapter."""
     from mcore_rl.megatron import cpu
 
     cpu.install()
@@ -192,12 +193,12 @@ def _attend_on_cpu() -> None:
         return SDPACoreAttention.forward(ours, query, key, value, None, packed_seq_params)
 
     adapter.TEDotProductAttention.forward = attend
-    implementation.pick = lambda *_: attention.BACKENDS[0]  # it takes float32 and heads of any size
+    implementation.pick = lambda *_: attention.BACKENDS[0]  # supports float32 and any head size
 
 
 def _permute_without_triton() -> None:
-    """megatron's own permutations of tokens in the place of TransformerEngine's, whose interpreted kernels take a
-    second each and no bfloat16. test_fused_paths has them."""
+    """Replace TransformerEngine's permutations by Megatron's own: interpreted kernels take a second each and do not
+    support bfloat16. test_fused_paths tests them."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def unfused(function: Callable[..., Any]) -> Callable[..., Any]:

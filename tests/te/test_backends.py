@@ -18,7 +18,7 @@ def answers() -> list[tuple[Asked, dict[str, bool]]]:
 
 
 def _takes(asked: Asked) -> dict[str, bool]:
-    """What the table says, by backend."""
+    """Return the backends that resolved/attention.py allows."""
     installed = Installed(True, asked.capability, "2.11.0", asked.flash, asked.flash_3)
     bfloat16 = asked.dtype == "bfloat16"
     return {each.name: bfloat16 and not each.lacks(installed, HeadDims(*asked.heads)) for each in BACKENDS}

@@ -1,6 +1,6 @@
-"""A checkpoint that ranks with local layers have written goes on with TransformerEngine's, simulated, in another
-layout, and the other way round: weights, main parameters and Adam's moments come back bit by bit, and the next update
-is the one that the ranks which saved would have made."""
+"""A checkpoint saved by ranks with local layers can be loaded by ranks with simulated TransformerEngine layers in
+another layout, and vice versa. Weights, main parameters and Adam moments are restored bitwise, and the next update
+equals the saving ranks' next update."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ WAYS: dict[str, tuple[Launch, Launch]] = {
 
 
 USUAL = "TransformerEngine to local"
-"""A checkpoint of GPUs that the converter reads on a CPU."""
+"""Example: a GPU checkpoint that the converter reads on a CPU."""
 
 
 @pytest.fixture(scope="module", params=[pytest.param(way, marks=on_demand_unless(way == USUAL)) for way in WAYS])
 def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By model: state when it was saved, state one update later, and both of the ranks that went on from it."""
+    """Return by model: state when saved, state one update later, and both states of the ranks that loaded it."""
     save, load = WAYS[request.param]
     root = tmp_path_factory.mktemp("checkpoints")
     for name in MODELS:

@@ -1,4 +1,4 @@
-"""The calls by which doctor tries TransformerEngine's kernels on a GPU are right: its own Python takes them."""
+"""The kernel tests of the doctor have correct arguments: TransformerEngine's own Python code accepts them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.te.processes import NEEDS_TE, json_lines
 pytestmark = NEEDS_TE
 
 NAMES = ["layer with its norm", "grouped GEMM", "permutation of tokens", "fused Adam"]
-"""All but attention, whose kernels have no stand-in."""
+"""All kernels except attention, which has no stand-in."""
 PROGRAM = (
     "import sys; from tests.te.simulation import install; install(); "
     "from mcore_rl.doctor.kernels import KERNELS, call_each; call_each(KERNELS, 'cpu', sys.argv[1:])"

@@ -1,4 +1,4 @@
-"""What megatron has TransformerEngine compute of experts is what it computes itself, forward and backward."""
+"""TransformerEngine's and Megatron's own computations for experts agree, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each stand-in for a kernel against its definition, in float64."""
+"""Stand-ins for kernels, compared with their definitions in float64."""
 
 from __future__ import annotations
 
