@@ -153,7 +153,7 @@ class GivenExpertsRouter:
 @pytest.fixture(scope="module")
 def reference(directory: str) -> dict[str, Any]:
     """Recorded experts by sample; gradients of the second update with recorded and with imposed experts;
-    log-probabilities of all samples with the routers' own experts (`free`) and with imposed ones (`told`)."""
+    log-probabilities of all samples with the routers' own experts (`free`) and with imposed experts (`told`)."""
     model: Any = policy_batch.reference_model(directory)
     gates = [GivenExpertsRouter(layer.mlp.gate) for layer in model.model.layers]
     old, recorded, free, told = {}, {}, {}, {}

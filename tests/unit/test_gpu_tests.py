@@ -1,4 +1,4 @@
-"""`make gpu` where there is no GPU: every test is there, and says what it lacks; no benchmark fails for it."""
+"""`make gpu` without a GPU: every test is collected and skipped with its missing requirement; no benchmark fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEEDS = {
     "test_ranks.py": "needs 2 GPUs, this machine has 0",
     "test_visible_devices.py": "needs 2 GPUs, this machine has 0; needs vLLM for CUDA",
 }
-"""Of files whose tests need more, or other things, than a GPU."""
+"""Skip reasons of files whose tests need more than one GPU, or something else."""
 TWO_RANKS = re.compile(r"test_engines\.py::.*, 2\)")
 
 
@@ -38,7 +38,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @cache
 def reasons() -> dict[str, str]:
-    """By test, without its folder: why it was skipped."""
+    """Return {test without its folder: reason why it was skipped}."""
     done = run("pytest", "tests/gpu", "-q", "-ra", "--no-fold-skipped", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout
     skipped = re.findall(r"^SKIPPED tests/gpu/(.+?) - (?:Skipped: )?(.+)$", done.stdout, flags=re.MULTILINE)
@@ -76,7 +76,7 @@ def test_benchmarks_of_a_gpu_are_skipped_for_the_same_reason() -> None:
     done = run("benchmarks", "--gpu", "--save")
     assert done.returncode == 0, done.stdout
     assert len(re.findall(rf"^gpu_\w+: skipped: {CUDA}$", done.stdout, flags=re.MULTILINE)) >= 6
-    assert "results:" not in done.stdout  # nothing was measured, so nothing is kept
+    assert "results:" not in done.stdout  # without measurements nothing is saved
 
 
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3"])

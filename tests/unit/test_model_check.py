@@ -1,4 +1,4 @@
-"""A few tokens before training: what the ranks are given to compare with, and what a difference says."""
+"""Check of a few tokens before training: the batch that the ranks receive, and the error for a difference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_DP_RANKS = 3
 
 
 class Ranks:
-    """Say that they differ by a given number of nats."""
+    """Fake ranks that report a given difference in nats."""
 
     def __init__(self, difference: float) -> None:
         self.difference, self.batch = difference, None

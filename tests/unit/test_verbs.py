@@ -1,4 +1,4 @@
-"""A start of a run that is finished answers at once."""
+"""Starting a finished run returns at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Saved:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Of a run that has done 4 steps."""
+    """Run directory after 4 steps."""
     directory = tmp_path / "run"
     Checkpoints(directory / "checkpoints", keep_last=1).save(4, {}, lambda path: Saved())
     rows = [{"step": 0, "val/accuracy": 0.25}, {"step": 2, "val/accuracy": 0.75}, {"step": 4, "val/accuracy": 0.5}]
@@ -110,7 +110,7 @@ def test_train_damaged_block_is_found_before_processes(run_dir: Path, monkeypatc
     monkeypatch.setattr("mcore_rl.preparation.prepare.prepare", lambda config: inputs)
     monkeypatch.setattr("mcore_rl.assembly.assemble", lambda *_: pytest.fail("processes were started"))
     state = run_dir / "checkpoints" / "step_4" / "state.json"
-    state.write_bytes(b"[]")  # of the size that was saved
+    state.write_bytes(b"[]")  # same size as saved
     assert state.stat().st_size == 2
     with pytest.raises(DamagedCheckpointError, match=r"step_4 is damaged: state\.json has another checksum"):
         verbs._train_locked(config, cast(ThirdPartyLog, None), print, lambda: None)

@@ -18,13 +18,13 @@ from mcore_rl.types import RolloutTask, SamplingOptions
 
 @dataclass
 class Caller:
-    """Has one call at an engine that waits for an end, and another as soon as that has come."""
+    """Fake driver: it has one pending call at an engine, which ends when a task ends, and then sends the next one."""
 
     clock: SimulatedClock
     engine: SimulatedEngine
     own: list[Any] = field(default_factory=list)
     ends: dict[int, float] = field(default_factory=dict)
-    """When groups ended."""
+    """Time at which each group ended."""
 
     def calls(self) -> list[Any]:
         return list(self.own)
@@ -63,11 +63,12 @@ def test_engine_step_time_depends_only_on_its_requests(tmp_path: Path) -> None:
     caller = caller_of([[10, 30], [20, 20]], tmp_path)
     clock = caller.clock
     caller.own.append(caller.engine.begin.remote(tasks([0], tmp_path)))
-    clock.get([clock.after(15 * step_seconds(2))])  # ten of two requests; then one has as much time as 5 of two take
+    # 10 steps of two requests; then the longer one decodes alone for the time of 5 steps of two.
+    clock.get([clock.after(15 * step_seconds(2))])
     alone = 5 * step_seconds(2) / step_seconds(1)
     caller.own.append(caller.engine.begin.remote(tasks([1], tmp_path)))
     wait_for(caller, 2)
-    left = 20 - alone  # of the first group, beside the second, which then has these two all for itself
+    left = 20 - alone  # tokens of the first group, decoded with the second group, which afterwards decodes alone
     assert caller.ends[0] == pytest.approx(15 * step_seconds(2) + left * step_seconds(3))
     assert caller.ends[1] == pytest.approx(caller.ends[0] + (20 - left) * step_seconds(2))
     assert caller.engine.busy_seconds == pytest.approx(caller.ends[1])
@@ -78,7 +79,7 @@ def test_requests_beyond_the_slots_begin_when_others_have_ended(tmp_path: Path) 
     caller.own.append(caller.engine.begin.remote(tasks([0], tmp_path)))
     caller.own.append(caller.engine.begin.remote(tasks([1], tmp_path)))
     wait_for(caller, 2)
-    # After five tokens 63 of the second group begin, and after eight its last one.
+    # After 5 tokens, 63 requests of the second group start, and after 8 tokens its last one.
     assert caller.ends[0] == pytest.approx(8 * step_seconds(SLOTS) + step_seconds(2))
     assert caller.ends[1] == pytest.approx(caller.ends[0] + 2 * step_seconds(1))
 

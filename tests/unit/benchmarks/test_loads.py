@@ -1,4 +1,4 @@
-"""The loads are those that the figures claim: the same on both sides, whole groups, records where they are joined."""
+"""Benchmark loads have the documented properties: equal on both sides, whole groups, records where they are joined."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_long_tails_are_long() -> None:
     drawn = np.concatenate([lengths(LONG_TAILED, step) for step in range(20)])
     assert drawn.min() >= 1
     assert drawn.max() == LONGEST
-    assert 56 < drawn.mean() < 72  # four times the mean is decoded for the longest
+    assert 56 < drawn.mean() < 72  # the longest response has four times the mean length
 
 
 def test_the_schedule_has_every_step_of_every_workload_in_order() -> None:
@@ -36,7 +36,7 @@ def test_the_schedule_has_every_step_of_every_workload_in_order() -> None:
 
 
 class _Engine:
-    """Remembers what it is asked for."""
+    """Fake engine that records the requests of each call."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []

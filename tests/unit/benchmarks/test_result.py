@@ -1,4 +1,5 @@
-"""The table says what was measured: aims, missing peers, processes that fail, hang or leave something behind."""
+"""The table reports measurements correctly: aims, missing peers, and processes that fail, hang or leave something
+behind."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_every_registered_benchmark_has_its_module() -> None:
 
 @pytest.fixture
 def write_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Writes a module with the given body of `run` and returns it as a benchmark."""
+    """Write a module with the given body of `run` and return it as a benchmark."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def write(body: str, timeout_seconds: int = 30) -> Benchmark:

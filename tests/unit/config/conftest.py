@@ -12,7 +12,7 @@ HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2,
 
 @pytest.fixture
 def base(tmp_path: Path) -> str:
-    """Path of a configuration with a model; `scorer` and `judge` beside it are further models."""
+    """Path of a configuration with a model; the same directory has further models `scorer` and `judge`."""
     for name in ("model", "scorer", "judge"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(HF))

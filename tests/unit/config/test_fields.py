@@ -27,7 +27,7 @@ ANY_NUMBER = {
     "algorithm.policy_loss.cov_low",
     "algorithm.policy_loss.cov_high",
 }
-"""Of rewards and covariances, which have no bounds of their own."""
+"""Keys without bounds, since rewards and covariances have none."""
 
 
 def config_with(key: str, value: object) -> Config:

@@ -26,7 +26,7 @@ ASYNC = {
     "qwen3_235b_a22b_async.yaml": "qwen3_235b_a22b.yaml",
     "qwen3_30b_a3b_async.yaml": "qwen3_30b_a3b.yaml",
 }
-"""And where they take their model, data and batch from."""
+"""Recipe -> recipe from which its model, data and batch are taken."""
 
 DEEPSEEK_ON_512 = {"tp": 1, "pp": 16, "ep": 32, "first_stage_layers": 3, "last_stage_layers": 2}
 LAYOUTS = {

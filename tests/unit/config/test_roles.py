@@ -26,7 +26,7 @@ SHARED = (
     "mcore_rl/megatron/roles/rank_model.py",
     "mcore_rl/weights/engine_config.py",
 )
-"""Code that more than one role runs."""
+"""Code that is shared by several roles."""
 OF_A_POLICY = re.compile(r"\b(actor|rollout)\.[a-z]|\bmodel\.(hf_path|tokenizer_path)\b")
 
 

@@ -51,7 +51,8 @@ def test_adapter_rows_default_targets_exclude_routed_experts(
     rows, _ = rows_of(kind, **changes)
     found = default_targets(rows)
     assert sorted(found) == sorted(targets)
-    # Routed experts of Mixtral have other names. Those of Qwen3-MoE share names with dense layers only if some exist.
+    # Routed experts of Mixtral have other names. Experts of Qwen3-MoE share names with dense layers only if there are
+    # dense layers.
     shared = MLP if changes.get("mlp_only_layers") or kind in ("glm4_moe", "deepseek_v3") else []
     assert shared_with_experts(rows, found) == shared
 

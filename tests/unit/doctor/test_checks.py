@@ -1,4 +1,5 @@
-"""The doctor tells real from look-alike packages, names the feature, and its exit code means what it says."""
+"""The doctor distinguishes packages from unrelated ones with the same name, names features, and returns the right exit
+code."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts a distribution with some files on sys.path, first, as an installer would."""
+    """Put a distribution with some files first on sys.path, as an installer would."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def _install(name: str, version: str, *files: str) -> None:

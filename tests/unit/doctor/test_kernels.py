@@ -1,4 +1,4 @@
-"""Kernels that raise, take their process along or hang are named, and the others are tried all the same."""
+"""Kernels that raise, end their process or hang are named, and all other kernels are still tried."""
 
 from __future__ import annotations
 

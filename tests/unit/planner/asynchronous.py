@@ -1,4 +1,5 @@
-"""Asynchronous runs of round numbers: 40 responses of 64 + 128 tokens in 8 groups of 5, two engines of two ranks."""
+"""Asynchronous runs with round numbers: 40 responses of 64 + 128 tokens in 8 groups of 5, and two engines of two
+ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ from model_converters.mapping.layout import TrainLayout
 
 LAYOUT = TrainLayout(4)
 ENGINE = EngineRank(GIB, 0, GIB, kv_bytes_per_token=2**21, sequences=50.0)
-"""Weights of 1 GiB, and a GiB of KV cache for four sequences that are half done."""
+"""Weights of 1 GiB, and 1 GiB of KV cache for four half-finished sequences."""
 FLOPS = StepFlops(generate=7680e9, logp=3e12, update=9e12)
-"""A token is 1e9."""
+"""1e9 FLOP per token."""
 
 
 def config_of(**rollout: Any) -> Config:
-    """An engine decodes five requests, so that 10 - (5 - 1) / 2 = 8 run; four trainer ranks."""
+    """Return a configuration with four trainer ranks and engines that decode five requests: 10 - (5 - 1) / 2 = 8
+    run."""
     options = {"num_engines": 2, "tp": 2, "samples_per_prompt": 5, "max_concurrent_requests": 5, "max_staleness": 2}
     lengths = {"max_prompt_tokens": 128, "max_response_tokens": 256}
     rates = {"peak_tflops": 1.0, "memory_bandwidth_gib_per_second": 256.0}

@@ -1,4 +1,4 @@
-"""Batches, caches, FLOP and pipelines against figures worked out by hand."""
+"""Batches, caches, FLOP and pipelines compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_parameters_of_deepseek_v3(deepseek: Config) -> None:
     rows = bound_rows(hf_config, torch.bfloat16)
     size = model_size(hf_config, rows)
     assert size.total == 671_026_404_352
-    # Per token 37 billion by its report; here both embeddings count.
+    # The report gives 37 billion per token; here both embeddings count.
     assert size.active == pytest.approx(37.55e9, rel=1e-3)
     held = parameters_by_rank(rows, ON_512)
     assert held.shape == (512,)
     assert (held[:32] == held[0]).all()
-    # Experts lie on one rank of a stage each, all else on 32.
+    # Each expert is on one rank of its stage, all other weights are on 32 ranks.
     assert held.sum() == size.experts + 32 * (size.total - size.experts)
 
 
@@ -56,7 +56,7 @@ def test_caches() -> None:
 def test_an_engine_of_one_rank_holds_the_model(deepseek: Config) -> None:
     hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
     rows = bound_rows(hf_config, torch.bfloat16)
-    biases = 58 * 256  # of the routers: no parameters, but weights of the engine
+    biases = 58 * 256  # biases of the routers: not parameters, but weights of the engine
     assert engine_weights(rows, 1, 2) == 2 * (model_size(hf_config, rows).total + biases)
 
 
@@ -64,14 +64,14 @@ def test_flop_of_a_token(deepseek: Config) -> None:
     hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
     arguments, size = model_arguments(hf_config), model_size(hf_config, bound_rows(hf_config, torch.bfloat16))
     embedding = 129_280 * 7_168
-    # Without attention to other tokens: twice the active weights but the embedding, which is looked up.
+    # Without attention to other tokens: two FLOP per active weight, except for the embedding, which is looked up.
     assert forward_flops(arguments, size, 0, 1.0) == pytest.approx(2 * (size.active - embedding))
     attention = forward_flops(arguments, size, 1000, 1.0) - forward_flops(arguments, size, 0, 1.0)
     assert attention == 61 * 128 * 2 * (192 + 128) * 500
     flops = step_flops(
         deepseek.actor, deepseek.trainer.update_epochs, arguments, size, batch_arithmetic(deepseek, ON_512)
     )
-    # Full recomputation: four forward passes; the first of eight updates needs no annotation.
+    # With full recomputation an update takes four forward passes. The first of eight updates needs no separate one.
     assert flops.update == pytest.approx(4 * flops.generate)
     assert flops.logp == pytest.approx(7 / 8 * flops.generate)
 

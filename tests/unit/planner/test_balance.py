@@ -1,4 +1,5 @@
-"""How GPUs are shared out: against the placement of runs, and by hand."""
+"""Division of GPUs between engines and trainer, compared with the placement of runs and with values computed by
+hand."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def test_slots_that_ranks_leave() -> None:
 
 def test_whole_nodes_and_what_the_layout_divides() -> None:
     config, layout = cluster_of(5, 8, tp=4, own_nodes=1), TrainLayout(24, tp=4, pp=3)
-    # 32 and 16 slots hold 24 and 12 ranks; two nodes leave as many ranks as there are slots.
+    # 24 ranks of 32 slots and 12 of 16 are used; with two nodes, all slots have ranks.
     assert splits_of(config, layout) == [GpuSplit(24, 2, 1), GpuSplit(24, 4, 2), GpuSplit(12, 6, 3)]
     assert overrides_of(GpuSplit(24, 4, 2), config) == ["rollout.nodes=2", "rollout.num_engines=4"]
     assert overrides_of(GpuSplit(12, 6, 3), config) == [
@@ -70,7 +71,7 @@ def test_whole_nodes_and_what_the_layout_divides() -> None:
     config.actor.num_ranks = 12
     assert overrides_of(GpuSplit(12, 2, 1), config) == []
     assert overrides_of(GpuSplit(24, 2, 1), config) == ["actor.num_ranks=24"]
-    assert "actor.num_ranks=24" in overrides_of(GpuSplit(24, 4, 2), config)  # all slots, of which 12 were used
+    assert "actor.num_ranks=24" in overrides_of(GpuSplit(24, 4, 2), config)  # all slots, of which 12 were used before
 
 
 def test_experts_divide_the_ranks_as_well_and_every_rank_has_a_response() -> None:
@@ -81,7 +82,8 @@ def test_experts_divide_the_ranks_as_well_and_every_rank_has_a_response() -> Non
 
 
 def work(config: Config, *, generate: float, train: float) -> StepTimes:
-    """StepTimes that take so many seconds on one GPU, whatever is in flight: prompts and updates, no decoding."""
+    """Return StepTimes of the given seconds on one GPU for any number of running requests: prompts and updates, no
+    decoding."""
     batch = sides_of(config).batch
     prompts = generate * 0.5e12 * batch.mean_tokens / batch.mean_prompt
     return replace(
@@ -107,6 +109,6 @@ def test_both_sides_take_as_long(own_nodes: int) -> None:
 def test_a_split_that_no_other_beats_stays() -> None:
     config = cluster_of(1, 4, tp=1, num_ranks=2)
     assert balanced(work(config, generate=10, train=10), TrainLayout(2)) == GpuSplit(2, 2)
-    # On a CPU engines need no slots: more than the cluster has.
+    # On CPU, engines need no slots, so there can be more ranks and engines than slots.
     config.rollout.num_engines, config.actor.num_ranks = 4, 4
     assert balanced(work(config, generate=10, train=10), TrainLayout(4)) == GpuSplit(4, 4)

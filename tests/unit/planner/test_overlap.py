@@ -1,4 +1,4 @@
-"""Who waits in an asynchronous run, worked out by hand."""
+"""Waiting times in an asynchronous run, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from mcore_rl.planner.workload import StepFlops
 from tests.unit.planner.asynchronous import ENGINE, FLOPS, LAYOUT, config_of, sides_of, sync_of
 
 PROMPTS = 1.28
-"""Seconds: 40 x 64 tokens of 1e9 FLOP on four GPUs of 0.5e12 FLOP per second."""
+"""Seconds for the prompts: 40 x 64 tokens of 1e9 FLOP on four GPUs of 0.5e12 FLOP per second."""
 
 
 @pytest.mark.parametrize(
     ("rollout", "running", "seconds"),
     [
-        # 40 x 128 / 8 passes; in each an engine reads 1 GiB of weights and 1 GiB, the cache of four, at 256 per second.
+        # 40 x 128 / 8 passes. In each, an engine reads 1 GiB of weights and 1 GiB of cache (four requests), at 256
+        # GiB/s.
         ({}, 8, PROMPTS + 640 * 2 / 256),
-        # Two steps' groups exist beside those in training; half of their requests have ended: two passes per token.
+        # Two steps' groups exist in addition to the groups in training. Half of their requests have ended: two passes
+        # per token.
         ({"max_concurrent_requests": 100}, 40, PROMPTS + 128 * (1 + 5) / 256),
-        # One step off: as many passes as the longest response has tokens.
+        # One step off: one pass per token of the longest response.
         ({"max_concurrent_requests": 100, "max_staleness": 1}, 20, PROMPTS + 256 * (1 + 2.5) / 256),
-        # A group of one ends with its response.
+        # A group of one response ends with it.
         ({"samples_per_prompt": 1, "max_concurrent_requests": 100, "max_staleness": 1}, 8, None),
-        # 8 x 128 tokens are computed anew after a swap.
+        # 8 x 128 tokens are computed again after each change of weights.
         ({"swap": "recompute"}, 8, PROMPTS + 0.512 + 640 * 2 / 256),
-        # All ends before: 20 responses in each engine, five at a time, whose cache is 1.25 GiB.
+        # All responses end first: 20 per engine, five at a time, with 1.25 GiB of cache.
         ({"swap": "finish"}, 8, PROMPTS + 512 * 2.25 / 256),
     ],
 )
@@ -43,10 +45,10 @@ def test_engines_alone(rollout: dict[str, Any], running: float, seconds: float |
 
 
 def test_a_full_cache_decodes_fewer() -> None:
-    # Two sequences of full length are four of mean length.
+    # Two sequences of full length need as much cache as four of mean length.
     sides = sides_of(config_of(max_concurrent_requests=100), engine=replace(ENGINE, sequences=2.0))
     assert sides.running_requests(2) == 8
-    assert sides.groups_in_flight(2) == 16  # the others wait in the engines: two steps' groups are all there are
+    assert sides.groups_in_flight(2) == 16  # the others wait in the engines: all groups of two steps are submitted
 
 
 def test_what_engines_take_when_all_ends_is_a_synchronous_step() -> None:
@@ -62,7 +64,8 @@ def test_the_trainer_waits_for_slow_engines() -> None:
     assert found.trainer_idle_fraction == pytest.approx(0.28 / 7)
     assert found.generator_idle_fraction == 0
     assert (found.engine_gpus, found.trainer_gpus) == (4, 4)
-    # Eight requests are of 8 x 2 / 5 groups, half of whose requests have ended; in 6 s of 6.28 further ones have.
+    # Eight running requests belong to 8 x 2 / 5 groups, half of whose requests have ended. In 6 of 6.28 s, others
+    # have ended.
     assert found.mean_staleness == pytest.approx(3.2 / 8 + 6 / 6.28)
     assert found.max_staleness == 4
 
@@ -135,7 +138,7 @@ def test_synchronous_runs_have_no_overlap_and_learn_what_they_would_gain() -> No
         ("asynchronous", "rollout.max_staleness=1 takes 7.3 s per step instead of 14.0 s")
     ]
     assert gain_row(ahead, replace(seconds, generate=None)) == []
-    sides.config.algorithm.advantage = "remax"  # cannot
+    sides.config.algorithm.advantage = "remax"  # remax cannot run asynchronously
     assert if_asynchronous(sides, LAYOUT, sync_of(1.0)) is None
 
 

@@ -46,7 +46,7 @@ def test_other_models_are_there_all_the_time_and_work_in_their_phases(offloaded:
     for name in ("generate", "logp", "update", "sync"):
         assert found.by_name[name] == alone.by_name[name] + 7 + 3
     kept = 0 if offloaded else 160
-    # The policy's weights are there after its own pass, and not yet before it.
+    # After its own pass the policy's weights are on the device; before it they are not.
     assert found.by_name["critic"] == 20 + kept + ASLEEP_BYTES + 700 + 3
     assert found.by_name["score"] == (0 if offloaded else 180) + ASLEEP_BYTES + 30 + 7
     assert found.host_bytes == alone.host_bytes + 70 + 33
@@ -96,8 +96,8 @@ def test_windows_of_weight_syncs_are_there_in_every_phase() -> None:
 @pytest.mark.parametrize(
     ("transport", "placement", "ranks", "slots"),
     [
-        ("auto", "colocated", 8, 4),  # what arrives, and what is sent
-        ("auto", "colocated", 1, 2),  # there is nobody else
+        ("auto", "colocated", 8, 4),  # received and sent data
+        ("auto", "colocated", 1, 2),  # there is no other rank
         ("network", "colocated", 8, 2),
         ("shared_memory", "colocated", 8, 0),
         ("auto", "disaggregated", 8, 2),

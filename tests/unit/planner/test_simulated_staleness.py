@@ -1,4 +1,4 @@
-"""What `plan` expects of a run, against the rules of admission played through token by token."""
+"""Predictions of `plan`, compared with a simulation of the admission rules token by token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST, STEPS = 40, 120
 
 @dataclass
 class Played:
-    """A run whose engine takes a second per pass; lengths are spread evenly over 1 .. LONGEST."""
+    """Simulated run whose engine takes a second per pass; lengths are distributed evenly over 1 .. LONGEST."""
 
     eta: int
     size: int
@@ -32,16 +32,16 @@ class Played:
     left: float = 0.0
     number: int = 0
     running: dict[int, list[int]] = field(default_factory=dict)
-    """Version at which a group was submitted, and responses that it still lacks."""
+    """Group -> [version at submission, number of unfinished responses]."""
     rows: list[list[int]] = field(default_factory=list)
-    """Group, and tokens that are still to come, of each request."""
+    """[group, remaining tokens] of each request."""
     finished: list[int] = field(default_factory=list)
     ages: list[list[int]] = field(default_factory=list)
     published: list[int] = field(default_factory=list)
     draw: random.Random = field(default_factory=lambda: random.Random(0))
 
     def play(self) -> tuple[float, float]:
-        """Mean staleness, and seconds per step, both after a quarter of the steps."""
+        """Return the mean staleness and the seconds per step, both after the first quarter of the steps."""
         while self.version < STEPS:
             self.take()
             self.submit()
@@ -100,12 +100,12 @@ class Played:
 @pytest.mark.parametrize(
     ("eta", "size", "samples", "slots"),
     [
-        (1, 32, 1, 16),  # slots are few
+        (1, 32, 1, 16),  # few slots
         (2, 32, 1, 32),
         (4, 16, 8, 32),
-        (2, 16, 8, 16),  # groups find room together
+        (2, 16, 8, 16),  # several groups start together
         (4, 8, 4, 32),
-        (2, 8, 4, 1000),  # slots are many: max_staleness is what holds back
+        (2, 8, 4, 1000),  # many slots: max_staleness is the limit
         (4, 16, 8, 1000),
     ],
 )
@@ -131,8 +131,9 @@ def test_a_run_goes_as_planned(eta: int, size: int, samples: int, slots: int, sh
     assert expected is not None
     assert expected.mean_staleness is not None
     mean, seconds = Played(eta, size, samples, slots, share * generate).play()
-    # Passes are whole, and the plan has every group live as long as the longest response may be. While the trainer
-    # waits, groups begin that have the places of those in training: with many slots a step is faster than planned.
+    # The simulation has whole passes. The plan assumes that each group runs as long as the longest response. While
+    # the trainer waits, groups start in place of the groups in training: with many slots a step is faster than
+    # planned.
     tolerance = 0.3 if slots == 1000 and share < 1 else 0.08
     assert seconds == pytest.approx(expected.step_seconds, rel=tolerance)
     assert mean == pytest.approx(expected.mean_staleness, abs=0.45 if share < 1 else 0.02)

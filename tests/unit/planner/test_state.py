@@ -1,4 +1,4 @@
-"""Megatron's buffers by arithmetic."""
+"""Memory of Megatron's buffers, computed by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_element_has_one_owner() -> None:
         assert parameters.sum() >= len(held)
         assert (elements <= buffer.elements // 6).all()
         assert (largest <= elements).all()
-        # The largest parameter is whole in one stretch, or fills it up to where the next begins.
+        # The largest parameter is in one range, or fills a range up to the start of the next.
         assert max(largest) >= max(parameter.elements for parameter in held) / 2
 
 
@@ -60,5 +60,5 @@ def test_an_optimizer_on_the_host_leaves_six_bytes_per_parameter() -> None:
     actor.optimizer.cpu_offload = True
     (state,) = stage_state([[StageParameter(1024)]], 0, run_of(actor, TrainLayout(1)))
     assert (state.total_bytes, state.host_bytes) == (6 * 1024, 12 * 1024)
-    # A piece, however little there is of it.
+    # One whole piece, although the state is smaller.
     assert state.piece_bytes == 12 * PIECE_ELEMENTS

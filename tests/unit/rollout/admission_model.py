@@ -16,7 +16,7 @@ from typing import Self
 from mcore_rl.rollout.admission import may_submit, take_batch
 
 ENDLESS = 3000
-"""Moves: several times what the longest schedule of the tests needs."""
+"""Limit of moves, several times the longest schedule of the tests."""
 
 Move = Callable[[], object]
 
@@ -28,7 +28,7 @@ class Shape:
     groups_per_version: int
     samples_per_group: int
     engines: tuple[int, ...]
-    """Slots of each."""
+    """Slots of each engine."""
     max_batches: int = 0
     """The first max_batches * groups_per_version groups that end in a version may be rejected."""
 
@@ -44,7 +44,7 @@ class Batch:
     version: int
     groups: list[Group]
     passed_over: list[Group]
-    """Had finished as well."""
+    """Finished groups that were not taken."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State that a resume knows. Groups in training count as finished, since their version has not ended."""
+    """State from which a run resumes. Groups in training count as finished, since their version has not ended."""
 
     version: int = 0
     finished: tuple[Group, ...] = ()
@@ -73,7 +73,7 @@ class System:
         self.finished, self.slots = list(start.finished), list(shape.engines)
         self.batch: Batch | None = None
         self.running: dict[Group, list[int | None]] = {g: [None] * shape.samples_per_group for g in start.running}
-        """The engine of each request that has not ended; None: it waits for a place in which to begin again."""
+        """Engine of each unfinished request; None: it waits for a slot to start again."""
         self.closed, self.judged = False, 0
         self.saved = start, self.ledger.copy()
         self._place()
@@ -219,15 +219,15 @@ class System:
 @dataclass(frozen=True)
 class Schedule:
     choices: Sequence[int] = ()
-    """Which of the possible moves happen first; later ones are drawn."""
+    """Indices of the first moves among the possible ones; later moves are chosen at random."""
     order: Sequence[str] = ("submit", "take", "publish", "end")
     youngest: bool = False
-    """Moves are in this order, and of groups that run the youngest ones' come first."""
+    """Order the moves of running groups by age, youngest first; moves are sorted by `order`."""
     bias: float = 1.0
-    """The higher it is, the more often is the first of the moves drawn."""
+    """Preference for the first move in this order; higher values choose it more often."""
     seed: int = 0
     mishaps: Sequence[tuple[int, str, int]] = ()
-    """Before which move, what, and to whom."""
+    """(number of the move before which it happens, kind of failure, index of the affected group or engine)."""
 
 
 def play(

@@ -22,7 +22,7 @@ NO_DEADLINE = 10**6
 def shapes(draw: st.DrawFn) -> Shape:
     eta, samples = draw(st.integers(0, 4)), draw(st.integers(1, 4))
     engines = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
-    engines[0] += max(0, samples - sum(engines))  # a group fits, often just so
+    engines[0] += max(0, samples - sum(engines))  # at least one group fits, often exactly one
     return Shape(
         max_staleness=eta,
         max_staleness_hard=eta + draw(st.integers(0, 4)),
@@ -35,7 +35,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 MISHAPS = st.tuples(st.integers(0, 100), st.sampled_from(["fail", "die", "save", "resume"]), st.integers(0, 63))
 STRAGGLING = st.permutations(["submit", "take", "publish"]).map(lambda kinds: [*kinds, "end"])
-"""What runs ends late, so that, with the youngest first, old ones go on as long as they can."""
+"""Running requests end last; with the youngest first, old groups run as long as possible."""
 SCHEDULES = st.builds(
     Schedule,
     choices=st.lists(st.integers(0, 63), max_size=20),
@@ -59,7 +59,7 @@ def staleness(system: System) -> Counter[int]:
 @settings(max_examples=1500, deadline=None)
 @given(shapes(), SCHEDULES)
 def test_admission_random_events_reach_every_version(shape: Shape, schedule: Schedule) -> None:
-    """No order is fair here: a move may be delayed until nothing else is possible."""
+    """Schedules are unfair: a move may be delayed until no other move is possible."""
     assert play(System(shape), schedule, VERSIONS).version == VERSIONS
 
 
@@ -67,11 +67,11 @@ def test_admission_random_events_reach_every_version(shape: Shape, schedule: Sch
 @settings(max_examples=1000, deadline=None)
 @given(shapes(), SCHEDULES)
 def test_admission_trains_groups_once_and_in_time(shape: Shape, schedule: Schedule) -> None:
-    def require_in_time(system: System) -> None:  # also of a batch whose training a resume undoes
+    def require_in_time(system: System) -> None:  # also batches whose training is undone by a resume
         assert all(system.version - group.submitted <= shape.max_staleness_hard for group in system.in_training)
 
     system = play(System(shape), schedule, VERSIONS, require_in_time)
-    system.closed = True  # nothing more begins, and what exists is trained, but for less than a batch
+    system.closed = True  # no group starts any more; the existing groups are trained, except for an incomplete batch
     system = play(system, replace(schedule, mishaps=()), math.inf)
     assert not system.running
     assert not system.batch

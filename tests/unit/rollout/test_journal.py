@@ -18,7 +18,7 @@ from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
 from tests.unit.rollout.fake_engine import FakeEngine
 
 SEED = 2**63 + 5
-"""Of 64 bits."""
+"""A seed that needs 64 bits."""
 
 
 def request(name: str, seed: int = SEED, length: int = 9) -> GenerationRequest:
@@ -277,7 +277,7 @@ def test_loop_writes_tokens_to_the_journal_each_step(path: Path) -> None:
     completions: list[Completion] = []
 
     def look() -> None:
-        """Between two passes."""
+        """Compare the journal with the running requests between two passes."""
         running = loop.engine._running.values()  # type: ignore[attr-defined]
         found = read_journal(path)
         for entry in running:

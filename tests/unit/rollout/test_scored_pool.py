@@ -27,7 +27,7 @@ def scalars(rewards: list[float], accuracies: list[float]) -> RolloutScalars:
 
 
 class RulesPool:
-    """Pool with the results of two tasks; records what it is asked to amend."""
+    """Pool with the results of two tasks; records its calls of `amend`."""
 
     num_engines = 3
 

@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> Config:
     (tmp_path / "run").mkdir()
     made.run.dir, made.model.hf_path = str(tmp_path / "run"), str(tmp_path / "model")
     made.reward.function = f"{tmp_path / 'reward.py'}:grade"
-    made.data.train = [str(tmp_path / "train.jsonl")]  # of the driver's host alone
+    made.data.train = [str(tmp_path / "train.jsonl")]  # exists on the driver's host only
     return made
 
 
@@ -125,7 +125,7 @@ def test_free_port_without_any_names_the_host(monkeypatch: pytest.MonkeyPatch) -
 
 def test_meet_at_chooses_the_interface_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"):
-        monkeypatch.setenv(name, "")  # so that what is set here goes with the test
+        monkeypatch.setenv(name, "")  # registers the variable, so that it is restored after the test
         monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "the user's")
     meet_at("127.0.0.1")

@@ -87,7 +87,7 @@ def test_wait_without_refs_serves_the_attendant(ray: Ray) -> None:
     clerk = watch.attendant = Clerk(ray, [ray.call(0.2), ray.call(3.0)])
     assert watch.wait([], 0) == ([], [])
     assert clerk.at == [0.2]
-    assert watch.wait([], 0) == ([], [])  # nothing ends, which takes a while
+    assert watch.wait([], 0) == ([], [])  # no call ends, so it takes the whole interval
     assert ray.seconds == pytest.approx(0.2 + SECONDS_BETWEEN_LOOKS)
     while clerk.own:
         assert watch.wait([], 0) == ([], [])
@@ -104,15 +104,15 @@ def test_get_returns_at_once_with_few_attendant_calls(ray: Ray) -> None:
 def test_many_attendant_calls_are_gathered(ray: Ray) -> None:
     watch, _ = watch_of(ray)
     soon = [ray.call(0.001 * number) for number in range(1, 5)]
-    others = [ray.call(0.21), ray.call(0.22)]  # in one of the times to gather
+    others = [ray.call(0.21), ray.call(0.22)]  # within one interval of gathering
     late = [ray.call(60.0) for _ in range(4 * PART_OF_CALLS - 6)]
     clerk = watch.attendant = Clerk(ray, [*soon, *others, *late])
     watch.wait([], 0)
-    assert (clerk.taken, clerk.at) == (soon, [0.004])  # one in PART_OF_CALLS
+    assert (clerk.taken, clerk.at) == (soon, [0.004])  # 1 / PART_OF_CALLS of the calls
     while len(clerk.taken) < 6:
         watch.wait([], 0)
     assert clerk.taken == [*soon, *others]
-    assert len(clerk.at) == 2  # together, though they are fewer
+    assert len(clerk.at) == 2  # delivered together after the interval, although they are fewer
     assert clerk.at[-1] <= 0.21 + SECONDS_TO_GATHER
 
 

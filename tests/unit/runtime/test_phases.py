@@ -46,7 +46,7 @@ class Device:
     def span(self, name: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    # What a run calls:
+    # Calls of a run:
     @staged(None, Phase.GENERATE)
     def run(self) -> None:
         self.moves.append("generate")

@@ -22,8 +22,8 @@ WRONG = [Comparison(differing={"model.norm.weight"})]
 
 @dataclass
 class Processes:
-    """Trainer ranks and engines. `events` is what the engines were asked, and who met; `fails` says what becomes of the
-    nth time that the first one is asked something. What is lost is up again after `slow` further looks."""
+    """Fake trainer ranks and engines. `events` records the calls of engines and the rendezvous. `fails[call, n]` is the
+    effect of the n-th such call on the first engine. A lost engine is up again after `slow` further checks."""
 
     fails: dict[tuple[str, int], str] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Processes:
     max_restarts: int = 3
     slow: int = 0
     starting: dict[int, int] = field(default_factory=dict)
-    """Number of looks after which each starting engine is up."""
+    """Remaining checks until each starting engine is up."""
     without_weights: set[int] = field(default_factory=set)
 
     @property

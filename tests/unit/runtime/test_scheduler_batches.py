@@ -26,8 +26,8 @@ from tests.unit.runtime.engines import SAMPLES, Call, GiveUp, Watch, groups, sca
 
 
 class DyingWatch(Watch):
-    """Ends the oldest call at each wait, with the oldest of its engine's tasks done and the others begun; `dying[n]`
-    are the processes that die at wait n, with their calls. With a seed, some calls end, in some order."""
+    """Ends the oldest call in each wait: the oldest task of its engine is finished, the others have started. `dying[n]`
+    are the processes that die in wait n, with their calls. With a seed, random calls end in random order."""
 
     attendant: Scheduler
 
@@ -186,7 +186,7 @@ def test_run_with_steals_and_deaths_joins_pieces_in_order(seed: int, tmp_path: P
         assert lines == [task.request_id(response) for response in range(12)]
         parts = cast(Chunk, chunk).parts
         assert [0, *(part.last for part in parts)] == [*(part.first for part in parts), 12]
-        for part in parts:  # what is kept there are these responses
+        for part in parts:  # the engine keeps exactly these responses
             process = next(p for engine in watch.engines for p in engine.all if p is part.place.process)
             assert process.given[part.place.key].span == (part.first, part.last)
     living = {engine.producer for engine in pool.fleet.engines}
@@ -206,7 +206,7 @@ def test_run_waits_for_the_answers_to_its_steals(tmp_path: Path) -> None:
 def test_end_of_a_piece_does_not_read_the_other_pieces_of_its_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A task that many engines share has as many pieces: to read all at the end of each would be quadratic."""
+    """A task has a piece per engine: reading all pieces at the end of each would be quadratic."""
     pool, _ = pool_of(3, slots_per_engine=100, seed=2)
     reads, of_task = list[int](), pool._balance.of_task
 

@@ -34,11 +34,11 @@ def test_death_in_another_wait_moves_nothing_before_the_scheduler_waits() -> Non
     tasks = begin(stream, [1] * 4, results)
     lost = watch.present("engine 0")
     watch.kill("engine 0")
-    for _ in range(3):  # the trainer is waited for
+    for _ in range(3):  # the driver waits for the trainer
         stream.ended([call for call in stream.calls() if call.process_id == id(lost)])
     assert [len(engine.all) for engine in watch.engines] == [1, 1]
     assert tickets(watch) == [[0, 2], [1, 3]]
-    assert lost.runs == 1  # nobody asks it in vain again and again
+    assert lost.runs == 1  # dead engines get no further calls
     assert not results
     assert stream.fleet.num_restarts == 0
     stream.wait()
@@ -132,7 +132,7 @@ def test_wait_without_engines_supplies_weights_and_begins_lost_tasks_first() -> 
     begin(stream, [1] * 4, results)
     watch.kill("engine 0")
     watch.kill("engine 1")
-    watch.wait([], 0)  # by somebody else
+    watch.wait([], 0)  # a wait of another component
     begin(stream, [1], results)
     assert supplies == []
     stream.wait()

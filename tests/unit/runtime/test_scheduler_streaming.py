@@ -64,7 +64,7 @@ def test_begin_does_not_look_at_all_engines() -> None:
     stream, watch = stream_of(512)
     stream.fleet.engines[:] = watch.engines[:] = [CountedEngine(number) for number in range(512)]
     results: dict[int, RolloutResult] = {}
-    begin(stream, [8] * 512, results)  # each has been looked at
+    begin(stream, [8] * 512, results)  # checks the load of every engine
     CountedEngine.looks = 0
     for number in range(1000):
         stream.begin(task_of(number, 1 + number % 3), results)
@@ -102,7 +102,7 @@ def test_run_while_streaming_returns_its_own_results() -> None:
     asked = [task_of(100 + number, 3, "validation") for number in range(5)]
     came = stream.run(asked)
     assert groups(came) == [[100 + number] * 3 for number in range(5)]
-    assert mine  # some of them have ended beside it
+    assert mine  # some streaming tasks ended while `run` waited
     assert len(mine) in heard
     assert heard == sorted(heard)
     while len(mine) < len(tasks):
@@ -148,7 +148,7 @@ def test_one_run_call_per_engine_and_begin_calls_meanwhile() -> None:
     finish_all(stream, watch)
     assert [process.runs for process in processes] == [2, 2]
     for process in processes:
-        assert watch.waiting_call(process)  # one, no more
+        assert watch.waiting_call(process)  # exactly one
     assert len(results) == 6
 
 
@@ -164,7 +164,7 @@ def test_together_sends_tasks_of_an_engine_with_one_call() -> None:
             begin(stream, [1, 1], results)
         assert tickets(watch) == [[0], [1]]
         assert stream.running_requests == 8
-    assert tickets(watch) == [[0, 2], [1, 3, 4, 5]]  # where each of them would have gone alone
+    assert tickets(watch) == [[0, 2], [1, 3, 4, 5]]  # the same engines as without `together`
     assert (first.begins, second.begins) == (begins[0] + 1, begins[1] + 1)
 
 
@@ -222,15 +222,15 @@ def test_idle_fraction_is_the_time_without_busy_engines(monkeypatch: pytest.Monk
     says("engine 1", 2.0)
     assert idle(10.0) == pytest.approx(0.6)
     says("engine 0", 16.0)
-    assert idle(10.0) == pytest.approx(0.5)  # engine 1 has said nothing
-    says("engine 1", 22.0)  # of the time before as well
+    assert idle(10.0) == pytest.approx(0.5)  # no report of engine 1 in this interval
+    says("engine 1", 22.0)  # also covers the previous interval
     assert idle(10.0) == pytest.approx(0.5)
     watch.kill("engine 0")
     stream.wait()
     supply(stream)
     begin(stream, [1] * 6, {})
     says("engine 0", 4.0)
-    assert idle(10.0) == pytest.approx(0.8)  # the new process counts from its own beginning
+    assert idle(10.0) == pytest.approx(0.8)  # busy time of the new process starts at 0
     watch.kill("engine 0")
     stream.wait()
     assert idle(10.0) == 1.0
@@ -277,7 +277,7 @@ def test_tasks_of_a_lost_engine_count_in_full_again() -> None:
     assert stream.running_requests == 8
     supply(stream)
     watch.ended_early = 0
-    begin(stream, [1], results)  # the new process has nothing
+    begin(stream, [1], results)  # the new process has no tasks
     assert tickets(watch) == [[0, 1], [2]]
     finish_all(stream, watch)
     assert stream.running_requests == 0
@@ -301,7 +301,7 @@ def test_slots_count_engines_with_weights() -> None:
     assert stream.slots == 24
     for name in ("engine 0", "engine 1", "engine 2"):
         stream.fleet.lose(stream.fleet.engines[int(name[-1])], "lost")
-    assert stream.slots == 8  # of those that come back; a run that submits nothing would wait without end
+    assert stream.slots == 8  # of restarting engines: with 0 slots, a run would submit nothing and wait forever
 
 
 def test_rest_waits_until_no_request_runs() -> None:
@@ -311,7 +311,7 @@ def test_rest_waits_until_no_request_runs() -> None:
         engine.process.num_running = lambda: None  # type: ignore[method-assign, assignment, return-value]
     answers = [
         [(2, 1), (2, 0)],
-        [(1, 0), (2, 0)],  # one has not come there, or has ended and was not reported yet
+        [(1, 0), (2, 0)],  # one task has not arrived there yet, or has ended and was not reported yet
         [(2, 0), (2, 0)],
     ]
     watch.get = lambda calls: answers.pop(0)  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ def test_rank_receives_each_of_its_samples_from_its_holder(mine: int, others: in
     for rank in range(mine):
         received = set().union(*held.overlapping(rank, mine))
         assert set(np.flatnonzero(whole.dp_ranks == rank).tolist()) <= received
-    # And no more than the neighbours in its run, however many ranks there are.
+    # The number of senders does not grow with the number of ranks.
     assert max(len(held.overlapping(rank, mine)) for rank in range(mine)) == max(others // mine, 1)
 
 

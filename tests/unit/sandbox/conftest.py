@@ -1,4 +1,4 @@
-"""A sandbox of each kind, and what it must not leave."""
+"""Sandboxes of each kind, and a check for remaining processes, control groups and files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def landlock() -> LocalSandbox:
 
 
 def left_behind(before: set[psutil.Process]) -> list[str]:
-    """Living processes of the sandboxes' user, children of this one but for those `before`, and control groups."""
+    """Return remaining control groups and living processes: of the sandboxes' user, and children not in `before`."""
     uid = unused_uid(os.getpid()) if os.geteuid() == 0 else None
     children = psutil.Process().children(recursive=True)
     strangers = [p for p in psutil.process_iter(["uids"]) if p.info["uids"] and p.info["uids"].real == uid]
@@ -54,7 +54,7 @@ def left_behind(before: set[psutil.Process]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = set(psutil.Process().children(recursive=True))  # other tests' ranks
+    before = set(psutil.Process().children(recursive=True))  # processes of other tests
     yield
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What is said where a sandbox does not work, in its own words."""
+"""Error messages for sandboxes that do not work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFUSALS = (
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only directory of PATH beside /usr/bin, where nobody is kept from reading it."""
+    """Directory that replaces PATH, in addition to /usr/bin; every user may read it."""
     directory = tmp_path / "bin"
     directory.mkdir()
     for place in (directory, *directory.parents):
@@ -81,7 +81,7 @@ def test_check_sandbox_names_missing_python(sandbox: LocalSandbox) -> None:
 
 @pytest.fixture
 def own() -> Iterator[Path]:
-    """A directory that every user may enter: pytest's lie in one that only its own may."""
+    """Directory that every user may enter; pytest's temporary directories can be entered by their owner only."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -108,7 +108,7 @@ def test_unreachable_server_is_named() -> None:
 
 @pytest.mark.parametrize("seconds", [0.5, 90.0])
 def test_check_has_a_minimum_time_limit(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine takes a second for a process that does nothing."""
+    """On a busy machine, an empty process can take a second."""
     limits: list[float] = []
 
     class Sandbox:

@@ -1,4 +1,5 @@
-"""The seccomp filter's numbers and jumps, against the kernel's headers and a reader of the program; control groups."""
+"""Numbers and jumps of the seccomp filter, compared with the kernel's headers by an interpreter of BPF; control
+groups."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ NO_FAMILY, NO_PROTOCOL = 0x50061, 0x5005D
 
 
 def verdict(program: bytes, number: int, architecture: int, *arguments: int) -> int:
-    """What the kernel would do; classic BPF as its documentation has it."""
+    """Return the filter's verdict, by interpreting it according to the documentation of classic BPF."""
     data = struct.pack("=iIQ6Q", number, architecture, 0, *[*arguments, *[0] * 6][:6])
     steps, place, loaded = list(struct.iter_unpack("=HBBI", program)), 0, 0
     while True:
@@ -101,7 +102,7 @@ def parent() -> Path:
 def test_busy_group_is_removed_with_the_next_group(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_REMOVAL_SECONDS", 0.05)
     group = ControlGroup(parent, 1 << 30)
-    (group._path / "held").mkdir()  # as processes do that are being killed
+    (group._path / "held").mkdir()  # like processes that are still dying
     started = time.monotonic()
     group.close()
     assert time.monotonic() - started >= 0.05

@@ -1,4 +1,4 @@
-"""What code of a model may try, in bubblewrap. Every attempt is contained, and nothing of it is left (conftest)."""
+"""Attacks by a model's code in bubblewrap: every attempt is contained and leaves nothing behind (conftest)."""
 
 from __future__ import annotations
 
@@ -362,7 +362,8 @@ def test_runs_do_not_share_files(sandbox: LocalSandbox) -> None:
 def test_host_descriptors_are_not_inherited(sandbox: LocalSandbox, tmp_path: Path) -> None:
     with open(tmp_path / "secret", "w") as file:
         os.set_inheritable(file.fileno(), True)
-        # The last is the listing's own; of the host's there are the three pipes, and bubblewrap's own.
+        # The last descriptor belongs to the listing. From the host there are only the three pipes and bubblewrap's
+        # own.
         targets = answers(
             sandbox, "[attempt(lambda: os.readlink(f'/proc/self/fd/{n}'))[1] for n in os.listdir('/proc/self/fd')]"
         )

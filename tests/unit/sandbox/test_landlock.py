@@ -1,4 +1,4 @@
-"""What Landlock contains, of a run that was started by name."""
+"""Confinement by Landlock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.sandbox.test_escapes import MANY, all_refused, answers
 
 @pytest.fixture(autouse=True)
 def no_directory_is_left() -> Iterator[None]:
-    """Those of tests that run beside go as well."""
+    """Directories of concurrent tests count too; they disappear as well."""
     pattern = f"{tempfile.gettempdir()}/mcore_rl_sandbox_*"
     before = set(glob.glob(pattern))
     yield

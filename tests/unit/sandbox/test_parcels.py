@@ -84,7 +84,8 @@ def test_unpack_returns_wanted_files_in_order() -> None:
 
 
 def fetched(data: bytes) -> int:
-    """Bytes that a program gets through which writes `data` to every pipe that it can open; -1 for an error."""
+    """Return the number of bytes that a program can forge by writing `data` to every pipe that it can open; -1 for an
+    error."""
     outcome_of = LocalSandbox(SandboxConfig(seconds=10.0))
     try:
         outcome = outcome_of.run(Program(FORGE.format(data=data), fetch=("x",)))

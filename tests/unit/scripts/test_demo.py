@@ -30,7 +30,7 @@ def write_config(root: Path) -> None:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Points the demo at an empty directory and records what it would train; a training run leaves its results."""
+    """Run the demo in an empty directory, record its training runs, and write their results."""
     made: list[list[str]] = []
 
     def train(arguments: list[str]) -> None:
@@ -85,7 +85,7 @@ def test_another_engine_has_a_run_of_its_own_from_the_same_warm_start(
     demo.main(["--engine", "sglang"])
     assert calls[2:] == [[WORK3.config, f"run.dir={WORK3.run}_sglang", "rollout.engine=sglang"]]
     assert f"run directory  {WORK3.run}_sglang" in capsys.readouterr().out
-    demo.main(["--engine", "sglang"])  # has been run
+    demo.main(["--engine", "sglang"])  # the run is complete
     assert len(calls) == 3
 
 

@@ -58,14 +58,14 @@ def test_work3_shows_its_working_and_think2_mostly_does_not() -> None:
 
 @pytest.fixture(scope="module", params=demo_task.TASKS)
 def prepared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Directory of a task, with its name."""
+    """Directory of a task; its last part is the task's name."""
     directory = tmp_path_factory.mktemp("demo") / str(request.param)
     assert demo_task.prepare(directory, directory.name)
     return directory
 
 
 def test_the_graders_answer_is_the_number_at_the_end(task: str) -> None:
-    """A demo whose right answers are graded as wrong learns nothing."""
+    """A demo cannot learn if its right answers are graded as wrong."""
     for split in demo_task.problems(task).values():
         for problem in split[:200]:
             said = problem.target.rpartition("#")[2]

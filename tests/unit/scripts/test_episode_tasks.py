@@ -1,4 +1,4 @@
-"""The demo's tasks of several turns: what the warm start teaches is what the run's episodes look like."""
+"""Tasks of the demo with several turns: the targets of the warm start match the episodes of the run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def game() -> Any:
 
 
 def asked(number: str) -> Any:
-    """The row of a game, as an episode gets it."""
+    """Return a row of the game in the form that an episode receives."""
     return SimpleNamespace(ground_truth=number, messages=[{"role": "user", "content": episode_tasks.RANGE}])
 
 
@@ -107,7 +107,7 @@ def test_warm_start_games_match_the_game_and_the_template(game: Any) -> None:
         assert last.startswith(said)
         rendered = [*talk.prompt_ids(messages), *tokenizer(last.removeprefix(said))["input_ids"]]
         assert tokenizer(problem.prompt + problem.target)["input_ids"] == rendered
-        assert playing.step(last.removeprefix(said))[2]  # it is over, where the target ends
+        assert playing.step(last.removeprefix(said))[2]  # the game ends at the end of the target
         won += playing.won
     assert 100 < won < 300
 
@@ -125,7 +125,7 @@ def test_marked_guesses_are_possible_and_four_find_any_number(game: Any) -> None
             blind += not mark
             assert not mark or low <= int(guess) <= high, problem.target
             low, high = (max(low, int(guess) + 1), high) if answer == ">" else (low, min(high, int(guess) - 1))
-    assert 0.1 < marked / (marked + blind) < 0.3  # what pays is there, and is rare
+    assert 0.1 < marked / (marked + blind) < 0.3  # rewarded marks occur, but rarely
     for number in range(15):
         playing, answers, done = game(prompt=asked(str(number)), guesses="4"), [], False
         while not done:
@@ -136,7 +136,7 @@ def test_marked_guesses_are_possible_and_four_find_any_number(game: Any) -> None
 
 
 def total(playing: Any, actions: list[str]) -> float:
-    """All that an episode of these actions is given."""
+    """Return the sum of the rewards of these actions."""
     rewards = []
     for action in actions:
         _, reward, done = playing.step(action)
@@ -154,7 +154,7 @@ def test_the_number_pays_what_was_ruled_out_costs_and_giving_up_never_pays(game:
     assert played("7", "8", "6") == played("!7", "!7", "6") == 0.5
     assert played("7", "3", "5", "4") == -0.5
     worst = played("99", "99", "99", "99")
-    for given_up in ([], ["x"], [""], ["6!"], ["!"], ["-6"]):  # [] is a turn that was cut
+    for given_up in ([], ["x"], [""], ["6!"], ["!"], ["-6"]):  # []: the turn was truncated
         assert played(*given_up) <= worst
         assert played("7", *given_up) < played("7", "3", "4", "5")
 

@@ -28,7 +28,7 @@ def requirements(text: str) -> list[Requirement]:
 
 
 def locked(environment: dict[str, str]) -> dict[str, str]:
-    """Version by name, of what a machine installs."""
+    """Return the version of each package that a machine with this environment installs."""
     versions: dict[str, str] = {}
     for each in requirements((ROOT / "locks" / "gpu.txt").read_text()):
         if each.marker is None or each.marker.evaluate(environment):

@@ -1,4 +1,4 @@
-"""Of a wheel only the ranges are read in which its Python lies, and of them few."""
+"""Only few ranges of a wheel are downloaded: the ranges that contain its Python files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KERNEL_BYTES = 3 * setup_contracts.LARGEST_GAP
 
 
 class Counted(io.BytesIO):
-    """A file that knows the most that was read of it in one piece."""
+    """File that records the size of its largest read."""
 
     largest = 0
 

@@ -1,4 +1,4 @@
-"""The script writes what the converters read, for every family."""
+"""The converters can read the script's output for every family."""
 
 from __future__ import annotations
 

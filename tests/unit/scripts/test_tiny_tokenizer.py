@@ -1,4 +1,5 @@
-"""The tokenizer in configs/models/gsm8k_tiny is what its script writes, fits the model beside it, and loses no text."""
+"""The tokenizer in configs/models/gsm8k_tiny equals the script's output, fits the model next to it, and round-trips
+text."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 def test_the_script_writes_what_is_in_the_repository(tmp_path):
     tiny_tokenizer.write(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        # As values: another version of the library may write other white space.
+        # Compare parsed values: other versions of the library may write other white space.
         written, kept = (json.loads((path / name).read_text()) for path in (tmp_path, tiny_tokenizer.MODEL))
         assert written == kept, f"run: python scripts/tiny_tokenizer.py ({name})"
 

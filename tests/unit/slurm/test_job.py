@@ -13,7 +13,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.slurm.script import render_job
 
 SECRET, PLAIN = "s3cret-of-the-test", "plain value's"
-# What SLURM would do on one node: it notes the command line that all users of the node could list, and runs the task.
+# Fake srun on one node: it records the command line, which all users of the node could list, and runs the task.
 SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$@" >>"$NOTES/lines"
 while [[ $1 == --* ]]; do shift; done
@@ -22,7 +22,7 @@ SLURMD_NODENAME=n1 exec "$@"
 SCONTROL = """#!/usr/bin/env bash
 [[ $1 != show ]] || echo n1
 """
-# Instead of the node's check, of Ray and of the run: each leaves what the job waits for.
+# Fake python for the node check, Ray and the run: each creates the file for which the job waits.
 PYTHON = """#!/usr/bin/env bash
 printf '%s\\n' "$@" >>"$NOTES/lines"
 printf '%s=%s|%s|%s\\n' "$2" "$MY_TOKEN" "$PLAIN" "$(stat -c %a "$RAY_AUTH_TOKEN_PATH")" >>"$NOTES/tasks"
@@ -51,7 +51,7 @@ def submit(
     config.slurm.pass_environment, config.slurm.environment = ["MY_TOKEN"], {"PLAIN": PLAIN}
     overrides = ["slurm.pass_environment=[MY_TOKEN]", f"slurm.environment.PLAIN={PLAIN}", "trainer.steps=3"]
     script = render_job(config, "c.yaml", overrides)
-    # Whatever of it is quoted: the value as a whole, and the part that needs no quotes.
+    # The value occurs once, whether the script quotes it as a whole or only in part.
     assert script.count("plain value") == 1
     assert SECRET not in script
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(directory), "SLURM_JOB_ID": "5"}

@@ -176,7 +176,7 @@ def test_ready_scripts_match_their_command(
     monkeypatch.chdir(ROOT)
     script = path.read_text()
     command = shlex.split(script.splitlines()[1].removeprefix("# Rendered by: "))
-    # They are of runs on several nodes, which this version refuses.
+    # --force, because `plan` rejects these runs on several nodes in this version.
     assert command[:3] == ["mcore-rl", "slurm", "--force"]
     assert main(command[1:]) == 0
     assert capsys.readouterr().out == script

@@ -74,7 +74,7 @@ def test_save_keeps_the_best_and_the_last(tmp_path: Path) -> None:
     assert names(checkpoints) == ["step_2", "step_5"]
     resumed = Checkpoints(tmp_path / "checkpoints", keep_last=1, keep_best=1)
     resumed.save(6, {"accuracy": accuracies[6]}, start)
-    assert names(resumed) == ["step_2", "step_6"]  # of two that are as good, the earlier
+    assert names(resumed) == ["step_2", "step_6"]  # of two equally good ones, the earlier
     resumed.save(7, {"accuracy": accuracies[7]}, start, wait=False)
     resumed.settle()
     assert names(resumed) == ["step_2", "step_7"]
@@ -161,7 +161,7 @@ def test_save_second_waits_and_raises_errors_of_the_first(checkpoints: Checkpoin
     with pytest.raises(CheckpointError, match="__0_0"):
         checkpoints.save(3, {}, begin(3), wait=False)
     assert begun == [1, 2]
-    checkpoints.settle()  # what failed has been reported
+    checkpoints.settle()  # the failure has already been raised
     assert (checkpoints.latest() or (0,))[0] == 1
 
 

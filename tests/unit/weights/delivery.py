@@ -1,4 +1,4 @@
-"""In-memory weight sync: every trainer rank packs its messages, every engine rank unpacks those it should receive."""
+"""Weight sync in memory: every trainer rank packs its messages, every engine rank unpacks its messages."""
 
 from __future__ import annotations
 

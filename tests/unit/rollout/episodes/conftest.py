@@ -30,13 +30,14 @@ QUESTION = [{"role": "user", "content": "q"}]
 
 @dataclass
 class FakeTools:
-    """Answers `look` with the result of `answers` for the arguments; sleeps if it is a number of seconds."""
+    """Fake tools: `look` returns the result of `answers` for the arguments, or sleeps if that is a number of
+    seconds."""
 
     answers: Callable[[dict[str, Any]], ToolResult | float]
     calls: list[tuple[str, str, dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
-    """Of whole episodes."""
+    """Rewards of whole episodes."""
 
     async def call(
         self, episode_id: str, name: str, arguments: dict[str, Any], tools_kwargs: Mapping[str, Any]

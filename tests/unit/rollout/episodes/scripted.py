@@ -23,12 +23,12 @@ from tests.unit.data.chat import made
 END = made.CLOSE
 
 Say = Callable[[str], str]
-"""From the text so far to what the model says, with its end."""
+"""Maps the text so far to the model's output with its end token."""
 
 
 class ScriptedEngine(SteppedEngine):
-    """Generates one token of every request per step. Log-probabilities are minus the token, experts are its position.
-    `hold` blocks the steps, `fails` makes them raise; `version` may change."""
+    """Engine that generates one token of every request per step. Log-probabilities are the negated token id, experts
+    are the position. `go` blocks the steps while it is not set, `fails` makes them raise; `version` may change."""
 
     def __init__(self, tokenizer: Any, say: Say, config: RolloutConfig, *, experts: bool = False) -> None:
         super().__init__(config, captures_routing=experts, decode=plain_decoder(tokenizer))
@@ -38,14 +38,14 @@ class ScriptedEngine(SteppedEngine):
         self.seeds: list[int] = []
         self.prompts: list[list[int]] = []
         self.submitted: dict[str, int] = {}
-        """Seeds, by the id of the request."""
+        """Seeds by request id."""
         self.go = threading.Event()
         self.go.set()
         self.passing = threading.Event()
         """Set when the first pass begins."""
         self.fails: Exception | None = None
         self.slots: int | None = None
-        """How many run at a time."""
+        """Maximum number of concurrent requests; None: no limit."""
         self.cancelled: list[str] = []
 
     @property
@@ -106,7 +106,7 @@ def served(engine: ScriptedEngine, journal: TokenJournal | None = None) -> Itera
     loop = EngineLoop(engine, journal)
 
     def serve() -> None:
-        with contextlib.suppress(WorkerDiedError):  # those who wait for something hear of it
+        with contextlib.suppress(WorkerDiedError):  # waiting callers receive the error
             loop.serve()
 
     thread = threading.Thread(target=serve, daemon=True)
@@ -124,7 +124,7 @@ def call(q: str) -> str:
 
 
 def once(first: str) -> Say:
-    """Say `first`, and done once a tool has answered."""
+    """Write `first`, and after the answer of a tool "done"."""
     return lambda text: f"done{END}" if "<|im_start|>tool" in text else f"{first}{END}"
 
 

@@ -121,7 +121,7 @@ def test_player_engine_failure_is_raised(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> float:
         try:
             await session.generate(prompt.token_ids)
-        except Exception:  # what a user may write
+        except Exception:  # result forms that a user's episode may return
             return 0.0
         return 1.0
 

@@ -70,7 +70,7 @@ class ParkingStream(Stream):
         super().__init__(lambda tickets: chance.sample(tickets, chance.randint(1, min(3, len(tickets)))), **given)
         self.left: dict[int, int] = {}
         self.parked: dict[int, int] = {}
-        """Version under which it drew its last piece, by ticket."""
+        """Version with which the last piece of a ticket was sampled."""
         self.pieces_of = lambda: chance.choice([1, 1, 1, 2, 9])
 
     def begin(self, task: RolloutTask, results: dict[int, RolloutResult]) -> int:
@@ -130,7 +130,7 @@ def test_collector_number_of_groups_follows_max_staleness(tmp_path: Path) -> Non
 
 
 def test_collector_one_step_off_is_independent_of_timing(tmp_path: Path) -> None:
-    """With rollout.swap=finish, in any order in which groups end, also with groups without signal."""
+    """With rollout.swap=finish, groups may end in any order, also groups without signal."""
     outcomes = []
     for seed in range(6):
         stream = Stream(some(seed))

@@ -61,7 +61,7 @@ def serve(engine: VersionedEngine, journal: TokenJournal | None = None) -> Engin
 
 
 def _serve(loop: EngineLoop) -> None:
-    with contextlib.suppress(WorkerDiedError):  # those who wait hear it
+    with contextlib.suppress(WorkerDiedError):  # waiting callers receive the error
         loop.serve()
 
 

@@ -48,6 +48,6 @@ def test_queue_lengths_are_time_weighted_means() -> None:
     now = 15.0
     assert queues.means() == {"running": Mean(2.0 * 4 + 3.0 * 1, 5.0), "finished": Mean(3.0 * 3, 5.0)}
     there.update(running=2)
-    queues.update()  # in no time
+    queues.update()  # no time has passed
     now = 16.0
     assert queues.means() == {"running": Mean(2.0, 1.0), "finished": Mean(3.0, 1.0)}

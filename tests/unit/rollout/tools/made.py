@@ -150,7 +150,7 @@ def tools_file(folder: Path, *names: str, **keys: object) -> str:
     """Write a YAML file with these functions of `folder`, each with `keys`. It contains schemas, so that a tool process
     need not load transformers to derive them."""
     entries = [
-        {"function": f"functions.py:{name}", "tool_schema": _schema(name), **keys}  # beside the file
+        {"function": f"functions.py:{name}", "tool_schema": _schema(name), **keys}  # in the folder of the file
         for name in names
     ]
     path = folder / f"{'_'.join((*names, *keys))}.yaml"

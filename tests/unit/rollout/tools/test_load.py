@@ -48,7 +48,7 @@ def test_read_entries_accepts_every_kind(tmp_path: Path) -> None:
     assert search.limits == ToolLimits(30.0)
     assert (servers.form, servers.target, servers.selected) == ("mcp", f"{tmp_path}/servers.json", ("find",))
     assert servers.limits == ToolLimits(15, rate_per_second=120)
-    assert (add.target, add.processes) == (f"{tmp_path}/mine.py:add", 2)  # beside the YAML, wherever a process runs
+    assert (add.target, add.processes) == (f"{tmp_path}/mine.py:add", 2)  # relative to the YAML file, in any process
     assert add.limits == ToolLimits(3, max_running=5, retries=0, rate_per_second=0.5)
 
 

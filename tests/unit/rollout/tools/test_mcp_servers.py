@@ -89,13 +89,13 @@ def test_mcp_server_on_stdio_answers(tmp_path: Path) -> None:
     assert [function["name"] for function in shown] == ["add", "whereabouts", "die"]
     assert shown[0]["parameters"]["required"] == ["a"]
     assert (two.text, two.error) == ("2", None)
-    assert wrong.error == "argument a: 'x' is not of type 'integer'"  # refused here, by the server's schema
+    assert wrong.error == "argument a: 'x' is not of type 'integer'"  # before the server is called
     assert (negative.text, negative.error is not None) == (f"Error: {negative.error}", True)
-    assert here.text == again.text  # one server for every episode
+    assert here.text == again.text  # all episodes share one server
     assert here.text.endswith(" green")
     assert [answer.text for answer in many] == [str(i + 1) for i in range(200)]
     assert died.error == "RetryableToolError: the MCP server closed the connection"
-    assert after.text == "6"  # by a server started anew
+    assert after.text == "6"  # from a restarted server
 
 
 def test_mcp_server_ends_with_the_tool_process(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_mcp_server_over_http_and_sse_needs_no_proxy_on_this_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, path: str, settings: dict[str, str]
 ) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # no server listens on this port
     with http_server(tmp_path, transport) as port:
         server = {"url": f"http://127.0.0.1:{port}/{path}", **settings}
         spec = tools_file(tmp_path, server, ", tool_selected_list: [add]")

@@ -115,7 +115,7 @@ def test_parse_call_inside_reasoning_is_ignored(form: str) -> None:
     assert (opened.content, opened.calls) == ("No call.", ())
     assert opened.reasoning == thought.strip()
     assert (never_closed.content, never_closed.calls) == ("", ())
-    # A prompt that has closed it again, like templates that switch reasoning off.
+    # The prompt has closed the reasoning again, as templates do that disable reasoning.
     assert calls_of(parser(form).parse(written(form, FIRST), prompt="<think>\n\n</think>\n\n")) == [FIRST]
 
 
@@ -293,7 +293,7 @@ def test_parse_invalid_kimi_id_is_malformed() -> None:
         message = parser("kimi").parse(one.format(wrong))
         assert calls_of(message) == []
         assert "functions.NAME:NUMBER" in reasons_of(message)[0]
-    for name in ("lok", "look"):  # which is not there, and which wants an argument
+    for name in ("lok", "look"):  # an unknown tool, and a tool that requires an argument
         (call,) = parser("kimi").parse(one.format(f"functions.{name}:3")).calls
         assert (type(call), call.name, call.id) == (MalformedCall, name, f"functions.{name}:3")
 

@@ -1,4 +1,4 @@
-"""Tools in separate processes: every call is answered, whatever the tool does."""
+"""Tools in separate processes: every call gets an answer for any behaviour of the tool."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_toolbox_list_of_functions_has_schemas(folder: Path) -> None:
     names, three, seven, where, wrong, quit_ = with_tools(f"{folder}/functions.py:every", use)
     assert names[:3] == ["add", "pause", "whereabouts"]
     assert (three.text, seven.text) == ("3", "7")
-    assert f'"parent": {os.getpid()}' in where.text  # in a process of its own
+    assert f'"parent": {os.getpid()}' in where.text  # the tool runs in a child process
     assert (wrong.text, wrong.error) == ("Error: KeyError: 'no such thing'", "KeyError: 'no such thing'")
     assert quit_.error == "the tool called sys.exit"
 
@@ -56,7 +56,7 @@ def test_toolbox_runs_a_thousand_concurrent_calls(folder: Path) -> None:
 
     answers = with_tools(tools_file(folder, "pause", max_running=100), use)
     assert {answer.error for answer in answers} == {None}
-    assert max(int(answer.text) for answer in answers) == 100  # never more at once, and as many as may be
+    assert max(int(answer.text) for answer in answers) == 100  # the limit is reached and never exceeded
 
 
 def test_toolbox_transient_error_is_retried(folder: Path) -> None:
@@ -100,7 +100,7 @@ def test_toolbox_stuck_slot_replaces_the_process(folder: Path) -> None:
     spec = tools_file(folder, "hang", timeout_seconds=0.3, max_running=1)
     hung, waiting, after = answers_of(spec, *(("hang", {"seconds": seconds}) for seconds in (100.0, 0.0, 0.0)))
     assert hung.error == "the tool did not answer within 0.3 seconds"
-    assert waiting.error == "the tool process was lost: 1 calls of hang did not return"  # it never ran beside the first
+    assert waiting.error == "the tool process was lost: 1 calls of hang did not return"  # it has not started
     assert (after.error, after.text) == (None, f"{RESTARTED}back")
 
 
@@ -124,7 +124,7 @@ def test_toolbox_blocked_loop_replaces_the_process(folder: Path, monkeypatch: py
 
     pid, ticks, blocked, after = with_tools(tools_file(folder, "add", "block", timeout_seconds=0.2), use)
     assert "the tool process was lost: it has not answered for" in blocked.error
-    assert ticks > 1  # the caller's loop turned meanwhile
+    assert ticks > 1  # the caller's loop continued meanwhile
     assert after.text == f"{RESTARTED}2"
     assert not alive(pid)
 
@@ -155,9 +155,9 @@ def test_toolbox_function_runs_in_its_own_processes(folder: Path) -> None:
 def test_toolbox_cancelled_call_ends(folder: Path) -> None:
     async def use(box: ToolBox) -> list[Any]:
         call = asyncio.create_task(box.call("e", "pause", {"seconds": 60}))
-        await box.call("e", "pause", {"seconds": 0.0})  # the first has begun when this is answered
+        await box.call("e", "pause", {"seconds": 0.0})  # the first call has started when this one returns
         call.cancel()
-        after = await box.call("e", "pause", {"seconds": 0.0})  # of one place, which was given back
+        after = await box.call("e", "pause", {"seconds": 0.0})  # one of the two slots, released by the cancelled call
         return [after, await box.close_episode("e"), await box.close_episode("e")]
 
     after, closed, again = with_tools(tools_file(folder, "pause", max_running=2), use)
@@ -265,7 +265,7 @@ def test_toolbox_accepts_a_native_tool_class(tmp_path: Path) -> None:
 
 def test_toolbox_repeated_start_failures_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(box: ToolBox) -> list[str | None]:
-        monkeypatch.setattr(sys, "executable", "/bin/false")  # no Python starts from here on
+        monkeypatch.setattr(sys, "executable", "/bin/false")  # from now on no Python can be started
         errors = []
 
         async def go_on() -> None:
