@@ -50,8 +50,8 @@ def _exit_on_term(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. Options may stand between overrides, which argparse rejects, so they are moved to the
-    front; options of these verbs have no values."""
+    """Parse the command line. argparse rejects options between overrides, so words that begin with two dashes are moved
+    to the front; options of these verbs have no values."""
     verb, rest = words[:1], words[1:]
     if verb and verb[0] in CONFIGURED_VERBS:
         rest = sorted(rest, key=lambda word: not word.startswith("--"))

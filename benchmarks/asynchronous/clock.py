@@ -226,7 +226,7 @@ class SimulatedEngine:
     def _decode(self) -> None:
         """Advance decoding to the current time."""
         if self._running:
-            # All running requests advance together, so one number per engine tells how far each of them is.
+            # All running requests advance together, so one number of decoded tokens per engine suffices.
             elapsed = self.clock.now - self._since
             self._decoded += elapsed / step_seconds(len(self._running))
             self.busy_seconds += elapsed

@@ -110,7 +110,7 @@ class MBridgePeer:
     """mbridge on one rank, with existing process groups. `local` has its tensors by our names."""
 
     def __init__(self, source: Path, local: Mapping[str, torch.Tensor]) -> None:
-        # At the end of the path: packages beside mbridge must not replace the installed ones.
+        # At the end of the path: packages in the folder of mbridge must not replace the installed ones.
         if str(FOLDER) not in sys.path:
             sys.path.append(str(FOLDER))
         from mbridge import AutoBridge

@@ -39,7 +39,7 @@ def make_scalars(task: RolloutTask) -> RolloutScalars:
     rng = np.random.default_rng(int(task.group_ids[0]))  # the same in every process and run
     responses = np.clip(rng.lognormal(7.0, 1.0, groups * samples), 1, LONGEST).astype(np.int32)
     rewards = rng.integers(0, 2, (groups, samples)).astype(np.float32)
-    # Dynamic sampling drops these groups, and the collector has to ask for others.
+    # Dynamic sampling drops these groups, so the collector must sample further ones.
     rewards[rng.random(groups) < DULL_FRACTION] = 1.0
     rewards = rewards.ravel()
     return RolloutScalars(

@@ -117,7 +117,7 @@ def _attempts(count: int, tokens: int) -> list[Attempt]:
 
 
 def _both(single: Player, one_turn: Player, *, single_first: bool) -> tuple[float, float]:
-    """Return the tokens per CPU second of both. The second one benefits from warm caches."""
+    """Return the tokens per CPU second of both players. The one that runs second benefits from warm caches."""
     if single_first:
         alone = _rate(single)
         return alone, _rate(one_turn)

@@ -222,7 +222,7 @@ def test_replay_in_later_epochs_uses_experts_of_first_update(results: Any) -> No
 
 @pytest.mark.parametrize("case", NAMES)
 def test_replay_of_engine_applies_to_old_policy(case: str, results: Any, reference: Any) -> None:
-    """Token by token, for samples that are recomputed and for samples whose own update comes first."""
+    """Compare each token, for samples with recomputed log-probabilities and for samples of the first update."""
     seen: dict[int, np.ndarray] = {}
     for rank in results[case]:
         for sample, (held, logp) in rank["engine"].items():
