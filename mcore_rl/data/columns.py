@@ -280,8 +280,12 @@ def _is_verl_row(row: Row) -> bool:
 
 def _has_binary(value: object) -> bool:
     """Return True if a value holds bytes that are not UTF-8."""
-    if isinstance(value, dict | list | tuple):
-        return any(map(_has_binary, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, str):  # almost all values
+        return False
+    if isinstance(value, dict):
+        return any(map(_has_binary, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_binary, value))
     return isinstance(value, bytes) and value.decode(errors="ignore").encode() != value
 
 

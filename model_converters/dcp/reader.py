@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import OrderedDict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class DcpReader:
         self.shapes: dict[str, Shape] = {key: tuple(stored.size) for key, stored in self._stored.items()}
         self._chunks: dict[str, list[Box]] = {}
         # Thousands of chunks are in the same few files.
-        self._size_of = cache(_size_of)
+        self._size_of = cache(partial(_size_of, directory))
         self._cache: OrderedDict[tuple[str, Shape], torch.Tensor] = OrderedDict()
 
     def dtype(self, key: str) -> torch.dtype:
@@ -55,7 +55,7 @@ class DcpReader:
             place = self._storage.get(MetadataIndex(key, chunk.offset))
             if place is None:
                 return f"{self.directory} has no location for {key} {chunk.offset}"
-            file_bytes = self._size_of(self.directory / place.relative_path)
+            file_bytes = self._size_of(place.relative_path)
             if place.offset + place.length > file_bytes:
                 return (
                     f"{self.directory / place.relative_path} is {'missing' if file_bytes < 0 else 'truncated'}: "
@@ -146,8 +146,8 @@ class DcpReader:
         return tensor
 
 
-def _size_of(file: Path) -> int:
+def _size_of(directory: Path, name: str) -> int:
     try:
-        return os.stat(file).st_size
+        return os.stat(directory / name).st_size
     except OSError:
         return -1
