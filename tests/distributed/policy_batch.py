@@ -32,8 +32,10 @@ CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 1.6
 def complete_gradients(model: Any) -> Iterator[None]:
     """Context in which passes complete the gradients on every data-parallel rank."""
     model.run = partial(model.run, force_all_reduce=True)
-    yield
-    del model.run
+    try:
+        yield
+    finally:
+        del model.run
 
 
 def chunks() -> list[TrajectoryBuffers]:

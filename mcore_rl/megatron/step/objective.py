@@ -275,6 +275,8 @@ class Objective:
     def _on_whole_responses(self, given: dict[str, torch.Tensor], batch: MicroBatch) -> PolicyLossResult:
         """Compute a loss or correction that needs all tokens of a response; returns the loss of the rank's tokens, [N].
 
+        given: fields of PolicyLossInputs, [N] each.
+
         Metrics cover whole responses, so only the first context-parallel rank reports them.
         """
         if self.context.size > 1 and len(batch.owners):
