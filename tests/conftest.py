@@ -7,6 +7,7 @@ are found by the project's prefix; segments of living processes outside this ses
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,7 +124,8 @@ def _segments() -> set[str]:
 
 def _is_own_segment(name: str) -> bool:
     """Return False for a segment of a living process of another session (a run next to the tests)."""
-    pid = name.split("_")[-2]
-    if not pid.isdigit() or not psutil.pid_exists(int(pid)):
+    found = re.search(r"_(\d+)_", name)
+    pid = int(found[1]) if found else None
+    if pid is None or not psutil.pid_exists(pid):
         return True
-    return int(pid) == os.getpid() or _environment(psutil.Process(int(pid))).get(SESSION_VARIABLE) == SESSION
+    return pid == os.getpid() or _environment(psutil.Process(pid)).get(SESSION_VARIABLE) == SESSION

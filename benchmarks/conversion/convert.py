@@ -7,6 +7,7 @@ measured in a separate process. It includes pages of mapped files, as the kernel
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ Tensors = dict[str, torch.Tensor]
 
 def run() -> list[Result]:
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="mcore_rl_convert_", dir=MEMORY) as directory:
+    with tempfile.TemporaryDirectory(prefix=f"mcore_rl_convert_{os.getpid()}_", dir=MEMORY) as directory:
         source = Path(directory) / "hf"
         write_source(source)
         return [

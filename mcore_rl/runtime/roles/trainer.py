@@ -43,10 +43,13 @@ if TYPE_CHECKING:
 class TrainerProcess(TrainedRankProcess):
     """One rank of the actor (policy)."""
 
+    def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
+        super().__init__(name, logs, peers)
+        self._held: HeldBatch[RankBatch] = HeldBatch()
+
     def _build(self, context: SetUpContext, rank: int, world_size: int, address: str) -> None:
         from mcore_rl.megatron.roles.actor import MegatronActor
 
-        self._held: HeldBatch[RankBatch] = HeldBatch()
         self.actor = self.role = MegatronActor(context.config, rank, world_size, address)
         self.actor.memory.span = self.spans.span
 
