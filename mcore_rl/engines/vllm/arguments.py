@@ -71,6 +71,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
             "gpu_memory_utilization": config.gpu_memory_fraction,
             "enforce_eager": config.enforce_eager,
             "enable_sleep_mode": True,
+            "enable_return_routed_experts": settings.capture_routing,
         }
     else:
         from mcore_rl.engines.vllm.cpu import IR_OP_PRIORITY

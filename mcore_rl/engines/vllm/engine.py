@@ -144,8 +144,6 @@ def _start(settings: EngineSettings) -> LLMEngine:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     arguments = engine_arguments(settings)
-    if settings.capture_routing and torch.cuda.is_available():
-        arguments["enable_return_routed_experts"] = True
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -260,18 +260,7 @@ class FollowerProcess(RunProcess):
     def follow(self, context: SetUpContext, hosts: EngineHosts) -> None:
         """Run the ranks; returns when they end."""
         context.hide_devices()
-        config = context.config
-        follower(config.rollout.engine)(
-            EngineSettings(
-                config.model.hf_path,
-                config.rollout,
-                dtype=config.model.dtype,
-                seed=config.run.seed,
-                timeout_seconds=config.cluster.collective_timeout_seconds,
-                load_weights=False,
-                hosts=hosts,
-            )
-        )
+        follower(context.config.rollout.engine)(_settings(context.config, hosts))
 
 
 # Threads per group. `watch` occupies one of its threads for the whole run, and `run` one until responses end. Readers
@@ -301,18 +290,24 @@ def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[
 def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST) -> RankEngine:
     """Build an engine on model.hf_path without weights; the first publish delivers every tensor. `name` is the name of
     the process in messages."""
-    return engine_class(config.rollout.engine)(
-        EngineSettings(
-            config.model.hf_path,
-            config.rollout,
-            dtype=config.model.dtype,
-            seed=config.run.seed,
-            timeout_seconds=config.cluster.collective_timeout_seconds,
-            name=name,
-            eos_token_ids=eos_token_ids(tokenizer, config.model.hf_path),
-            load_weights=False,
-            capture_routing=config.actor.moe.router_replay == "engine",
-            hosts=hosts,
-            decode=plain_decoder(tokenizer),
-        )
+    settings = replace(
+        _settings(config, hosts),
+        name=name,
+        eos_token_ids=eos_token_ids(tokenizer, config.model.hf_path),
+        decode=plain_decoder(tokenizer),
+    )
+    return engine_class(config.rollout.engine)(settings)
+
+
+def _settings(config: Config, hosts: EngineHosts) -> EngineSettings:
+    """Return the settings that are equal on all hosts of an engine."""
+    return EngineSettings(
+        config.model.hf_path,
+        config.rollout,
+        dtype=config.model.dtype,
+        seed=config.run.seed,
+        timeout_seconds=config.cluster.collective_timeout_seconds,
+        load_weights=False,
+        capture_routing=config.actor.moe.router_replay == "engine",
+        hosts=hosts,
     )

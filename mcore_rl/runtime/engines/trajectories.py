@@ -4,6 +4,7 @@ the generation of lost trajectories."""
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ def _no_supply() -> None:
 
 
 @dataclass
-class EngineTrajectories:
+class EngineTrajectories(ABC):
     """Trajectories that the engines of `fleet` keep until the driver releases them. `generate` is implemented by the
     scheduler."""
 
@@ -40,9 +41,9 @@ class EngineTrajectories:
     _restored: int = field(default=0, init=False)
     """Number of files that engines have read; engines take them in turn."""
 
+    @abstractmethod
     def generate(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         """Generate tasks, each with the weights of its version; results are in the order of the tasks."""
-        raise NotImplementedError
 
     @staged("grade", None)
     def grade(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[Grades]:
