@@ -42,7 +42,7 @@ AN_UPDATE_OF_EXPERTS = {
 }
 A_MICROBATCH = {
     # Metrics and the check for finite values, between forward and backward pass.
-    Wait(f"{_STEP}/objective.py", "Objective.evaluate", "tolist"): 1,
+    Wait(f"{_STEP}/objective.py", "_report", "tolist"): 1,
     Wait("mcore_rl/algorithms/losses/surrogate.py", "ratio_metrics", "tolist"): 1,
 }
 A_MICROBATCH_OF_THE_OLD_POLICY = {Wait(f"{_STEP}/objective.py", "mismatch", "tolist"): 1}

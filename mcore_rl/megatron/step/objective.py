@@ -179,28 +179,20 @@ class Objective:
             kl = kl_penalty(logp, _stored_logp(batch, rank_batch.ref_logp, logp, "reference"), algorithm.kl.loss_kind)
             per_token = per_token + algorithm.kl.in_loss * kl
         weighted = per_token * batch.loss_weights
-        loss = weighted.sum()
+        loss, metrics = (
+            weighted.sum(),
+            {name if "/" in name else f"actor/{name}": m for name, m in result.metrics.items()},
+        )
         with torch.no_grad():
-            tokens = len(batch.targets)
-            # If an input is not finite, one of these is not either; non_finite_samples then finds the tokens.
-            suspects = torch.stack((logp, weighted, entropy))
-            # One device-to-host transfer instead of one per number.
-            sums = [loss, entropy.sum(dtype=torch.float64), torch.isfinite(suspects).all()]
-            loss_sum, entropy_sum, finite = torch.stack([each.double() for each in sums]).tolist()
-            report = MicroBatchReport(
-                loss=loss_sum,
-                metrics={
-                    "actor/entropy": Mean(entropy_sum, tokens),
-                    **{name if "/" in name else f"actor/{name}": metric for name, metric in result.metrics.items()},
-                    **(mismatch(batch, logp) if policy_is_old and self.loss.needs.advantages else {}),
-                    **({} if kl is None else {"actor/kl_reference": Mean(float(kl.sum(dtype=torch.float64)), tokens)}),
-                },
-                non_finite=() if finite else non_finite_samples(batch, suspects),
-            )
+            if policy_is_old and self.loss.needs.advantages:
+                metrics |= mismatch(batch, logp)
+            if kl is not None:
+                metrics["actor/kl_reference"] = Mean(float(kl.sum(dtype=torch.float64)), len(batch.targets))
+            report = _report(batch, loss, metrics, logp, weighted, entropy)
         if not self.actor.mtp_loss_coefficient:
             return loss, report
-        ahead, metrics = self._mtp_loss(chunk, hidden[row:], batch, mtp_weight)
-        return loss + ahead, replace(report, metrics=report.metrics | metrics)
+        ahead, of_mtp = self._mtp_loss(chunk, hidden[row:], batch, mtp_weight)
+        return loss + ahead, replace(report, metrics=report.metrics | of_mtp)
 
     def _mtp_loss(
         self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, token_weight: float
@@ -307,6 +299,28 @@ class Objective:
         metrics = {f"correction/{name}": metric for name, metric in correction.metrics.items()}
         loss = result.loss * correction.weights if self.algorithm.correction.apply else result.loss
         return PolicyLossResult(loss, result.metrics | metrics)
+
+
+def _report(
+    batch: MicroBatch,
+    loss: torch.Tensor,
+    metrics: dict[str, Metric],
+    logp: torch.Tensor,
+    weighted: torch.Tensor,
+    entropy: torch.Tensor,
+) -> MicroBatchReport:
+    """Report the loss, the metrics with the entropy, and the samples with values that are not finite. Shapes: logp,
+    weighted losses and entropy [N]."""
+    # If an input is not finite, one of these is not either; non_finite_samples then finds the tokens.
+    suspects = torch.stack((logp, weighted, entropy))
+    # One device-to-host transfer instead of one per number.
+    sums = [loss, entropy.sum(dtype=torch.float64), torch.isfinite(suspects).all()]
+    loss_sum, entropy_sum, finite = torch.stack([each.double() for each in sums]).tolist()
+    return MicroBatchReport(
+        loss=loss_sum,
+        metrics={"actor/entropy": Mean(entropy_sum, len(batch.targets)), **metrics},
+        non_finite=() if finite else non_finite_samples(batch, suspects),
+    )
 
 
 def _samples_and_positions(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
