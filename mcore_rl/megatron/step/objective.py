@@ -179,10 +179,8 @@ class Objective:
             kl = kl_penalty(logp, _stored_logp(batch, rank_batch.ref_logp, logp, "reference"), algorithm.kl.loss_kind)
             per_token = per_token + algorithm.kl.in_loss * kl
         weighted = per_token * batch.loss_weights
-        loss, metrics = (
-            weighted.sum(),
-            {name if "/" in name else f"actor/{name}": m for name, m in result.metrics.items()},
-        )
+        loss = weighted.sum()
+        metrics = {name if "/" in name else f"actor/{name}": metric for name, metric in result.metrics.items()}
         with torch.no_grad():
             if policy_is_old and self.loss.needs.advantages:
                 metrics |= mismatch(batch, logp)
