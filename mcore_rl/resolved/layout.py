@@ -71,8 +71,6 @@ def train_layout(
     _check_tensor_axis(parallel, sizes, names)
     _check_expert_axes(parallel, sizes, etp, names)
     _check_sequence_parallel(parallel, sizes, names)
-    if parallel.pipeline_layout is None:
-        _check_stages(parallel, sizes["num_layers"], names)
     with conversion_errors(f"{names.key('parallel')}."):
         layout = TrainLayout(
             world_size,
@@ -87,7 +85,8 @@ def train_layout(
             last_stage_layers=parallel.last_stage_layers,
             pipeline_layout=parallel.pipeline_layout,
         )
-    _check_pipeline_layout(layout, arguments, names)
+        layout.stage_layers(sizes["num_layers"])  # called only for its error
+    _check_mtp_layers(layout, arguments, names)
     return layout
 
 
@@ -146,41 +145,10 @@ def _check_sequence_parallel(parallel: ParallelConfig, sizes: TransformerArgumen
         raise ConfigError(f"{key}=false with {names.key('parallel.tp')}={parallel.tp}: {reason}; leave it unset")
 
 
-def _check_pipeline_layout(layout: TrainLayout, arguments: ModelArguments, names: KeyNames) -> None:
-    if layout.pipeline_layout is None:
-        return
-    with conversion_errors(f"{names.key('parallel')}."):
-        # Called only for its error: it parses the string.
-        layout.stage_layers(arguments.transformer["num_layers"])
-    if layout.num_mtp_layers != arguments.mtp_num_layers:
+def _check_mtp_layers(layout: TrainLayout, arguments: ModelArguments, names: KeyNames) -> None:
+    if layout.pipeline_layout is not None and layout.num_mtp_layers != arguments.mtp_num_layers:
         raise ConfigError(
             f"{names.key('parallel.pipeline_layout')}={layout.pipeline_layout} places {layout.num_mtp_layers} "
             f"multi-token-prediction layers (m), but {arguments.mtp_num_layers} are built: the model's own with "
             f"{names.key('mtp_loss_coefficient')} above 0, else none"
-        )
-
-
-def _check_stages(parallel: ParallelConfig, num_layers: int, names: KeyNames) -> None:
-    chunks = parallel.vpp or 1
-    ends = {"first_stage_layers": parallel.first_stage_layers, "last_stage_layers": parallel.last_stage_layers}
-    fixed = {key: layers for key, layers in ends.items() if layers is not None}
-    if parallel.pp == 1:
-        if fixed or chunks > 1:
-            key = next(iter(fixed), "vpp")
-            raise ConfigError(f"{names.key(f'parallel.{key}')} is set, but {names.key('parallel.pp')} is 1")
-        return
-    for key, layers in fixed.items():
-        if layers % chunks:
-            raise ConfigError(
-                f"{names.key('parallel.vpp')}={chunks} does not divide {names.key(f'parallel.{key}')}={layers}"
-            )
-    stages = parallel.pp - len(fixed)
-    rest = num_layers - sum(fixed.values())
-    # With two stages, both may have a fixed number of layers; then no layer may remain.
-    fits = rest == 0 if stages == 0 else rest > 0 and rest % (stages * chunks) == 0
-    if not fits:
-        raise ConfigError(
-            f"{names.key('parallel.pp')}={parallel.pp} with vpp={parallel.vpp} and stages fixed by "
-            f"{fixed or 'nothing'} does not divide the model's {num_layers} layers; change "
-            f"{names.key('parallel.pp')}, vpp, first_stage_layers or last_stage_layers"
         )

@@ -201,7 +201,7 @@ class TrainLayout:
         counts = self._stage_counts(num_layers)
         for stage, count in enumerate(counts):
             if count % chunks:
-                raise LayoutError(f"the {count} layers of pipeline stage {stage} are not a multiple of vpp {chunks}")
+                raise LayoutError(f"vpp {chunks} does not divide the {count} layers of pipeline stage {stage}")
         # All first chunks are executed before all second chunks.
         return [count // chunks for count in counts] * chunks
 
@@ -210,15 +210,15 @@ class TrainLayout:
         # Layers and stages that remain after the fixed first and last stage are divided evenly.
         left = num_layers - (first or 0) - (last or 0)
         stages = self.pp - (first is not None) - (last is not None)
-        if left < 0 or (stages == 0 and left):
+        if left < stages or (stages == 0 and left):
             raise LayoutError(
                 f"first_stage_layers {first} and last_stage_layers {last} do not fit "
                 f"the {num_layers} layers (num_hidden_layers) of pp {self.pp}"
             )
         if stages and left % stages:
             raise LayoutError(
-                f"{left} layers cannot be divided evenly over {stages} pipeline stages "
-                f"(num_hidden_layers {num_layers}, pp {self.pp}); set first_stage_layers or last_stage_layers"
+                f"pp {self.pp}: {left} of the {num_layers} layers (num_hidden_layers) cannot be divided evenly over "
+                f"{stages} pipeline stages; set first_stage_layers or last_stage_layers"
             )
         middle = [left // stages] * stages if stages else []
         return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]

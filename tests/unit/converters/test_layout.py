@@ -72,7 +72,7 @@ def test_layout_sizes_that_do_not_fit_are_rejected(sizes, message):
     ("sizes", "layers", "message"),
     [
         ({"pp": 4}, 6, "set first_stage_layers or last_stage_layers"),
-        ({"pp": 2, "vpp": 2}, 6, "3 layers of pipeline stage 0 are not a multiple of vpp 2"),
+        ({"pp": 2, "vpp": 2}, 6, "vpp 2 does not divide the 3 layers of pipeline stage 0"),
         ({"pp": 2, "first_stage_layers": 2, "last_stage_layers": 3}, 6, "do not fit the 6 layers"),
         ({"pp": 4, "first_stage_layers": 7}, 6, "do not fit the 6 layers"),
     ],

@@ -65,7 +65,7 @@ def test_export_plan_512_ranks_is_complete(moe_config):
         ({"world_size": 5, "tp": 5}, "num_attention_heads \\* head_dim 48 is not a multiple of tp 5"),
         ({"world_size": 3, "tp": 3}, "intermediate_size 20 is not a multiple of tp 3"),
         ({"world_size": 8, "etp": 8}, "moe_intermediate_size 4 is not a multiple of etp 8"),
-        ({"world_size": 3, "pp": 3}, "4 layers cannot be divided evenly over 3 pipeline stages"),
+        ({"world_size": 3, "pp": 3}, "4 layers .num_hidden_layers. cannot be divided evenly over 3 pipeline stages"),
     ],
 )
 def test_plan_indivisible_size_is_named(sizes, message, moe_config):
