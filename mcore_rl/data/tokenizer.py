@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.types.json import JsonObject, JsonValue
+from mcore_rl.types.json import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +54,7 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path, key
     Raises: ConfigError for a generation_config.json that cannot be read.
     """
     ids = [int(tokenizer.eos_token_id)]
-    ids += _ids(_read_json(Path(model_dir) / "generation_config.json", key).get("eos_token_id"))
+    ids += _eos_ids(Path(model_dir) / "generation_config.json", key)
     return tuple(dict.fromkeys(ids))
 
 
@@ -87,7 +86,7 @@ def _load(directory: Path | None, bare_file: Path | None, key: str) -> PreTraine
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if bare_file is not None:
-        _read_json(bare_file, key)
+        read_json_object(bare_file, key)
     try:
         if bare_file is not None:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bare_file))
@@ -104,7 +103,7 @@ def _load(directory: Path | None, bare_file: Path | None, key: str) -> PreTraine
 def _find_eos(tokenizer: PreTrainedTokenizerBase, directory: Path | None, path: Path, key: str) -> str:
     if directory is not None:
         for name in ("generation_config.json", "config.json"):
-            for token_id in _ids(_read_json(directory / name, key).get("eos_token_id")):
+            for token_id in _eos_ids(directory / name, key):
                 token = tokenizer.convert_ids_to_tokens(token_id)
                 if token is not None:
                     return str(token)
@@ -119,19 +118,8 @@ def _find_eos(tokenizer: PreTrainedTokenizerBase, directory: Path | None, path: 
     )
 
 
-def _ids(value: JsonValue) -> list[int]:
+def _eos_ids(path: Path, key: str) -> list[int]:
+    """Return the eos_token_id of a configuration file; none if the file does not exist."""
+    value = read_json_object(path, key).get("eos_token_id") if path.is_file() else None
     given = value if isinstance(value, list) else [value]
     return [int(str(token_id)) for token_id in given if value is not None]
-
-
-def _read_json(path: Path, key: str) -> JsonObject:
-    """Read the JSON object in `path`; {} if the file does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{key}: {path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{key}: {path} is not a JSON object")
-    return value

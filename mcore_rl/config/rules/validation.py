@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
@@ -17,6 +16,7 @@ from mcore_rl.config.rules.models import check_graders, check_lora, check_refere
 from mcore_rl.config.rules.rollout import check_episodes, check_sampling_keys, check_staleness
 from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.types.json import read_json_object
 
 NO_CRITIC_KEYS = ("critic.logprob_chunk_tokens", "critic.mtp_loss_coefficient", "critic.moe.router_replay")
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -91,14 +91,7 @@ def read_hf_config(model: ModelConfig, key: str = POLICY.checkpoint) -> dict[str
     path = Path(model.hf_path) / "config.json"
     if not path.is_file():
         raise ConfigError(f"{key}={model.hf_path}: no config.json there; set it to an HF model directory")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    # RecursionError: too many nested brackets.
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{key}: {path} must hold a JSON object")
-    return content
+    return read_json_object(path, key)
 
 
 def _check_sizes(config: Config) -> None:

@@ -63,9 +63,9 @@ def test_load_tokenizer_without_eos_is_rejected(tokenizer_file):
     ("content", "message"),
     [
         (None, "there is no"),
-        ("{", "not valid JSON"),
-        ("[" * 100_000, "not valid JSON"),
-        ("[]", "not a JSON object"),
+        ("{", "cannot be read: Expecting"),
+        ("[" * 100_000, "cannot be read: maximum recursion"),
+        ("[]", "must hold a JSON object"),
         ('{"model": {"type": "Unheard"}}', "not a readable tokenizer"),
     ],
 )
