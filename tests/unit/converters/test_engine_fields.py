@@ -103,22 +103,12 @@ def test_check_for_engine_contradicting_rope_types_are_rejected() -> None:
         check_for_engine(fields_of("llama", rope_parameters=rope), "vllm")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_attention_not_causal_or_chunked_is_rejected(name: str) -> None:
-    chunks = {"chunk_size": 262144, "local_size": 8192}
-    for change in ({"is_causal": False}, {"is_causal": None}, {"dual_chunk_attention_config": chunks}):
-        for build in (FAMILIES[name].rows, FAMILIES[name].model_arguments):
-            with pytest.raises(ConversionError, match=next(iter(change))):
-                build(fields_of(name, **change))
-    FAMILIES[name].model_arguments(fields_of(name, is_causal=True, dual_chunk_attention_config=None))
-
-
 @pytest.mark.skipif(not HUB.is_dir(), reason="needs the hub's own config.json files")
-@pytest.mark.parametrize("path", sorted(HUB.glob("*_config.json")), ids=lambda path: path.stem)
-def test_published_config_needs_no_neutral_values(path: Path) -> None:
-    config = json.loads(path.read_text())
-    if config["model_type"] in REFUSED or config["model_type"] not in FAMILIES:
-        pytest.skip("the family is not supported")
-    for engine in ("vllm", "sglang"):
-        check_for_engine(config, engine)
-    assert engine_overrides(config) == missing_engine_fields(config)
+def test_published_config_needs_no_neutral_values() -> None:
+    configs = [json.loads(path.read_text()) for path in HUB.glob("*_config.json")]
+    supported = [config for config in configs if config["model_type"] in FAMILIES.keys() - REFUSED.keys()]
+    assert len(supported) > 10
+    for config in supported:
+        for engine in ("vllm", "sglang"):
+            check_for_engine(config, engine)
+        assert engine_overrides(config) == missing_engine_fields(config)

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from model_converters.errors import ConversionError
-from model_converters.families import family_for
 from model_converters.hf.fp8_export import Fp8Export, exported_config, is_quantised_from
 from model_converters.hf.io import HFCheckpoint, HFWriter
 from model_converters.hf.quant import FP8, quantise, scale_shape
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_plan
-from model_converters.mapping.table import bind
 from tests.tiny_models import tiny_fields, write_tiny_model
+from tests.unit.converters.hf_models import bound_rows, stored
 
 # Multiples of 128, which transformers' dequantisation requires.
 SIZES = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -28,7 +26,7 @@ MODELS = {"llama": ("llama", {}), "qwen3": ("qwen3", {}), "qwen3_moe": ("qwen3_m
 
 def plans_of(config, dtype=torch.bfloat16):
     """Return (bound table, plans of whole bfloat16 tensors)."""
-    bound = bind(family_for(config).rows(config), config, dtype)
+    bound = bound_rows(config, dtype)
     return bound, export_plan(bound, TrainLayout(1))
 
 
@@ -45,10 +43,6 @@ def export(source, target, *, fp8):
                 writer.write(*item)
         writer.finish(source)
     return target
-
-
-def stored(directory):
-    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -126,7 +120,7 @@ def test_exported_config_matches_tensor_dtypes():
 
 def test_fp8_export_plans_divided_weights_whole():
     config = tiny_fields("qwen3_moe")
-    bound = bind(family_for(config).rows(config), config, torch.bfloat16)
+    bound = bound_rows(config, torch.bfloat16)
     chosen = Fp8Export(config, bound)
     plans = {plan.hf_name: plan for plan in chosen.plans(export_plan(bound, TrainLayout(4, tp=2, ep=2)))}
     name = "model.layers.0.self_attn.o_proj.weight"

@@ -48,11 +48,11 @@ def test_export_and_load_plans_use_only_holders(moe_config):
 
 
 def test_export_plan_512_ranks_is_complete(moe_config):
-    """94 layers of 128 experts on 512 ranks: every element has exactly one writer."""
-    config = moe_config | {"num_hidden_layers": 94, "num_experts": 128, "mlp_only_layers": []}
+    """Every element has exactly one writer, and every rank writes."""
+    config = moe_config | {"num_hidden_layers": 8, "num_experts": 128, "mlp_only_layers": []}
     bound = bound_rows(config)
     plans = export_plan(bound, TrainLayout(512, pp=2, ep=32))
-    assert len(plans) == 94 * (128 * 3 + 9) + 3
+    assert len(plans) == 8 * (128 * 3 + 9) + 3
     assert_tiled(bound, plans)
     assert len({piece.rank for plan in plans for piece in plan.pieces}) == 512
 
@@ -60,7 +60,6 @@ def test_export_plan_512_ranks_is_complete(moe_config):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"world_size": 3, "ep": 3}, "8 experts are not a multiple of ep 3"),
         ({"world_size": 3, "tp": 3}, "num_key_value_heads 2 is neither a multiple nor a divisor of tp 3"),
         ({"world_size": 5, "tp": 5}, "num_attention_heads \\* head_dim 48 is not a multiple of tp 5"),
         ({"world_size": 3, "tp": 3}, "intermediate_size 20 is not a multiple of tp 3"),

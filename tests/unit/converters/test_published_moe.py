@@ -172,47 +172,12 @@ def test_sparse_attention_field_is_rejected_for_any_model_type(key):
     assert key in meaning(DEEPSEEK_V3 | {key: 64})
 
 
-def inclusive(bounds: list[int] | None) -> range:
-    return range(bounds[0], bounds[1] + 1) if bounds else range(1)
-
-
-def patterns() -> list[dict[str, object]]:
-    """Return name patterns and shapes of the published DeepSeek-V3 tensors, without FP8 scales (inclusive ranges)."""
-    everywhere, sparse, dense = [0, 61], [3, 61], [0, 2]
-    h, heads, layer = 7168, 128, "model.layers.{L}."
-    gated = {
-        "gate_proj": lambda size: [size, h],
-        "up_proj": lambda size: [size, h],
-        "down_proj": lambda size: [h, size],
-    }
-    rows = [
-        ("model.embed_tokens.weight", None, None, [129280, h]),
-        ("model.norm.weight", None, None, [h]),
-        ("lm_head.weight", None, None, [129280, h]),
-        (f"{layer}input_layernorm.weight", everywhere, None, [h]),
-        (f"{layer}post_attention_layernorm.weight", everywhere, None, [h]),
-        (f"{layer}self_attn.q_a_proj.weight", everywhere, None, [1536, h]),
-        (f"{layer}self_attn.q_a_layernorm.weight", everywhere, None, [1536]),
-        (f"{layer}self_attn.q_b_proj.weight", everywhere, None, [heads * 192, 1536]),
-        (f"{layer}self_attn.kv_a_proj_with_mqa.weight", everywhere, None, [576, h]),
-        (f"{layer}self_attn.kv_a_layernorm.weight", everywhere, None, [512]),
-        (f"{layer}self_attn.kv_b_proj.weight", everywhere, None, [heads * 256, 512]),
-        (f"{layer}self_attn.o_proj.weight", everywhere, None, [h, heads * 128]),
-        (f"{layer}mlp.gate.weight", sparse, None, [256, h]),
-        (f"{layer}mlp.gate.e_score_correction_bias", sparse, None, [256]),
-        ("model.layers.61.embed_tokens.weight", None, None, [129280, h]),
-        ("model.layers.61.shared_head.head.weight", None, None, [129280, h]),
-        ("model.layers.61.eh_proj.weight", None, None, [h, 2 * h]),
-        *((f"model.layers.61.{norm}.weight", None, None, [h]) for norm in ("enorm", "hnorm", "shared_head.norm")),
-    ]
-    for part, shape in gated.items():
-        rows.append((f"{layer}mlp.{part}.weight", dense, None, shape(18432)))
-        rows.append((f"{layer}mlp.shared_experts.{part}.weight", sparse, None, shape(2048)))
-        rows.append((f"{layer}mlp.experts.{{E}}.{part}.weight", sparse, [0, 255], shape(2048)))
-    return [dict(zip(("pattern", "layers", "experts", "shape"), row, strict=True)) for row in rows]
-
-
 def expanded(rows: list[dict[str, object]]) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape for name patterns with inclusive ranges of layers and experts."""
+
+    def inclusive(bounds: list[int] | None) -> range:
+        return range(bounds[0], bounds[1] + 1) if bounds else range(1)
+
     return {
         row["pattern"].replace("{L}", str(layer)).replace("{E}", str(expert)): tuple(row["shape"])
         for row in rows
@@ -221,25 +186,17 @@ def expanded(rows: list[dict[str, object]]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def claimed(bound: list[BoundRow]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    return [(name, shape, row.dtype) for row in bound for name, shape in zip(row.hf, row.row.shapes, strict=True)]
-
-
-def test_deepseek_v3_every_tensor_has_exactly_one_row():
-    found = claimed(bound_rows(DEEPSEEK_V3))
-    assert len(found) == 46_183
-    assert {name: shape for name, shape, _ in found} == expanded(patterns())
-
-
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the published table of tensors")
 def test_deepseek_v3_published_index_matches_table():
     table = json.loads((SHARED / "tensor_tables" / "deepseek_v3_671b.json").read_text())["rows"]
     weights = [row for row in table if not row["pattern"].endswith("weight_scale_inv")]
-    found = claimed(bound_rows(published("deepseek-ai--DeepSeek-V3")))
-    assert {name: shape for name, shape, _ in found} == expanded(weights) == expanded(patterns())
+    bound = bound_rows(published("deepseek-ai--DeepSeek-V3"))
+    found = [(name, shape) for row in bound for name, shape in zip(row.hf, row.row.shapes, strict=True)]
+    assert len(found) == 46_183
+    assert dict(found) == expanded(weights)
     blocks = {row["pattern"] for row in weights if row["dtype"] == "float8_e4m3fn"}
-    fp8 = {name for row in bound_rows(DEEPSEEK_V3) if row.row.fp8 for name in row.hf}
+    fp8 = {name for row in bound if row.row.fp8 for name in row.hf}
     assert fp8 == expanded([row for row in weights if row["pattern"] in blocks]).keys()
     wide = {row["pattern"].split(".")[-1] for row in weights if row["dtype"] == "float32"}
     assert wide == {"e_score_correction_bias"}
-    assert {name.split(".")[-1] for name, _, dtype in found if dtype == torch.float32} == wide
+    assert {name.split(".")[-1] for row in bound if row.dtype == torch.float32 for name in row.hf} == wide

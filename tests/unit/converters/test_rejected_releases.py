@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers.utils.quantization_config import QuantizationMethod
 
 from model_converters.errors import ConversionError
@@ -14,16 +14,17 @@ from model_converters.families import family_for
 from model_converters.families.parts.hf_config import fp8_block, read_hf_config
 from model_converters.families.parts.rotary import rotary
 from model_converters.hf.io import HFCheckpoint
+from tests.unit.converters.hf_models import write_hf
 
 METHODS = sorted({method.value for method in QuantizationMethod} - {"fp8"} | {"modelopt", "nvfp4", "auto-round"})
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_quantisation_methods_of_transformers_are_rejected_by_name(method, dense_config):
-    quantised = {"quant_method": method, "bits": 4}
-    for config in ({"quantization_config": quantised}, {"text_config": {"quantization_config": quantised}}):
-        with pytest.raises(ConversionError, match=rf"quantization_config \({method}\) is not supported"):
-            fp8_block(dense_config | config)
+def test_quantisation_methods_of_transformers_are_rejected_by_name(dense_config):
+    for method in METHODS:
+        quantised = {"quant_method": method, "bits": 4}
+        for config in ({"quantization_config": quantised}, {"text_config": {"quantization_config": quantised}}):
+            with pytest.raises(ConversionError, match=rf"quantization_config \({method}\) is not supported"):
+                fp8_block(dense_config | config)
 
 
 @pytest.mark.parametrize(
@@ -38,10 +39,7 @@ def test_quantisation_methods_of_transformers_are_rejected_by_name(method, dense
         ),
         ({"quantization": {"bits": 4, "group_size": 64}}, r"json: quantization \(mlx\)"),
         ({"compression_config": {"config_groups": {"a": 1}}}, r"compression_config \(compressed-tensors\)"),
-        (
-            {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
-            r"text_config\.quantization_config",
-        ),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, r"text_config\.quantization_config"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config \(unknown\)"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"\(fp8\) has no weight_block_size"),
     ],
@@ -54,11 +52,7 @@ def test_description_without_a_plain_method_is_rejected(config, message, dense_c
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "hf_quant_config.json",
-            {"quantization": {"quant_algo": "NVFP4"}},
-            r"config\.json \(modelopt, NVFP4\)",
-        ),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, r"config\.json \(modelopt, NVFP4\)"),
         ("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "FP8"}}, r"\(modelopt, FP8\)"),
         ("quantize_config.json", {"bits": 4, "group_size": 128}, r"quantize_config\.json \(gptq\)"),
         ("quant_config.json", {"w_bit": 4}, r"quant_config\.json \(awq\)"),
@@ -66,59 +60,47 @@ def test_description_without_a_plain_method_is_rejected(config, message, dense_c
 )
 def test_quantisation_file_beside_config_json_is_rejected(name, content, message, dense_config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dense_config))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    assert read_hf_config(tmp_path) == dense_config
     (tmp_path / name).write_text(json.dumps(content))
     with pytest.raises(ConversionError, match=message):
         read_hf_config(tmp_path)
 
 
-def test_quantisation_file_that_quantises_nothing_is_accepted(dense_config, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(dense_config))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
-    assert read_hf_config(tmp_path) == dense_config
+def rejected(config, tensors, directory, message):
+    with pytest.raises(ConversionError, match=message):
+        HFCheckpoint(write_hf(directory, config, tensors))
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        ("q_proj.qweight", "gptq or awq"),
-        ("q_proj.weight.absmax", "bitsandbytes"),
-        ("q_proj.SCB", "bitsandbytes"),
-        ("q_proj.weight_packed", "compressed-tensors"),
-        ("q_proj.weight_scale", "compressed-tensors, quark or fbgemm_fp8"),
-        ("q_proj.weight_scale_2", "modelopt"),
-        ("gate_up_proj_blocks", "mxfp4"),
-    ],
-)
-def test_tensors_of_a_method_that_config_json_omits_are_named(name, method, dense_config, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(dense_config))
-    save_file({f"model.layers.0.self_attn.{name}": torch.zeros(4, dtype=torch.uint8)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConversionError, match=rf"model\.layers\.0\.self_attn\.{name} belongs to {method} weights"):
-        HFCheckpoint(tmp_path)
+def test_tensors_of_a_method_that_config_json_omits_are_named(dense_config, tmp_path):
+    for name, method in {
+        "q_proj.qweight": "gptq or awq",
+        "q_proj.weight.absmax": "bitsandbytes",
+        "q_proj.SCB": "bitsandbytes",
+        "q_proj.weight_packed": "compressed-tensors",
+        "q_proj.weight_scale": "compressed-tensors, quark or fbgemm_fp8",
+        "q_proj.weight_scale_2": "modelopt",
+        "gate_up_proj_blocks": "mxfp4",
+    }.items():
+        tensors = {f"model.layers.0.self_attn.{name}": torch.zeros(4, dtype=torch.uint8)}
+        rejected(dense_config, tensors, tmp_path, rf"model\.layers\.0\.self_attn\.{name} belongs to {method} weights")
 
 
-@pytest.mark.parametrize("part", ["gate_up_proj", "down_proj", "gate_up_proj_bias"])
-def test_fused_experts_are_rejected_by_the_tensors_name(part, moe_config, tmp_path):
-    name = f"model.layers.0.mlp.experts.{part}"
-    (tmp_path / "config.json").write_text(json.dumps(moe_config))
-    save_file({name: torch.zeros(8, 8, 12), "lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConversionError, match=rf"{name} \[8, 8, 12\] and .* more tensors hold all experts of a layer"):
-        HFCheckpoint(tmp_path)
+def test_fused_experts_are_rejected_by_the_tensors_name(moe_config, tmp_path):
+    for part in ("gate_up_proj", "down_proj", "gate_up_proj_bias"):
+        name = f"model.layers.0.mlp.experts.{part}"
+        message = rf"{name} \[8, 8, 12\] and .* more tensors hold all experts of a layer"
+        rejected(moe_config, {name: torch.zeros(8, 8, 12), "lm_head.weight": torch.zeros(2)}, tmp_path, message)
 
 
-@pytest.mark.parametrize("section", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("key", ["rope_type", "type"])
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope", "llama3", "su", "mrope", "proportional"])
-def test_rope_variant_is_rejected_by_its_field(kind, key, section, dense_config):
-    with pytest.raises(ConversionError, match=rf"config\.json: {section}\.{key}: rope type '{kind}' is not supported"):
-        rotary(dense_config | {section: {key: kind, "factor": 2.0}})
-
-
-@pytest.mark.parametrize(
-    "field", ["mrope_section", "use_fope", "rope_dim", "long_factor", "short_factor", "alpha", "mrope_interleaved"]
-)
-def test_field_of_another_rope_variant_is_rejected(field, dense_config):
-    with pytest.raises(ConversionError, match=rf"config\.json: rope_scaling\.{field} \[1\.0\] is not supported"):
-        rotary(dense_config | {"rope_scaling": {"rope_type": "default", field: [1.0]}})
+def test_rope_variant_is_rejected_by_its_field(dense_config):
+    kinds = ("linear", "dynamic", "yarn", "longrope", "llama3", "su", "mrope", "proportional")
+    for kind, key, section in product(kinds, ("rope_type", "type"), ("rope_scaling", "rope_parameters")):
+        with pytest.raises(ConversionError, match=rf"json: {section}\.{key}: rope type '{kind}' is not supported"):
+            rotary(dense_config | {section: {key: kind, "factor": 2.0}})
+    for field in ("mrope_section", "long_factor", "short_factor", "alpha"):
+        with pytest.raises(ConversionError, match=rf"config\.json: rope_scaling\.{field} \[1\.0\] is not supported"):
+            rotary(dense_config | {"rope_scaling": {"rope_type": "default", field: [1.0]}})
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])

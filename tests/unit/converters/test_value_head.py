@@ -8,24 +8,21 @@ import pytest
 import torch
 
 from model_converters.errors import ConversionError
+from model_converters.families import family_for
 from model_converters.hf.io import HFCheckpoint
-from model_converters.hf.loader import load_tensors
 from model_converters.hf.value_head import VALUE_HEAD, resolve_value_head, value_model_config, with_value_head
 from model_converters.mapping.layout import TrainLayout
-from model_converters.mapping.plan import export_plan, local_shapes
+from model_converters.mapping.plan import export_plan
 from model_converters.mapping.table import bind
-from tests.unit.converters.hf_models import write_hf
-
-Tensors = dict[str, torch.Tensor]
+from tests.unit.converters.hf_models import load_rank, write_hf
 
 
-def _load(directory: Path, layout: TrainLayout, rank: int) -> Tensors:
+def _load(directory: Path, layout: TrainLayout, rank: int) -> dict[str, torch.Tensor]:
     """Return the rank's tensors after loading; the head only if the checkpoint has one."""
     with HFCheckpoint(directory) as checkpoint:
         rows, dropped = resolve_value_head(checkpoint)
         bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
-        held = {name: torch.full(shape, torch.nan) for name, shape in local_shapes(bound, layout, rank).items()}
-        load_tensors(checkpoint, bound, layout, rank, held, dropped=dropped)
+        held = load_rank(checkpoint, layout, rank, bound, dropped=dropped)
     assert not any(tensor.isnan().any() for tensor in held.values())
     return held
 
@@ -58,9 +55,8 @@ def test_value_head_causal_model_loads_trunk_only(tied, family_configs, random_h
 def test_value_head_model_drops_mtp_layers(family_configs, random_hf, tmp_path):
     config = family_configs["deepseek_v3"]
     assert config["num_nextn_predict_layers"]
-    assert not [
-        name for name in _load(write_hf(tmp_path / "hf", config, random_hf(config)), TrainLayout(1), 0) if "mtp" in name
-    ]
+    held = _load(write_hf(tmp_path / "hf", config, random_hf(config)), TrainLayout(1), 0)
+    assert not [name for name in held if "mtp" in name]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +83,6 @@ def test_value_head_zero_bias_is_accepted(family_configs, random_hf, tmp_path):
 
 
 def test_value_head_table_exports_score_without_lm_head(family_configs):
-    from model_converters.families import family_for
-
     config = value_model_config(family_configs["qwen3"] | {"tie_word_embeddings": True})
     bound = bind(with_value_head(family_for(config).rows(config), config), config, torch.float32)
     names = [plan.hf_name for plan in export_plan(bound, TrainLayout(2, tp=2))]
