@@ -38,7 +38,7 @@ DENSE, SPARSE, LATENT = tiny_fields("qwen3"), tiny_fields("qwen3_moe"), tiny_fie
         (DENSE, 2, {"pp": 2, "first_stage_layers": 4}, r"actor\.parallel\..*first_stage_layers"),
         (DENSE, 2, {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 2}, r"last_stage_layers"),
         (DENSE, 1, {"vpp": 2}, r"actor\.parallel\.vpp 2 needs .* set pp > 1"),
-        (DENSE, 1, {"last_stage_layers": 2}, r"actor\.parallel\.first_stage_layers and last_stage_layers need.* pp > 1"),
+        (DENSE, 1, {"last_stage_layers": 2}, r"actor\.parallel\.first_stage_layers and last_stage_layers need.*pp > 1"),
         (DENSE, 2, {"pp": 2, "pipeline_layout": "Ettt|ttL"}, r"actor\.parallel\.pipeline_layout.*places 5.*has 4"),
         (DENSE, 2, {"pp": 2, "pipeline_layout": "tttt|EL"}, r"actor\.parallel\.pipeline_layout.*begin with E"),
         (DENSE, 2, {"pp": 2, "vpp": 2, "pipeline_layout": "Ettt|tL"}, r"actor\.parallel\.pipeline_layout.*vpp is 2"),
