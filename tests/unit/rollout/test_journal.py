@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,8 @@ SEED = 2**63 + 5
 """A seed that needs 64 bits."""
 
 
-def request(name: str, seed: int = SEED, length: int = 9) -> GenerationRequest:
-    return GenerationRequest(name, np.array([3, 4], np.int32), seed, SamplingOptions(length))
+def request(name: str, seed: int = SEED, length: int = 9, partial: Completion | None = None) -> GenerationRequest:
+    return GenerationRequest(name, np.array([3, 4], np.int32), seed, SamplingOptions(length), partial)
 
 
 def ended(name: str, reason: str) -> Completion:
@@ -30,7 +29,10 @@ def ended(name: str, reason: str) -> Completion:
     return Completion(name, nothing, nothing.astype(np.float32), reason, nothing)
 
 
-def told(drawn: JournaledResponse) -> tuple[list[int], list[float], list[int], str | None]:
+Told = tuple[list[int], list[float], list[int], str | None]
+
+
+def told(drawn: JournaledResponse) -> Told:
     response = drawn.completion
     return response.token_ids.tolist(), response.logp.tolist(), response.versions.tolist(), drawn.finish_reason
 
@@ -57,19 +59,8 @@ def test_journal_responses_round_trip(path: Path) -> None:
     assert found["a"].completion.token_ids.dtype == found["a"].completion.versions.dtype == np.int32
 
 
-def test_journal_begin_includes_the_partial_response(path: Path, tmp_path: Path) -> None:
-    write_two(path)
-    partial = replace(read_journal(path)["löng name"].completion, finish_reason="abort")
-    second = TokenJournal(tmp_path / "second")
-    second.begin([replace(request("löng name", 7), partial=partial)])
-    second.add([Delta("löng name", [22], [-4.0], 4)], [])
-    assert told(read_journal(tmp_path / "second")["löng name"]) == (
-        [20, 21, 22], [-2.0, -0.125, -4.0], [3, 4, 4], None,
-    )  # fmt: skip
-
-
 def at(temperature: float, partial: Completion | None = None, name: str = "a") -> GenerationRequest:
-    return replace(request(name), sampling=SamplingOptions(9, temperature=temperature), partial=partial)
+    return replace(request(name, partial=partial), sampling=SamplingOptions(9, temperature=temperature))
 
 
 def temperatures_in(path: Path, name: str = "a") -> list[float] | None:
@@ -126,98 +117,8 @@ def test_read_journal_missing_file_is_empty(path: Path) -> None:
     assert read_journal(path) == {}
 
 
-def one_step(journal: TokenJournal, name: str, version: int = 3, reason: str | None = None) -> None:
-    journal.add([Delta(name, [5], [-1.0], version)], [] if reason is None else [ended(name, reason)])
-
-
-def test_journal_keeps_finished_responses_until_release(path: Path) -> None:
-    journal = write_two(path)
-    one_step(journal, "a", 4, "stop")
-    for version, name in enumerate("bc", 5):
-        journal.begin([request(name)])
-        one_step(journal, name, version, "length")
-    whole = ([20, 21], [-2.0, -0.125], [3, 4], "length")
-    found = read_journal(path)
-    assert set(found) == {"a", "löng name", "b", "c"}
-    assert told(found["löng name"]) == whole
-    journal.release(["a", "b", "never begun"])
-    assert set(read_journal(path)) == {"löng name", "c"}
-    assert told(read_journal(path)["löng name"]) == whole
-
-
-def test_journal_release_covers_all_turns_of_an_episode(path: Path) -> None:
-    journal = TokenJournal(path)
-    names = ["t.1.1", "t.1.1/ab.0", "t.1.1/cd.1", "t.1.10", "t.1.10/ab.0", "t.1.1/ef.0"]
-    for name in names:
-        journal.begin([request(name)])
-        one_step(journal, name, reason=None if name.endswith("ef.0") else "stop")
-    assert set(read_journal(path)) == {*names}
-    journal.release(["t.1.1"])
-    assert set(read_journal(path)) == {"t.1.10", "t.1.10/ab.0", "t.1.1/ef.0"}, "the last one runs"
-
-
-def test_journal_discard_releases_running_and_finished(path: Path) -> None:
-    journal = write_two(path)
-    journal.begin([request("b")])
-    one_step(journal, "b")
-    journal.discard(["a", "löng name", "never begun"])
-    assert set(read_journal(path)) == {"b"}
-
-
-def test_journal_begin_releases_earlier_response_of_the_id(path: Path) -> None:
-    journal = write_two(path)
-    journal.begin([request("löng name", 7)])
-    assert set(read_journal(path)) == {"a"}
-    one_step(journal, "löng name", 9)
-    assert told(read_journal(path)["löng name"]) == ([5], [-1.0], [9], None)
-    journal.add([], [ended("löng name", "stop")])
-    journal.release(["löng name"])
-    assert set(read_journal(path)) == {"a"}
-
-
-def test_journal_take_over_keeps_the_response(path: Path, tmp_path: Path) -> None:
-    write_two(tmp_path / "lost")
-    drawn = read_journal(tmp_path / "lost")["löng name"]
-    journal = TokenJournal(path)
-    journal.take_over([drawn])
-    (again,) = read_journal(path).values()
-    assert (again.seed, told(again)) == (7, told(drawn))
-    journal.release(["löng name"])
-    assert read_journal(path) == {}
-
-
-def test_journal_repeated_id_finds_no_released_response(path: Path) -> None:
-    """This holds even before there is a new token; a long response runs all the time."""
-    engine = FakeEngine(slots=8)
-    loop = EngineLoop(engine, TokenJournal(path))
-    heard: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
-    go = threading.Event()
-    found: list[set[str]] = []
-
-    def look() -> None:
-        """Read the journal between two steps."""
-        if engine.num_running == 1:
-            assert go.wait(20)
-        found.append({*read_journal(path)})
-
-    engine.before_pass = look
-    validation = [request(f"val.{i}.0", i + 1, 3) for i in range(3)]
-    names = {each.request_id for each in validation}
-    loop.submit_nowait([request("long", 1, 9), *validation], heard.put)
-    thread = threading.Thread(target=loop.serve, daemon=True)
-    thread.start()
-    for _ in validation:
-        heard.get(timeout=20)
-    assert {*read_journal(path)} == {"long", *names}
-    loop.release(names)
-    loop.submit_nowait(validation[:1], heard.put)
-    go.set()
-    for _ in range(2):
-        heard.get(timeout=20)
-    loop.stop()
-    thread.join(20)
-    assert found[:5] == [set(), {"long", *names}, {"long", *names}, {"long", *names}, {"long"}]
-    assert found[5:8] == [{"long", "val.0.0"}] * 3
+def last_step(journal: TokenJournal, name: str) -> None:
+    journal.add([Delta(name, [5], [-1.0], 3)], [ended(name, "stop")])
 
 
 def test_loop_dead_engine_keeps_its_journal(path: Path) -> None:
@@ -256,7 +157,7 @@ def test_journal_full_disk_does_not_end_the_run(path: Path, monkeypatch: pytest.
     journal.add([Delta("a", [13], [-3.0], 4)], [ended("a", "stop")])  # there is a gap before it
     assert told(read_journal(path)["a"]) == ([10, 11], [-0.5, -1.5], [3, 3], None)
     journal.begin([request("b")])
-    one_step(journal, "b", reason="stop")
+    last_step(journal, "b")
     journal.release(["löng name", "b"])
     assert set(read_journal(path)) == {"a"}
 
@@ -267,7 +168,7 @@ def test_journal_failed_release_empties_the_file(path: Path, monkeypatch: pytest
     journal.begin([request("löng name", 7)])
     assert read_journal(path) == {}
     monkeypatch.undo()
-    one_step(journal, "a", reason="stop")
+    last_step(journal, "a")
     journal.release(["a"])
     assert read_journal(path) == {}
 
@@ -295,9 +196,11 @@ def test_loop_writes_tokens_to_the_journal_each_step(path: Path) -> None:
     thread.start()
     loop.generate([request(f"r{i}", i, length) for i, length in enumerate((4, 2, 7))], completions.append)
     found = read_journal(path)
+    loop.release(["r0"])
+    left = loop.between_steps(lambda: {*read_journal(path)})
     loop.stop()
     thread.join(20)
-    assert max(seen) == 3
+    assert (max(seen), left) == (3, {"r1", "r2"})
     for completion in completions:
         assert told(found[completion.request_id])[0] == completion.token_ids.tolist()
         assert found[completion.request_id].finish_reason == completion.finish_reason
