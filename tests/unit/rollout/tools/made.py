@@ -13,113 +13,51 @@ import yaml
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.tools.interface import ToolResult
+from mcore_rl.rollout.tools.limits import LimitedTool
+from mcore_rl.rollout.tools.load import ToolSettings, load_tools
 from mcore_rl.rollout.tools.toolbox import ToolBox
 
 T = TypeVar("T")
 
-FUNCTIONS = '''
-import asyncio, os, sys, threading, time
+FUNCTIONS = """
+import asyncio, os, time
 
-def add(a: int, b: int = 1) -> int:
-    """Adds two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
+def add(a, b=1):
     return a + b
-
-async def pause(seconds: float) -> str:
-    """Waits.
-
-    Args:
-        seconds: How long.
-    """
-    global running, most
-    running += 1
-    most = max(most, running)
-    await asyncio.sleep(seconds)
-    running -= 1
-    return str(most)
 
 running = most = 0
 
-def whereabouts() -> dict:
-    """Tells where it runs."""
+async def pause(seconds):
+    global running, most
+    running += 1
+    most = max(most, running)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        running -= 1
+    return str(most)
+
+def whereabouts():
     return {"pid": os.getpid(), "parent": os.getppid()}
 
-def hang(seconds: float) -> str:
-    """Does not return for a while.
-
-    Args:
-        seconds: How long.
-    """
+def hang(seconds):
     time.sleep(seconds)
     return "back"
 
-async def block(seconds: float) -> str:
-    """Holds up the loop.
-
-    Args:
-        seconds: How long.
-    """
+async def block(seconds):
     time.sleep(seconds)
-    return "back"
 
-def die() -> str:
-    """Ends the process."""
+def die():
     os._exit(7)
 
-def quit_politely() -> str:
-    """Calls sys.exit."""
-    sys.exit(3)
-
-def busy(seconds: float) -> int:
-    """Keeps a CPU busy.
-
-    Args:
-        seconds: How long.
-    """
-    end, n = time.monotonic() + seconds, 0
-    while time.monotonic() < end:
-        n += 1
-    return n
-
-attempts = 0
-
-def flaky(times: int) -> str:
-    """Fails at first.
-
-    Args:
-        times: How often.
-    """
-    global attempts
-    attempts += 1
-    if attempts <= times:
-        raise ConnectionResetError("try again")
-    return f"attempt {attempts}"
-
-def wrong() -> str:
-    """Raises."""
-    raise KeyError("no such thing")
-
-def letters(count: int) -> str:
-    """Gives many letters.
-
-    Args:
-        count: How many.
-    """
+def letters(count):
     return "abcdefghij" * (count // 10)
-
-every = [add, pause, whereabouts, hang, block, die, quit_politely, flaky, wrong, letters]
-'''
+"""
 
 
-def functions_file(folder: Path) -> Path:
-    """Write functions.py into `folder`; each folder has a different module."""
-    path = folder / "functions.py"
-    path.write_text(FUNCTIONS)
-    return path
+def load(spec: str) -> dict[str, LimitedTool]:
+    """Load the tools of rollout.tools=spec in this process, as a tool process does."""
+    return asyncio.run(load_tools(ToolSettings(RolloutConfig(tools=spec), SandboxConfig()), print))
 
 
 def with_tools(

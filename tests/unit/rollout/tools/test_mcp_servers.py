@@ -22,8 +22,9 @@ import pytest
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tools.kinds.mcp_servers import HTTP, SSE, ServerSettings
 from mcore_rl.rollout.tools.toolbox import ToolBox, check_tools
-from tests.unit.rollout.tools.made import alive, with_tools
+from tests.unit.rollout.tools.made import alive, load, with_tools
 
 SERVER = '''
 import os, sys
@@ -136,24 +137,25 @@ def http_server(folder: Path, transport: str) -> Iterator[int]:
         server.wait()
 
 
+def test_server_settings_transport_follows_type_and_path() -> None:
+    for path, settings, transport in (
+        ("mcp", {}, HTTP),
+        ("mcp", {"type": "http"}, HTTP),
+        ("sse", {}, SSE),
+        ("mcp", {"transport": "sse"}, SSE),
+    ):
+        assert ServerSettings.of("", {"url": f"http://localhost/{path}", **settings}).transport == transport
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("transport", "path", "settings"),
-    [
-        ("streamable-http", "mcp", {}),
-        ("streamable-http", "mcp", {"type": "http"}),
-        ("sse", "sse", {}),
-        ("sse", "sse", {"transport": "sse"}),
-    ],
-)
+@pytest.mark.parametrize(("transport", "path"), [("streamable-http", "mcp"), ("sse", "sse")])
 def test_mcp_server_over_http_and_sse_needs_no_proxy_on_this_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, path: str, settings: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, path: str
 ) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # no server listens on this port
     with http_server(tmp_path, transport) as port:
-        server = {"url": f"http://127.0.0.1:{port}/{path}", **settings}
-        spec = tools_file(tmp_path, server, ", tool_selected_list: [add]")
+        spec = tools_file(tmp_path, {"url": f"http://127.0.0.1:{port}/{path}"}, ", tool_selected_list: [add]")
 
         async def use(box: ToolBox) -> tuple[int, list[str]]:
             answers = await asyncio.gather(*(box.call("e", "add", {"a": i}) for i in range(5)))
@@ -183,35 +185,40 @@ def test_mcp_server_behind_a_failing_proxy_is_reported_with_it(
         for name in ("http_proxy", "NO_PROXY", "no_proxy"):
             monkeypatch.delenv(name, raising=False)
         spec = tools_file(tmp_path, {"url": f"http://tools.invalid/{path}"})
-        with pytest.raises(
-            ConfigError, match=r"server mine does not answer: .*NO_PROXY=tools\.invalid avoids it"
-        ) as told:
-            check_tools(RolloutConfig(tools=spec), SandboxConfig())
+        with pytest.raises(ConfigError, match=r"mine does not answer: .*NO_PROXY=tools\.invalid avoids it") as told:
+            load(spec)
         proxy.shutdown()
     assert f"through http://127.0.0.1:{proxy.server_port} of HTTP_PROXY" in str(told.value)
     assert "secret" not in str(told.value)
     assert "502" in str(told.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("server", "selected", "told"),
+    ("server", "told"),
     [
-        ({"command": "/no/such/command"}, "", "server mine: the command /no/such/command is not there"),
-        ({"command": "no-such-command"}, "", r"server mine: the command no-such-command is not in PATH"),
-        ({"command": "python -m x"}, "", "put its arguments into args"),
-        ({"command": ["python"]}, "", "command must be the name or the path of a program"),
-        ({"command": "true", "args": "-m"}, "", "args must be a list"),
-        ({"command": "true", "cwd": "/no/such"}, "", "cwd /no/such is not a directory"),
-        ({"command": "true", "env": {"A": None}}, "", "env must be a mapping of texts"),
-        ({"command": "true"}, "", "server mine does not answer: .*its own messages are above"),
-        ({"url": "localhost:80"}, "", "url 'localhost:80' must be http"),
-        ({"url": "http://x", "type": "carrier"}, "", "type 'carrier' must be one of stdio, sse"),
-        ({"args": []}, "", "server mine has neither command nor url"),
-        (None, ", tool_selected_list: [subtract]", "no server has a tool subtract; they have: add, whereabouts, die"),
+        ({"command": "/no/such/command"}, "server mine: the command /no/such/command is not there"),
+        ({"command": "no-such-command"}, r"server mine: the command no-such-command is not in PATH"),
+        ({"command": "python -m x"}, "put its arguments into args"),
+        ({"command": ["python"]}, "command must be the name or the path of a program"),
+        ({"command": "true", "args": "-m"}, "args must be a list"),
+        ({"command": "true", "cwd": "/no/such"}, "cwd /no/such is not a directory"),
+        ({"command": "true", "env": {"A": None}}, "env must be a mapping of texts"),
+        ({"url": "localhost:80"}, "url 'localhost:80' must be http"),
+        ({"url": "http://x", "type": "carrier"}, "type 'carrier' must be one of stdio, sse"),
+        ({"args": []}, "server mine has neither command nor url"),
     ],
 )
-def test_mcp_settings_errors_are_found_before_the_run(tmp_path: Path, server: Any, selected: str, told: str) -> None:
-    spec = tools_file(tmp_path, stdio_server(tmp_path) if server is None else server, selected)
+def test_mcp_settings_errors_name_file_and_server(tmp_path: Path, server: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=rf"tools.yaml: tools\[0\].mcp.*{told}"):
-        check_tools(RolloutConfig(tools=spec), SandboxConfig())
+        load(tools_file(tmp_path, server))
+
+
+@pytest.mark.slow
+def test_mcp_server_errors_are_found_before_the_run(tmp_path: Path) -> None:
+    missing = ", tool_selected_list: [subtract]"
+    for server, selected, told in (
+        ({"command": "true"}, "", "server mine does not answer: .*its own messages are above"),
+        (stdio_server(tmp_path), missing, "no server has a tool subtract; they have: add, whereabouts, die"),
+    ):
+        with pytest.raises(ConfigError, match=rf"tools.yaml: tools\[0\].mcp.*{told}"):
+            check_tools(RolloutConfig(tools=tools_file(tmp_path, server, selected)), SandboxConfig())

@@ -8,60 +8,28 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.rollout.tools import toolbox
-from mcore_rl.rollout.tools.interface import ToolResult
-from mcore_rl.rollout.tools.toolbox import RESTARTED, ToolBox, check_tools
-from tests.unit.rollout.tools.made import alive, answers_of, functions_file, tools_file, with_tools
+from mcore_rl.rollout.tools.interface import ClosedEpisode, ToolResult
+from mcore_rl.rollout.tools.tool_server import _shortened
+from mcore_rl.rollout.tools.toolbox import RESTARTED, ToolBox
+from tests.unit.rollout.tools.made import FUNCTIONS, alive, answers_of, load, tools_file, with_tools
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with functions.py."""
     made = tmp_path_factory.mktemp("tools")
-    functions_file(made)
+    (made / "functions.py").write_text(FUNCTIONS)
     return made
-
-
-def test_toolbox_list_of_functions_has_schemas(folder: Path) -> None:
-    async def use(box: ToolBox) -> list[Any]:
-        names = [schema["function"]["name"] for schema in box.schemas]
-        calls = [
-            ("add", {"a": 2}),
-            ("add", {"a": 2, "b": 5}),
-            ("whereabouts", {}),
-            ("wrong", {}),
-            ("quit_politely", {}),
-        ]
-        return [names, *(await asyncio.gather(*(box.call("e", name, arguments) for name, arguments in calls)))]
-
-    names, three, seven, where, wrong, quit_ = with_tools(f"{folder}/functions.py:every", use)
-    assert names[:3] == ["add", "pause", "whereabouts"]
-    assert (three.text, seven.text) == ("3", "7")
-    assert f'"parent": {os.getpid()}' in where.text  # the tool runs in a child process
-    assert (wrong.text, wrong.error) == ("Error: KeyError: 'no such thing'", "KeyError: 'no such thing'")
-    assert quit_.error == "the tool called sys.exit"
-
-
-def test_toolbox_runs_a_thousand_concurrent_calls(folder: Path) -> None:
-    async def use(box: ToolBox) -> list[ToolResult]:
-        return await asyncio.gather(*(box.call(f"e{i % 100}", "pause", {"seconds": i % 9 / 40}) for i in range(1000)))
-
-    answers = with_tools(tools_file(folder, "pause", max_running=100), use)
-    assert {answer.error for answer in answers} == {None}
-    assert max(int(answer.text) for answer in answers) == 100  # the limit is reached and never exceeded
-
-
-def test_toolbox_transient_error_is_retried(folder: Path) -> None:
-    (answer,) = answers_of(tools_file(folder, "flaky", retries=1), ("flaky", {"times": 1}))
-    assert answer.text == "attempt 2"
 
 
 def test_toolbox_dead_process_is_reported_and_replaced(folder: Path) -> None:
@@ -83,23 +51,19 @@ def test_toolbox_spreads_episodes_over_processes(folder: Path) -> None:
     async def use(box: ToolBox) -> list[str]:
         return [(await box.call(f"e{i % 4}", "whereabouts", {})).text for i in range(8)]
 
-    pids = with_tools(tools_file(folder, "whereabouts"), use, tool_processes=2)
-    assert pids[:4] == pids[4:]
-    assert [pids.count(pid) for pid in set(pids)] == [4, 4]
+    processes = with_tools(tools_file(folder, "whereabouts"), use, tool_processes=2)
+    assert processes[:4] == processes[4:]
+    assert [processes.count(each) for each in set(processes)] == [4, 4]
+    assert {json.loads(each)["parent"] for each in processes} == {os.getpid()}
 
 
-def test_toolbox_hanging_function_fails_its_call_only(folder: Path) -> None:
+def test_toolbox_hanging_call_without_free_slot_replaces_process(folder: Path) -> None:
     """The function runs in a thread, which cannot be stopped; other calls continue."""
-    spec = tools_file(folder, "add", "hang", timeout_seconds=0.2)
-    hung, after = answers_of(spec, ("hang", {"seconds": 3.0}), ("add", {"a": 1}))
-    assert hung.error == "the tool did not answer within 0.2 seconds"
-    assert (after.text, after.error) == ("2", None)
-
-
-def test_toolbox_stuck_slot_replaces_the_process(folder: Path) -> None:
-    spec = tools_file(folder, "hang", timeout_seconds=0.3, max_running=1)
-    hung, waiting, after = answers_of(spec, *(("hang", {"seconds": seconds}) for seconds in (100.0, 0.0, 0.0)))
+    spec = tools_file(folder, "add", "hang", timeout_seconds=0.3, max_running=1)
+    waits = ("hang", {"seconds": 0.0})
+    hung, beside, waiting, after = answers_of(spec, ("hang", {"seconds": 100.0}), ("add", {"a": 1}), waits, waits)
     assert hung.error == "the tool did not answer within 0.3 seconds"
+    assert (beside.text, beside.error) == ("2", None)
     assert waiting.error == "the tool process was lost: 1 calls of hang did not return"  # it has not started
     assert (after.error, after.text) == (None, f"{RESTARTED}back")
 
@@ -130,14 +94,15 @@ def test_toolbox_blocked_loop_replaces_the_process(folder: Path, monkeypatch: py
 
 
 def test_toolbox_truncates_answers_as_configured(folder: Path) -> None:
-    def letters(characters: int, keep: str = "both") -> str:
-        keys = {"tool_answer_characters": characters, "tool_answer_keep": keep}
-        return answers_of(tools_file(folder, "letters"), ("letters", {"count": 100}), **keys)[0].text
-
-    assert letters(21, "start") == "abcdefghijabcdefghija\n... (79 characters left out) ..."
-    assert letters(21, "both") == "abcdefghija\n... (79 characters left out) ...\nabcdefghij"
-    assert letters(21, "end") == "... (79 characters left out) ...\njabcdefghijabcdefghij"
-    assert letters(100) == "abcdefghij" * 10
+    letters = "abcdefghij" * 10
+    config = RolloutConfig(tool_answer_characters=21, tool_answer_keep="start")
+    assert _shortened(letters, config) == "abcdefghijabcdefghija\n... (79 characters left out) ..."
+    config = replace(config, tool_answer_keep="end")
+    assert _shortened(letters, config) == "... (79 characters left out) ...\njabcdefghijabcdefghij"
+    assert _shortened(letters, replace(config, tool_answer_characters=100)) == letters
+    keys = {"tool_answer_characters": 21, "tool_answer_keep": "both"}
+    (answer,) = answers_of(tools_file(folder, "letters"), ("letters", {"count": 100}), **keys)
+    assert answer.text == "abcdefghija\n... (79 characters left out) ...\nabcdefghij"
 
 
 def test_toolbox_function_runs_in_its_own_processes(folder: Path) -> None:
@@ -152,28 +117,22 @@ def test_toolbox_function_runs_in_its_own_processes(folder: Path) -> None:
     assert f'"parent": {pid}' in after.text
 
 
-def test_toolbox_cancelled_call_ends(folder: Path) -> None:
-    async def use(box: ToolBox) -> list[Any]:
+def test_toolbox_cancelled_and_closed_calls_free_their_slots(folder: Path) -> None:
+    async def use(box: ToolBox) -> list[ToolResult]:
         call = asyncio.create_task(box.call("e", "pause", {"seconds": 60}))
         await box.call("e", "pause", {"seconds": 0.0})  # the first call has started when this one returns
         call.cancel()
-        after = await box.call("e", "pause", {"seconds": 0.0})  # one of the two slots, released by the cancelled call
-        return [after, await box.close_episode("e"), await box.close_episode("e")]
-
-    after, closed, again = with_tools(tools_file(folder, "pause", max_running=2), use)
-    assert after.error is None
-    assert (closed.error, closed.rewards, again.error) == (None, {}, None)
-
-
-def test_toolbox_close_episode_answers_running_calls(folder: Path) -> None:
-    async def use(box: ToolBox) -> tuple[ToolResult, str | None]:
+        assert (await box.call("e", "pause", {"seconds": 0.0})).error is None
+        assert [await box.close_episode("e") for _ in range(2)] == [ClosedEpisode()] * 2
         call = asyncio.create_task(box.call("e", "pause", {"seconds": 60}))
         await box.call("f", "pause", {"seconds": 0.0})
-        closed = await box.close_episode("e")
-        return await call, closed.error
+        assert await box.close_episode("e") == ClosedEpisode()
+        assert (await call).error == "the episode was closed before the tool answered"
+        return await asyncio.gather(*(box.call(f"e{i % 10}", "pause", {"seconds": i % 9 / 400}) for i in range(100)))
 
-    answer, error = with_tools(tools_file(folder, "pause"), use)
-    assert (answer.error, error) == ("the episode was closed before the tool answered", None)
+    answers = with_tools(tools_file(folder, "pause", max_running=2), use)
+    assert {answer.error for answer in answers} == {None}
+    assert {answer.text for answer in answers} == {"2"}  # the limit is reached and never exceeded
 
 
 def test_toolbox_shutdown_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,35 +189,45 @@ def test_toolbox_processes_end_with_their_parent(folder: Path) -> None:
 def test_toolbox_code_without_tools_is_rejected(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match=rf"^rollout.tools={tmp_path}/mine.py:f.*{told}"):
-        check_tools(RolloutConfig(tools=f"{tmp_path}/mine.py:f"), SandboxConfig())
+        load(f"{tmp_path}/mine.py:f")
 
 
-def test_toolbox_accepts_a_native_tool_class(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from mcore_rl.rollout.tools.interface import ToolResult\n"
-        "class Count(ToolResult):\n"
-        "    pass\n"
-        "class Counter:\n"
-        "    def __init__(self, by):\n"
-        "        self.by = by\n"
-        "        self.schema = {'type': 'function', 'function': {'name': 'count'}}\n"
-        "    async def call(self, episode, arguments):\n"
-        "        episode.state['n'] = episode.state.get('n', 0) + self.by\n"
-        "        return Count(str(episode.state['n']), metrics={'bad': lambda: 0} if self.by > 5 else {})\n"
-        "    async def close_episode(self, episode):\n"
-        "        return float(episode.state['n'])\n"
-        "    async def close(self):\n"
-        "        pass\n"
-    )
-    (tmp_path / "tools.yaml").write_text("tools: [{class_name: 'mine.py:Counter', config: {by: 3}}]")
+NATIVE = """
+from mcore_rl.rollout.tools.interface import ToolResult
+
+class Count(ToolResult):
+    pass
+
+class Counter:
+    def __init__(self, name, by):
+        self.name, self.by = name, by
+        self.schema = {"type": "function", "function": {"name": name}}
+
+    async def call(self, episode, arguments):
+        episode.state[self.name] = episode.state.get(self.name, 0) + self.by
+        return Count(str(episode.state[self.name]), metrics={"bad": lambda: 0} if self.by > 5 else {})
+
+    async def close_episode(self, episode):
+        return episode.state.get(self.name)
+
+    async def close(self):
+        pass
+"""
+
+
+def test_toolbox_accepts_native_tool_classes(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(NATIVE)
+    spec = tmp_path / "tools.yaml"
+    configs = [{"name": "count", "by": 3}, {"name": "unsendable", "by": 7}]
+    spec.write_text(yaml.safe_dump({"tools": [{"class_name": "mine.py:Counter", "config": each} for each in configs]}))
 
     async def use(box: ToolBox) -> list[Any]:
         counted = [(await box.call(episode, "count", {})).text for episode in ("e", "e", "f")]
-        return [*counted, (await box.close_episode("e")).rewards, (await box.call("e", "count", {})).text]
+        counted += [(await box.close_episode("e")).rewards, (await box.call("e", "count", {})).text]
+        return [*counted, await box.call("e", "unsendable", {})]
 
-    assert with_tools(str(tmp_path / "tools.yaml"), use) == ["3", "6", "3", {"count": 6.0}, "3"]
-    (tmp_path / "tools.yaml").write_text("tools: [{class_name: 'mine.py:Counter', config: {by: 7}}]")
-    (answer,) = answers_of(str(tmp_path / "tools.yaml"), ("count", {}))
+    *counted, answer = with_tools(str(spec), use)
+    assert counted == ["3", "6", "3", {"count": 6.0}, "3"]
     assert answer.text == "7"
     assert "the tool's metrics cannot be sent" in str(answer.error)
 
@@ -281,7 +250,7 @@ def test_toolbox_repeated_start_failures_end_the_run(folder: Path, monkeypatch: 
 
 
 RAISING = """
-import asyncio
+import asyncio, sys
 
 async def cancels() -> str:
     raise asyncio.CancelledError
@@ -292,6 +261,12 @@ async def cancels_its_task() -> str:
 
 def cancels_in_a_thread() -> str:
     raise asyncio.CancelledError
+
+def fails() -> str:
+    raise KeyError("no such thing")
+
+def quits() -> str:
+    sys.exit(3)
 
 async def interrupts() -> str:
     raise KeyboardInterrupt
@@ -324,23 +299,25 @@ class Episodes:
 import numpy as np
 from decimal import Decimal
 from mcore_rl.rollout.tools.interface import ToolResult
+from verl.tools.function_tool import function_tool
 
-def described(function):
-    parameters = {"type": "object", "properties": {}}
-    function.__doc__ = "Does it."
-    return function
+def tool(function):
+    name = function.__name__
+    return function_tool(name, schema={"type": "function", "function": {"name": name}})(function)
 
-TOOLS = [described(f) for f in (cancels, cancels_its_task, cancels_in_a_thread, interrupts, exits, stops, leaves,
-                                raises_its_own, fine)] + [Episodes]
+TOOLS = [tool(f) for f in (cancels, cancels_its_task, cancels_in_a_thread, fails, quits, interrupts, exits, stops,
+                           leaves, raises_its_own, fine)] + [Episodes]
 """
 
 
-def test_toolbox_self_cancelling_tool_fails_its_call(tmp_path: Path) -> None:
+def test_toolbox_raising_function_fails_its_call_only(tmp_path: Path) -> None:
     (tmp_path / "raising.py").write_text(RAISING)
     told = {
         "cancels": "the tool cancelled itself",
         "cancels_its_task": "the tool cancelled itself",
         "cancels_in_a_thread": "the tool cancelled itself",
+        "fails": "KeyError: 'no such thing'",
+        "quits": "the tool called sys.exit",
         "interrupts": "the tool raised KeyboardInterrupt",
         "exits": "the tool raised GeneratorExit",
         "stops": "RuntimeError: the function raised StopIteration",
@@ -350,6 +327,7 @@ def test_toolbox_self_cancelling_tool_fails_its_call(tmp_path: Path) -> None:
 
     async def use(box: ToolBox) -> tuple[list[Any], Any, Any]:
         process = box._processes[0]
+        assert [schema["function"]["name"] for schema in box.schemas] == [*told, "fine", "episodes"]
         answers = [await asyncio.wait_for(box.call("e", name, {}), 10) for name in told]
         assert (await box.call("e", "episodes", {})).text == "here"
         closed = await asyncio.wait_for(box.close_episode("e"), 10)

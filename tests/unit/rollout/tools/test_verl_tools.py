@@ -16,7 +16,7 @@ from mcore_rl.rollout.tools.kinds import verl_names
 from mcore_rl.rollout.tools.kinds.adapters import VerlTool
 from mcore_rl.rollout.tools.kinds.verl_names import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from mcore_rl.rollout.tools.toolbox import ToolBox, check_tools
-from tests.unit.rollout.tools.made import answers_of, with_tools
+from tests.unit.rollout.tools.made import answers_of, load, with_tools
 
 GRADER = """
 import logging
@@ -25,6 +25,7 @@ from uuid import uuid4
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.reward_score import gsm8k
 from verl.utils.rollout_trace import rollout_trace_op
 
 logger = logging.getLogger(__name__)
@@ -62,21 +63,21 @@ class Grader(BaseTool):
 
     async def calc_reward(self, instance_id: str, **kwargs) -> float:
         state = self._instance_dict[instance_id]
-        return 1.0 if state["response"] == state["ground_truth"] else 0.0
+        return gsm8k.compute_score(state["response"], state["ground_truth"], method="flexible", format_score=0.1)
 
     async def release(self, instance_id: str, **kwargs) -> None:
         del self._instance_dict[instance_id]
 """
-YAML = """
-tools:
-  - class_name: "{class_name}"
+ENTRY = """
+  - class_name: "grader.py:Grader"
     config:
       type: native
       scale: 3
+    lifecycle: {lifecycle}
     tool_schema:
       type: "function"
       function:
-        name: "calc_reward"
+        name: "by_{lifecycle}"
         description: "Grades an answer."
         parameters:
           type: "object"
@@ -86,64 +87,31 @@ tools:
               description: "The answer"
           required: ["answer"]
 """
-KWARGS = {"calc_reward": {"create_kwargs": {"ground_truth": "42"}}}
 
 
-def files(folder: Path, more: str = "", class_name: str = "grader.py:Grader") -> str:
-    (folder / "grader.py").write_text(GRADER)
-    path = folder / "tools.yaml"
-    path.write_text(YAML.format(class_name=class_name) + more)
-    return str(path)
+def test_verl_tool_documented_class_runs_in_both_lifecycles(tmp_path: Path) -> None:
+    names, answers = ("by_call", "by_episode"), ("no", "it is 41", "it is 41", "so 42")
+    kwargs = {name: {"create_kwargs": {"ground_truth": "42"}} for name in names}
 
-
-def test_verl_tool_documented_class_runs(tmp_path: Path) -> None:
     async def use(box: ToolBox) -> list[Any]:
-        answers = [await box.call("e", "calc_reward", {"answer": text}, KWARGS) for text in ("41", "42")]
-        other = await box.call("f", "calc_reward", {"answer": "42"}, {})
-        return [box.schemas[0]["function"]["description"], *answers, other, await box.close_episode("e")]
+        assert box.schemas[0]["function"]["description"] == "Grades an answer."
+        found = [[await box.call(name, name, {"answer": text}, kwargs) for text in answers] for name in names]
+        closed = [(await box.close_episode(name)).rewards for name in names]
+        return [*found, closed, *[await box.call("f", name, {"answer": "42"}, {}) for name in names]]
 
-    described, wrong, right, other, closed = with_tools(files(tmp_path), use)
-    assert described == "Grades an answer."
-    assert (wrong.text, wrong.reward) == ("answer=41 reward=0.0 call=1 open=1", -0.05)
-    assert (right.text, right.reward) == ("answer=42 reward=1.0 call=2 open=1", 0.0)
-    assert right.metrics == {"parsed": "42", "scale": 3}
-    assert other.text == "answer=42 reward=0.0 call=1 open=1"  # no ground truth, and a state of its own
-    assert closed.rewards == {}
-
-
-def test_verl_tool_episode_lifecycle_returns_reward(tmp_path: Path) -> None:
-    async def use(box: ToolBox) -> list[Any]:
-        for text in ("41", "42"):
-            last = await box.call("e", "calc_reward", {"answer": text}, KWARGS)
-        return [last, await box.close_episode("e"), await box.call("f", "calc_reward", {"answer": "1"}, KWARGS)]
-
-    last, closed, after = with_tools(files(tmp_path, "    lifecycle: episode\n"), use)
-    assert last.text == "answer=42 reward=1.0 call=2 open=1"
-    assert closed.rewards == {"calc_reward": 1.0}
-    assert "open=1" in after.text  # the first instance was released
-
-
-GSM8K_GRADER = GRADER.replace(
-    "from verl.utils.rollout", "from verl.utils.reward_score import gsm8k\nfrom verl.utils.rollout", 1
-)
-GSM8K_GRADER = GSM8K_GRADER.replace(
-    'return 1.0 if state["response"] == state["ground_truth"] else 0.0',
-    'return gsm8k.compute_score(state["response"], state["ground_truth"], method="flexible", format_score=0.1)',
-)
-
-
-def test_verl_tool_can_call_verl_scores(tmp_path: Path) -> None:
-    async def use(box: ToolBox) -> list[str]:
-        return [
-            (await box.call("e", "calc_reward", {"answer": text}, KWARGS)).text for text in ("no", "it is 41", "so 42")
+    (tmp_path / "grader.py").write_text(GRADER)
+    (tmp_path / "tools.yaml").write_text("tools:" + "".join(ENTRY.format(lifecycle=each[3:]) for each in names))
+    by_call, by_episode, closed, *others = with_tools(f"{tmp_path}/tools.yaml", use)
+    for found, rewards in ((by_call, [-0.05, 0, 0, 0]), (by_episode, [-0.05, 0, -0.05, 0])):
+        assert [answer.text for answer in found] == [
+            f"answer={text} reward={reward} call={number} open=1"
+            for number, (text, reward) in enumerate(zip(answers, (0.0, 0.1, 0.1, 1.0), strict=True), start=1)
         ]
-
-    spec = files(tmp_path)
-    (tmp_path / "grader.py").write_text(GSM8K_GRADER)
-    none, wrong, right = with_tools(spec, use)
-    assert "reward=0.0" in none
-    assert "reward=0.1" in wrong
-    assert "reward=1.0" in right
+        assert [answer.reward for answer in found] == rewards
+    assert by_call[-1].metrics == {"parsed": "so 42", "scale": 3}
+    assert closed == [{}, {"by_episode": 1.0}]
+    # Without ground truth, in a state of its own; the earlier instances were released.
+    assert [other.text for other in others] == [f"answer=42 reward=0.1 call={number} open=1" for number in (1, 2)]
 
 
 DECORATED = '''
@@ -172,19 +140,13 @@ def helper(): ...
 
 
 def test_verl_decorated_functions_are_found(tmp_path: Path) -> None:
-    async def use(box: ToolBox) -> list[Any]:
-        told = [schema["function"] for schema in box.schemas]
-        return [told, await box.call("e", "add", {"a": 2, "b": 3}, {}), await box.call("e", "times", {"x": 4}, {})]
-
     (tmp_path / "mine.py").write_text(DECORATED)
-    told, added, times = with_tools(f"{tmp_path}/mine.py", use)
-    assert [(each["name"], each["description"]) for each in told] == [("add", "Adds."), ("times", "Multiplies.")]
-    assert added.text == "5"
-    assert (times.text, times.reward, times.metrics) == ("8", 0.5, {"x": 4})
-    assert [
-        each["function"]["name"]
-        for each in check_tools(RolloutConfig(tools=f"{tmp_path}/mine.py:product"), SandboxConfig())
-    ] == ["times"]
+    tools = load(f"{tmp_path}/mine.py")
+    functions = [limited.tool.schema["function"] for limited in tools.values()]
+    assert [(each["name"], each["description"]) for each in functions] == [("add", "Adds."), ("times", "Multiplies.")]
+    episode = EpisodeState("e", {})
+    assert asyncio.run(tools["add"].call(episode, {"a": 2, "b": 3})) == ToolResult("5")
+    assert asyncio.run(tools["times"].call(episode, {"x": 4})) == ToolResult("8", 0.5, {"x": 4})
 
 
 def test_verl_decorated_function_runs_in_processes(tmp_path: Path) -> None:
@@ -203,15 +165,16 @@ def test_verl_file_without_decorator_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("class_name", "told"),
     [
-        ("grader.py:Nothing", "class_name=.*grader.py:Nothing: .* has no function Nothing"),
-        ("grader.py:logger", "is not a class"),
+        ("mine.py:Nothing", "class_name=.*mine.py:Nothing: .* has no function Nothing"),
+        ("mine.py:name", "is not a class"),
         ("no_such_package.tools.Grader", "no_such_package.tools does not import"),
     ],
 )
-def test_verl_tool_invalid_class_is_rejected_early(tmp_path: Path, class_name: str, told: str) -> None:
-    rollout = RolloutConfig(tools=files(tmp_path, class_name=class_name))
+def test_verl_tool_invalid_class_is_rejected(tmp_path: Path, class_name: str, told: str) -> None:
+    (tmp_path / "mine.py").write_text("name = 'a'")
+    (tmp_path / "tools.yaml").write_text(f"tools: [{{class_name: '{class_name}'}}]")
     with pytest.raises(ConfigError, match=rf"rollout.tools=.*tools.yaml: tools\[0\].*{told}"):
-        check_tools(rollout, SandboxConfig())
+        load(f"{tmp_path}/tools.yaml")
 
 
 def test_verl_tool_without_a_schema_is_rejected() -> None:
@@ -219,12 +182,8 @@ def test_verl_tool_without_a_schema_is_rejected() -> None:
         BaseTool({})
 
 
-def test_check_tools_returns_the_schemas(tmp_path: Path) -> None:
+def test_check_tools_without_tools_finds_none() -> None:
     assert check_tools(RolloutConfig(), SandboxConfig()) == []
-    names = [
-        schema["function"]["name"] for schema in check_tools(RolloutConfig(tools=files(tmp_path)), SandboxConfig())
-    ]
-    assert names == ["calc_reward"]
 
 
 SCHEMA = {"type": "function", "function": {"name": "t", "parameters": {"type": "object", "properties": {}}}}
