@@ -15,7 +15,6 @@ from mcore_rl.rollout.admission import may_submit, take_batch
 from tests.unit.rollout.admission_model import Group, Move, Schedule, Shape, System, play
 
 VERSIONS = 10
-NO_DEADLINE = 10**6
 
 
 @st.composite
@@ -85,7 +84,7 @@ def test_admission_trains_groups_once_and_in_time(shape: Shape, schedule: Schedu
         assert max(g.submitted for g in batch.groups) <= min((g.submitted for g in batch.passed_over), default=version)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(shapes(), SCHEDULES)
 def test_may_submit_respects_group_and_slot_limits(shape: Shape, schedule: Schedule) -> None:
     def require_bounds(system: System) -> None:
@@ -102,7 +101,7 @@ class Prompt(System):
         return [self.submit] if self.admits() else super().moves(order, youngest=youngest)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(shapes(), SCHEDULES)
 def test_take_batch_tightest_bound_trains_in_order(shape: Shape, schedule: Schedule) -> None:
     """With fewer groups, because slots are missing or some were rejected, there is time to let others overtake."""
@@ -112,23 +111,6 @@ def test_take_batch_tightest_bound_trains_in_order(shape: Shape, schedule: Sched
     versions = [v for batch in system.ledger.trained for v in sorted(group.submitted for group in batch.groups)]
     assert versions == sorted(versions)
     assert take_batch([1], [0], version=1, groups_per_version=1, max_staleness_hard=4) == [0]
-
-
-@pytest.mark.parametrize("hard", range(5))
-@pytest.mark.parametrize("version", range(3, 12))
-def test_take_batch_waits_only_for_expiring_groups(version: int, hard: int) -> None:
-    def take(finished: list[int], running: list[int]) -> list[int] | None:
-        return take_batch(finished, running, version=version, groups_per_version=2, max_staleness_hard=hard)
-
-    too_late = version + 1 - 3 > hard
-    assert take([version, version], [3]) == (None if too_late else [0, 1])
-    assert take([version, version], []) == [0, 1]
-    if not too_late:
-        assert take([version, 3, version], [3]) == [0, 1]
-    steps = 3 + hard - version
-    if steps >= 0:
-        assert take([version, version], [3] * 2 * steps) == [0, 1]
-        assert take([version, version], [3] * (2 * steps + 1)) is None
 
 
 def reference(finished: list[int], running: list[int], version: int, batch: int, hard: int) -> list[int] | None:
@@ -144,7 +126,7 @@ def reference(finished: list[int], running: list[int], version: int, batch: int,
     return taken
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(
     finished=st.lists(st.integers(0, 5), max_size=12),
     running=st.lists(st.integers(0, 5), max_size=4),
@@ -158,19 +140,6 @@ def test_take_batch_equals_its_definition(
     version = max([*finished, *running], default=0) + later
     taken = take_batch(finished, running, version=version, groups_per_version=batch, max_staleness_hard=hard)
     assert taken == reference(finished, running, version, batch, hard)
-
-
-def test_take_batch_returns_the_oldest_in_stable_order() -> None:
-    def take(finished: list[int], batch: int) -> list[int] | None:
-        return take_batch(finished, (), version=4, groups_per_version=batch, max_staleness_hard=NO_DEADLINE)
-
-    assert take([4, 2, 3, 2], 2) == [1, 3]
-    assert take([4, 2, 3, 2], 3) == [1, 2, 3]
-    assert take([4, 2, 3, 2], 4) == [0, 1, 2, 3]
-    assert take([4, 2, 3, 2], 5) is None
-    assert take([], 1) is None
-    assert take([3, 4] * 1000, 10) == list(range(0, 20, 2))
-    assert take([4] * 1000 + [3], 10) == [*range(9), 1000]
 
 
 def begins(**what_exists: int) -> bool:

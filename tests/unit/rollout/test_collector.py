@@ -49,7 +49,7 @@ def collect(tmp_path: Path, signal: Any, *, num_engines: int = 1, **dynamic: obj
     return collector_of(pool, tmp_path, dynamic={"enable": True, **dynamic}).collect(1), pool
 
 
-def test_collector_checks_failures_once_after_recording(tmp_path: Path) -> None:
+def test_collector_greedy_responses_for_kept_groups_only(tmp_path: Path) -> None:
     seen: list[tuple[int, str]] = []
 
     class Failures:
@@ -57,15 +57,10 @@ def test_collector_checks_failures_once_after_recording(tmp_path: Path) -> None:
             assert (tmp_path / Path(records).name).exists()
             seen.append((sum(len(part.rewards) for part in graded), what))
 
-    pool = ScriptedPool(lambda row: row % 2 == 0, 3)
+    pool = ScriptedPool(lambda row: row % 2 == 0, num_engines=3)
     given = {"with_greedy": True, "failures": Failures()}
     groups = collector_of(pool, tmp_path, dynamic={"enable": True}, **given).collect(1)
     assert seen == [(drawn_and_dropped(groups)[0] * SAMPLES + 8, "step 1")]
-
-
-def test_collector_greedy_responses_for_kept_groups_only(tmp_path: Path) -> None:
-    pool = ScriptedPool(lambda row: row % 2 == 0, num_engines=3)
-    groups = collector_of(pool, tmp_path, dynamic={"enable": True}, with_greedy=True).collect(1)
     kept = zip(groups.scalars, groups.keep, strict=True)
     row_of = {int(i): int(row) for s, k in kept for i, row in zip(s.group_ids[k], s.prompt_rows[k], strict=True)}
     greedy = {int(i): int(row) for s in groups.greedy for i, row in zip(s.group_ids, s.prompt_rows, strict=True)}
@@ -84,10 +79,13 @@ def kept_rows(groups: Groups) -> list[int]:
 
 
 def test_collector_drops_and_refills_zero_variance_groups(tmp_path: Path) -> None:
-    groups, _ = collect(tmp_path, lambda row: row % 2 == 0)
+    groups, pool = collect(tmp_path, lambda row: row % 2 == 0, num_engines=3)
     assert kept_rows(groups) == [0, 2, 4, 6, 8, 10, 12, 14]
-    assert drawn_and_dropped(groups)[1] == 8
-    assert drawn_and_dropped(groups)[0] == 16
+    assert drawn_and_dropped(groups) == (16, 8)
+    assert [task.prompt_rows.tolist() for task in pool.tasks[0]] == [[0, 1], [2, 3], [4], [5], [6], [7]]
+    assert np.concatenate([task.group_ids for tasks in pool.tasks for task in tasks]).tolist() == list(range(16))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1.jsonl"]
+    assert (tmp_path / "step_1.jsonl").read_text().split() == [str(row) for row in range(16)]
 
 
 def test_collector_refill_size_follows_the_signal_fraction(tmp_path: Path) -> None:
@@ -113,19 +111,6 @@ def test_collector_without_dynamic_sampling_keeps_all(tmp_path: Path) -> None:
     pool = ScriptedPool(lambda row: False)
     assert kept_rows(collector_of(pool, tmp_path, dynamic={}).collect(1)) == list(range(8))
     assert len(pool.tasks) == 1
-
-
-def test_collector_group_ids_are_never_reused(tmp_path: Path) -> None:
-    groups, pool = collect(tmp_path, lambda row: row % 2 == 0, num_engines=3)
-    ids = np.concatenate([task.group_ids for tasks in pool.tasks for task in tasks])
-    assert len(set(ids.tolist())) == len(ids) == drawn_and_dropped(groups)[0]
-    assert [task.prompt_rows.tolist() for task in pool.tasks[0]] == [[0, 1], [2, 3], [4], [5], [6], [7]]
-
-
-def test_collector_joins_records_into_one_file(tmp_path: Path) -> None:
-    groups, _ = collect(tmp_path, lambda row: row % 2 == 0, num_engines=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_1.jsonl"]
-    assert (tmp_path / "step_1.jsonl").read_text().split() == [str(row) for row in range(drawn_and_dropped(groups)[0])]
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "reward"])

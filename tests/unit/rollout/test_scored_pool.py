@@ -68,15 +68,11 @@ def test_scored_pool_reward_is_the_weighted_sum() -> None:
     assert first.rewards.dtype == np.float32
     assert {name: own.tolist() for name, own in second.scores.items()} == {"model": [1, 2, 3, 4], "judge": [0, 0, 4, 4]}
     assert scored.num_engines == 3
-
-
-def test_scored_pool_models_see_unchanged_rewards() -> None:
-    pool = RulesPool()
-    judge = FixedScorer([4, 8], [0, 0, 4, 4])
-    models = {"model": WeightedScorer(FixedScorer([1, 1], [1, 1, 1, 1]), 1.0), "judge": WeightedScorer(judge, 1.0)}
-    ScoredPool(pool, models, True).run(TASKS)
+    # Models receive the rewards of rules only; records and grading time include the models.
     assert judge.seen == [("a", "chunk a", [1, 0]), ("b", "chunk b", [0, 1, 0, 1])]
     assert pool.results[0][1].rewards.tolist() == [1, 0]
+    assert [(own.records, result) for own, (_, result) in pool.amended] == [("a", first), ("b", second)]
+    assert first.seconds_grading > 2.0
 
 
 @pytest.mark.parametrize(("has_rules", "accuracies"), [(True, [1, 0]), (False, [3, 4])])
@@ -85,13 +81,6 @@ def test_scored_pool_accuracy_depends_on_rules(has_rules: bool, accuracies: list
     pool.results = [("a", scalars([0, 0], [1, 0]))]
     scored = ScoredPool(pool, {"model": WeightedScorer(FixedScorer([3, 4]), 1.0)}, has_rules)
     assert scored.run(TASKS[:1])[0][1].accuracies.tolist() == accuracies
-
-
-def test_scored_pool_amends_records_and_counts_grading_time() -> None:
-    pool = RulesPool()
-    results = ScoredPool(pool, {"model": WeightedScorer(FixedScorer([1, 2], [1, 2, 3, 4]), 1.0)}, True).run(TASKS)
-    assert [(own.records, result) for own, result in pool.amended] == [("a", results[0]), ("b", results[1])]
-    assert results[0][1].seconds_grading > 2.0
 
 
 def test_scored_pool_wrong_number_of_scores_is_rejected() -> None:

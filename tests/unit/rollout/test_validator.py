@@ -82,22 +82,12 @@ def validate(
 SAMPLED = {"validation_temperature": 1.0, "validation_top_p": 0.7, "validation_samples": 3}
 
 
-def test_validator_uses_the_validation_sampling_keys(tmp_path: Path) -> None:
-    _, _, pool = validate(tmp_path, temperature=0.5, top_p=0.9, top_k=7, samples_per_prompt=8, **SAMPLED)
+def test_validator_samples_with_its_own_keys_in_prompt_order(tmp_path: Path) -> None:
+    training = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "samples_per_prompt": 8}
+    scalars, records, pool = validate(tmp_path, **training, **SAMPLED)
     requests = [request for engine in pool.engines for request in engine.requests]
-    assert len(requests) == NUM_PROMPTS * 3
     assert {request.sampling for request in requests} == {SamplingOptions(9, temperature=1.0, top_p=0.7, top_k=-1)}
     assert len({request.seed for request in requests}) == len(requests)
-
-
-def test_validator_defaults_to_one_greedy_sample(tmp_path: Path) -> None:
-    scalars, _, pool = validate(tmp_path, temperature=1.0, samples_per_prompt=8)
-    assert {r.sampling.temperature for engine in pool.engines for r in engine.requests} == {0.0}
-    assert len(scalars.accuracies) == NUM_PROMPTS
-
-
-def test_validator_orders_and_records_samples_by_prompt(tmp_path: Path) -> None:
-    scalars, records, _ = validate(tmp_path, **SAMPLED)
     places = [(row, sample) for row in range(NUM_PROMPTS) for sample in range(3)]
     assert scalars.group_ids.tolist() == scalars.prompt_rows.tolist() == [row for row, _ in places]
     assert [(record["group"], record["sample"]) for record in records] == places
@@ -108,16 +98,20 @@ def test_validator_orders_and_records_samples_by_prompt(tmp_path: Path) -> None:
     assert 0 < np.mean(right) < 1
 
 
-@pytest.mark.parametrize("change", [{"num_engines": 3}, {"num_engines": 7}, {"step": 9}])
-def test_validator_seeds_do_not_depend_on_step_or_engines(tmp_path: Path, change: dict[str, int]) -> None:
-    (tmp_path / "other").mkdir()
-    _, records, _ = validate(tmp_path, **SAMPLED)
-    _, again, _ = validate(tmp_path / "other", **change, **SAMPLED)
-    assert [record["response"] for record in records] == [record["response"] for record in again]
+def test_validator_responses_depend_on_the_run_seed_only(tmp_path: Path) -> None:
+    def responses(**change: int) -> list[str]:
+        return [record["response"] for record in validate(tmp_path, **change, **SAMPLED)[1]]
+
+    expected = responses()
+    for change in ({"num_engines": 3}, {"num_engines": 7}, {"step": 9}):
+        assert responses(**change) == expected, change
+    assert not {*expected} & {*responses(seed=2)}
 
 
-def test_validator_joins_differing_score_parts(tmp_path: Path) -> None:
-    scalars, records, _ = validate(tmp_path, num_engines=2)
+def test_validator_greedy_default_joins_differing_score_parts(tmp_path: Path) -> None:
+    scalars, records, pool = validate(tmp_path, temperature=1.0, samples_per_prompt=8)
+    assert {r.sampling.temperature for engine in pool.engines for r in engine.requests} == {0.0}
+    assert len(scalars.accuracies) == NUM_PROMPTS
     assert scalars.parts["right"].tolist() == scalars.accuracies.tolist()
     for row in range(NUM_PROMPTS):
         assert np.flatnonzero(~np.isnan(scalars.parts[f"of_row_{row}"])).tolist() == [row]
@@ -135,11 +129,6 @@ def test_validator_failures_are_recorded_before_the_error(tmp_path: Path) -> Non
     validator = RolloutValidator(WorkerPool(2), NUM_PROMPTS, config, 1, tmp_path, Failing())
     with pytest.raises(RewardError, match=r"data\.val after step 4"):
         validator.validate(4)
-
-
-def test_validator_other_run_seed_changes_samples(tmp_path: Path) -> None:
-    responses = [[record["response"] for record in validate(tmp_path, seed=seed, **SAMPLED)[1]] for seed in (1, 2)]
-    assert not set(responses[0]) & set(responses[1])
 
 
 class ProbedPool:

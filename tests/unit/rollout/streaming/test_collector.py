@@ -42,7 +42,7 @@ def run(collector: StreamingCollector, stream: Stream, steps: int) -> list[Group
 
 
 @pytest.mark.parametrize(("eta", "hard"), [(1, 1), (1, 3), (2, 2), (2, 4), (4, 6)])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_collector_trains_every_group_once_within_the_bound(eta: int, hard: int, seed: int, tmp_path: Path) -> None:
     stream = Stream(some(seed), slots=SAMPLES * 6)
     collector = collector_of(stream, tmp_path, rollout={"max_staleness": eta, "max_staleness_hard": hard})
@@ -96,7 +96,7 @@ class ParkingStream(Stream):
 
 @pytest.mark.parametrize("waits_for", ["weights", "a checkpoint"])
 @pytest.mark.parametrize(("eta", "hard"), [(1, 1), (1, 3), (2, 4)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_collector_paused_responses_block_no_step(
     eta: int, hard: int, seed: int, waits_for: str, tmp_path: Path
 ) -> None:
@@ -167,10 +167,18 @@ class FakePublisher:
 
 
 def test_collector_replaces_groups_without_signal(tmp_path: Path) -> None:
+    checked: list[tuple[int, str]] = []
+
+    class Failures:
+        def check(self, graded: Any, what: str, records: str) -> None:
+            assert (tmp_path / Path(records).name).exists()
+            checked.append((len(graded), what))
+
     stream = Stream(all_of_them)
     stream.dull = lambda group: group % 2 == 0
-    collector = collector_of(stream, tmp_path, dynamic={"enable": True, "max_batches": 4})
-    groups = run(collector, stream, 1)[0]
+    dynamic = {"enable": True, "max_batches": 4}
+    groups = run(collector_of(stream, tmp_path, dynamic=dynamic, failures=Failures()), stream, 1)[0]
+    assert checked == [(len(groups.scalars), "step 1")]
     assert trained(groups) == [1, 3, 5, 7]
     dropped = [int(s.group_ids[0]) for s, keep in zip(groups.scalars, groups.keep, strict=True) if not len(keep)]
     assert dropped
@@ -238,16 +246,3 @@ def test_collector_metrics_report_staleness(tmp_path: Path) -> None:
     assert (second.metrics["staleness/mixed_fraction"].value, third.metrics["staleness/mixed_fraction"].value) == (0, 1)
     assert [third.metrics[f"staleness/groups_{age}"].value for age in range(3)] == [0, 0, 1]
     assert third.metrics["time/generator_idle"].value == 0.5
-
-
-def test_collector_grading_errors_end_the_run_after_recording(tmp_path: Path) -> None:
-    class Failures:
-        def check(self, graded: Any, what: str, records: str) -> None:
-            assert (tmp_path / Path(records).name).exists()
-            raise LookupError(what)
-
-    stream = Stream(all_of_them)
-    collector = collector_of(stream, tmp_path, failures=Failures())
-    collector.published(0)
-    with pytest.raises(LookupError, match="step 1"):
-        collector.collect(1)

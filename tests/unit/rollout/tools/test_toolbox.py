@@ -119,10 +119,11 @@ def test_toolbox_function_runs_in_its_own_processes(folder: Path) -> None:
 
 def test_toolbox_cancelled_and_closed_calls_free_their_slots(folder: Path) -> None:
     async def use(box: ToolBox) -> list[ToolResult]:
-        call = asyncio.create_task(box.call("e", "pause", {"seconds": 60}))
-        await box.call("e", "pause", {"seconds": 0.0})  # the first call has started when this one returns
-        call.cancel()
-        assert (await box.call("e", "pause", {"seconds": 0.0})).error is None
+        calls = [asyncio.create_task(box.call("e", "pause", {"seconds": 60})) for _ in range(2)]
+        await box.call("e", "add", {"a": 1})  # both have started when this one returns
+        for call in calls:
+            call.cancel()
+        assert (await asyncio.wait_for(box.call("e", "pause", {"seconds": 0.0}), 10)).error is None
         assert [await box.close_episode("e") for _ in range(2)] == [ClosedEpisode()] * 2
         call = asyncio.create_task(box.call("e", "pause", {"seconds": 60}))
         await box.call("f", "pause", {"seconds": 0.0})
@@ -130,7 +131,7 @@ def test_toolbox_cancelled_and_closed_calls_free_their_slots(folder: Path) -> No
         assert (await call).error == "the episode was closed before the tool answered"
         return await asyncio.gather(*(box.call(f"e{i % 10}", "pause", {"seconds": i % 9 / 400}) for i in range(100)))
 
-    answers = with_tools(tools_file(folder, "pause", max_running=2), use)
+    answers = with_tools(tools_file(folder, "add", "pause", max_running=2), use)
     assert {answer.error for answer in answers} == {None}
     assert {answer.text for answer in answers} == {"2"}  # the limit is reached and never exceeded
 
