@@ -26,12 +26,17 @@ def prompt(truth: object = "0", **extra: object) -> Prompt:
     return Prompt(0, np.zeros(1, np.int32), "q", "test", truth, extra)
 
 
-def graded(config: RewardConfig, texts: Sequence[str], truth: object = "0", group_size: int = 1) -> list[Score]:
+def grade_with(manager: RewardManager, texts: Sequence[str], truth: object = "0", group_size: int = 1) -> list[Score]:
     """Grade responses to one prompt, in groups of consecutive ones."""
+    for key, text in enumerate(texts):
+        start = key - key % group_size
+        manager.submit(key, prompt(truth), text, 1, group=range(start, start + group_size))
+    scores = manager.collect(range(len(texts)))
+    return [scores[key] for key in range(len(texts))]
+
+
+def graded(config: RewardConfig, texts: Sequence[str], truth: object = "0", group_size: int = 1) -> list[Score]:
+    """Grade responses with a manager of their own."""
     with running_manager(config) as manager:
         manager.wait_ready()
-        for key, text in enumerate(texts):
-            start = key - key % group_size
-            manager.submit(key, prompt(truth), text, 1, group=range(start, start + group_size))
-        scores = manager.collect(range(len(texts)))
-    return [scores[key] for key in range(len(texts))]
+        return grade_with(manager, texts, truth, group_size)

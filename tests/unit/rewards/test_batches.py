@@ -12,7 +12,7 @@ from mcore_rl.rewards.graders.loading import load_grader
 from mcore_rl.rewards.manager import Batches
 from mcore_rl.rewards.processes import dispatcher
 from mcore_rl.rewards.processes.trial import try_reward_function
-from tests.unit.rewards.managers import graded, prompt, running_manager
+from tests.unit.rewards.managers import grade_with, graded, prompt, running_manager
 
 FUNCTIONS = """
 import asyncio, statistics, time
@@ -54,6 +54,12 @@ def config(tmp_path_factory):
     )
 
 
+@pytest.fixture(scope="module")
+def manager(config):
+    with running_manager(config()) as manager:
+        yield manager
+
+
 def test_group_is_graded_in_its_own_order_for_any_submit_order(config):
     with running_manager(config(workers=2)) as manager:
         groups = {group: range(3 * group, 3 * group + 3) for group in range(40)}
@@ -75,10 +81,9 @@ def test_batch_can_be_a_whole_task(config):
     assert [scores[key].reward for key in range(4)] == [3, 2, 1, 0]
 
 
-def test_response_without_group_is_a_batch_of_one(config):
-    with running_manager(config()) as manager:
-        manager.submit(0, prompt(), "5", 1)
-        assert manager.collect([0])[0].parts["seen"] == "5"
+def test_response_without_group_is_a_batch_of_one(manager):
+    manager.submit(0, prompt(), "5", 1)
+    assert manager.collect([0])[0].parts["seen"] == "5"
 
 
 def test_error_fails_its_group_only(config, monkeypatch):
@@ -99,8 +104,8 @@ def test_error_fails_its_group_only(config, monkeypatch):
         assert [(score.reward, score.error) for score in (next(scores), next(scores))] == [(0, None), (1, None)]
 
 
-def test_result_without_a_number_fails_its_response_only(config):
-    scores = graded(config(), ["6", "7", "8"], group_size=3)
+def test_result_without_a_number_fails_its_response_only(manager):
+    scores = grade_with(manager, ["6", "7", "8"], group_size=3)
     assert [scores[key].reward for key in (0, 2)] == [0.0, 2.0]
     assert "nan instead of a finite number" in scores[1].error
 
@@ -110,17 +115,16 @@ def test_async_batch_function_receives_its_arguments(config):
     assert [score.reward for score in scores] == [key + 0.5 for key in range(40)]
 
 
-def test_withdrawn_response_ends_the_wait_of_its_group(config):
-    with running_manager(config()) as manager:
-        manager.submit(0, prompt(), "5", 1, group=range(3))
-        manager.withdraw(1, group=range(3))
-        manager.submit(2, prompt(), "4", 1, group=range(3))
-        scores = manager.collect([0, 2])
-        assert [scores[key].parts["seen"] for key in (0, 2)] == ["54", "54"]
-        manager.withdraw(3, group=(3,))
-        manager.withdraw(4, group=(4, 5))
-        manager.submit(5, prompt(), "1", 1, group=(4, 5))
-        assert manager.collect([5])[5].parts["seen"] == "1"
+def test_withdrawn_response_ends_the_wait_of_its_group(manager):
+    manager.submit(0, prompt(), "5", 1, group=range(3))
+    manager.withdraw(1, group=range(3))
+    manager.submit(2, prompt(), "4", 1, group=range(3))
+    scores = manager.collect([0, 2])
+    assert [scores[key].parts["seen"] for key in (0, 2)] == ["54", "54"]
+    manager.withdraw(3, group=(3,))
+    manager.withdraw(4, group=(4, 5))
+    manager.submit(5, prompt(), "1", 1, group=(4, 5))
+    assert manager.collect([5])[5].parts["seen"] == "1"
 
 
 def test_key_outside_its_batch_raises_and_batches_are_forgotten():

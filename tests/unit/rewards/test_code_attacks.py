@@ -6,11 +6,10 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.graders.code import RunProgram, grade_asserts
 from mcore_rl.rewards.graders.programs.wire import Decoder, Owner, WireError
-from mcore_rl.sandbox.check import check_local
-from mcore_rl.sandbox.local import LocalSandbox
+from tests.unit.rewards.trusted import fenced
+from tests.unit.sandbox.conftest import working
 
 ADD = {
     "prompt": 'def add(a, b):\n    """The sum."""\n',
@@ -155,16 +154,7 @@ SOLUTIONS = [
 
 @pytest.fixture(scope="module")
 def run() -> RunProgram:
-    config = SandboxConfig(seconds=10.0)
-    try:
-        check_local(config)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    return LocalSandbox(config).run
-
-
-def fenced(code: str) -> str:
-    return f"```python\n{code}\n```"
+    return working(SandboxConfig(seconds=10.0)).run
 
 
 @pytest.mark.slow

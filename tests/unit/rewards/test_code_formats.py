@@ -14,7 +14,7 @@ import pytest
 
 from mcore_rl.rewards.graders import code
 from mcore_rl.rewards.graders.programs.extraction import extract_program
-from tests.unit.rewards.trusted import run_trusted
+from tests.unit.rewards.trusted import fenced, run_trusted
 
 grade_outputs = partial(code.grade_outputs, run=run_trusted, seconds=60.0)
 grade_asserts = partial(code.grade_asserts, run=run_trusted, seconds=60.0)
@@ -53,10 +53,6 @@ def is_same_list(a, b):
         a, b = a.next, b.next
     return a is None and b is None
 """
-
-
-def fenced(code: str) -> str:
-    return f"```python\n{code}\n```"
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 
 from mcore_rl.rewards.graders.code import extract_program, grade_asserts, grade_outputs, same_output
 from mcore_rl.sandbox.interface import Outcome
-from tests.unit.rewards.trusted import run_trusted
+from tests.unit.rewards.trusted import fenced, run_trusted
 
-DOUBLE = "```python\nprint(2 * int(input()))\n```"
+DOUBLE = fenced("print(2 * int(input()))")
 DOUBLES = {"inputs": ["1\n", "20\n", "-3\n"], "outputs": ["2\n", "40", "-6\n"]}
-ADD = "```python\ndef add(a, b):\n    return a + b\n```"
+ADD = fenced("def add(a, b):\n    return a + b")
 HUMANEVAL = {
     "prompt": 'def add(a, b):\n    """The sum."""\n',
     "test": "def check(candidate):\n    assert candidate(2, 3) == 5\n    assert candidate(-1, 1) == 0\n",
@@ -48,18 +48,13 @@ def asserts(response, truth):
     ("response", "share"),
     [
         (DOUBLE, 1.0),
-        ("First try:\n```python\nprint(0)\n```\nBetter:\n" + DOUBLE, 1.0),
-        (DOUBLE + "\nIt prints:\n```\n2\n```", 1.0),  # a Python block has priority over other blocks
-        ("```\nprint(2 * int(input()))\n```", 1.0),
-        (DOUBLE.removesuffix("```"), 1.0),  # cut off after the program
-        ("```python\nprint(int(input()) ** 2 * 2)\n```", 1 / 3),
-        ("```python\nprint(abs(2 * int(input())))\n```", 2 / 3),
-        ("```python\nprint('2')\n```", 1 / 3),
-        ("```python\nprint(2 * int(input()), 'is the answer')\n```", 0.0),
-        ("```python\nprint(2 * int(input())); raise SystemExit(1)\n```", 0.0),  # non-zero exit code
-        ("```python\nprint(2 * int(input())\n```", 0.0),
+        (fenced("print(int(input()) ** 2 * 2)"), 1 / 3),
+        (fenced("print(abs(2 * int(input())))"), 2 / 3),
+        (fenced("print('2')"), 1 / 3),
+        (fenced("print(2 * int(input()), 'is the answer')"), 0.0),
+        (fenced("print(2 * int(input())); raise SystemExit(1)"), 0.0),  # non-zero exit code
+        (fenced("print(2 * int(input())"), 0.0),
         ("print(2 * int(input()))", 0.0),
-        ("", 0.0),
     ],
 )
 def test_the_score_is_the_share_of_tests_that_pass(response, share):
@@ -80,13 +75,9 @@ def test_tests_come_as_verl_writes_them():
 @pytest.mark.parametrize(
     ("program", "expected", "passes"),
     [
-        ("def gap(a, b):\n    return [b - a]", [[3]], True),
-        ("def gap(a, b):\n    return b - a", 3, True),
         ("def gap(a, b):\n    return b - a", [3], True),  # APPS wraps results
         ("def gap(a, b):\n    return b - a", "3", True),
         ("def gap(a, b):\n    return a - b", 3, False),
-        ("class Solution:\n    def gap(self, a, b):\n        return b - a", 3, True),
-        ("def gap(a, b):\n    print('working')\n    return b - a", 3, True),
         ("def gap(a, b):\n    print(3)", 3, False),  # printed output is not a result
         ("def gap(a, b):\n    return (b, a)", [[7, 4]], True),  # JSON has no tuples
         ("def other(a, b):\n    return b - a", 3, False),
@@ -94,9 +85,8 @@ def test_tests_come_as_verl_writes_them():
     ],
 )
 def test_a_function_is_called_with_json_arguments(program, expected, passes):
-    for given in ("4\n7", [4, 7]):
-        truth = {"fn_name": "gap", "inputs": [given], "outputs": [expected]}
-        assert outputs(f"```python\n{program}\n```", truth).reward == float(passes)
+    truth = {"fn_name": "gap", "inputs": [[4, 7]], "outputs": [expected]}
+    assert outputs(fenced(program), truth).reward == float(passes)
 
 
 @pytest.mark.parametrize(
@@ -122,41 +112,31 @@ def test_outputs_are_compared_line_by_line(printed, expected, same):
 
 
 @pytest.mark.parametrize(
-    ("response", "right"),
+    ("response", "truth"),
     [
-        (ADD, 1.0),
-        ("```python\n    return a + b\n```", 1.0),  # continues the prompt
-        ("```python\ndef add(a, b):\n    return a - b\n```", 0.0),
-        ("```python\ndef add(a, b):\n    return 5\n```", 0.0),
-        ("```python\nimport sys\nsys.exit(0)\n" + ADD.split("\n", 1)[1], 0.0),  # exits before an assertion fails
-        ("```python\nimport os\ndef add(a, b):\n    os._exit(0)\n```", 0.0),
-        ("```python\ndef add(a, b):\n    raise SystemExit(0)\n```", 0.0),
-        ("no code at all", 0.0),
+        ("def add(a, b):\n    return a - b", HUMANEVAL),
+        ("def add(a, b):\n    return 5", HUMANEVAL),
+        ("import sys\nsys.exit(0)\ndef add(a, b):\n    return a + b", HUMANEVAL),  # exits before an assertion fails
+        ("import os\ndef add(a, b):\n    os._exit(0)", HUMANEVAL),
+        ("def add(a, b):\n    raise SystemExit(0)", HUMANEVAL),
+        ("def add(a, b):\n    return round(a) + round(b)", MBPP),
+        ("def plus(a, b):\n    return a + b", MBPP),
+        ("print('passed')\nquit()", MBPP),
     ],
 )
-def test_humaneval_is_right_where_every_assertion_was_reached_and_holds(response, right):
-    assert asserts(response, HUMANEVAL) == right
-    assert asserts(response, json.dumps(HUMANEVAL)) == right
+def test_asserts_that_fail_or_are_not_reached_score_nothing(response, truth):
+    assert asserts(fenced(response), truth) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("response", "right"),
-    [
-        (ADD, 1.0),
-        ("```python\ndef add(a, b):\n    return round(a) + round(b)\n```", 0.0),
-        ("```python\ndef plus(a, b):\n    return a + b\n```", 0.0),
-        ("```python\nprint('passed')\nquit()\n```", 0.0),
-    ],
-)
-def test_mbpp_too(response, right):
-    assert asserts(response, MBPP) == right
-    assert asserts(response, {**MBPP, "test_list": np.array(MBPP["test_list"], object)}) == right
+def test_asserts_may_be_json_or_arrays():
+    assert asserts(ADD, json.dumps(HUMANEVAL)) == 1.0
+    assert asserts(ADD, {**MBPP, "test_list": np.array(MBPP["test_list"], object)}) == 1.0
+    assert asserts("no code at all", HUMANEVAL) == 0.0
 
 
 def test_all_tests_share_the_time_of_a_response():
     run = Recorder()
-    slow = "```python\nimport time\ntime.sleep(60)\n```"
-    score = grade_outputs(slow, DOUBLES, run, 1.0)
+    score = grade_outputs(fenced("import time\ntime.sleep(60)"), DOUBLES, run, 1.0)
     assert (score.reward, score.parts["tests"]) == (0.0, 3.0)
     assert sum(program.seconds for program in run.programs) <= 1.0
 
@@ -196,10 +176,14 @@ def test_a_ground_truth_without_tests_is_an_error_and_no_verdict(grade, truth):
         grade(ADD, truth, run_trusted, 5.0)
 
 
-def test_blocks_of_other_languages_are_programs_only_without_python():
+def test_extract_program_returns_the_last_python_or_other_block():
+    assert extract_program("First try:\n```python\na\n```\nBetter:\n```python\nb\n```") == "b\n"
+    assert extract_program("```python\na\n```\nIt prints:\n```\n2\n```") == "a\n"
+    assert extract_program("```python\na\n") == "a\n"  # cut off after the program
     assert extract_program("```cpp\nint x;\n```") == "int x;\n"
     assert extract_program("```py\na\n```\n```bash\nb\n```") == "a\n"
     assert extract_program("Fences are ``` here:\n```Python\na\n```") == "a\n"
+    assert extract_program("") is None
     assert extract_program("none, not even `this` or ```that```") is None
 
 

@@ -41,7 +41,7 @@ EQUAL = [
 
 @pytest.mark.parametrize("place", PLACES)
 def test_tiny_numbers_that_differ_are_wrong_in_every_place(place: str) -> None:
-    for one, other in TINY[:4]:
+    for one, other in (("10^{-20}", "10^{-21}"), ("e^{-40}", "e^{-41}")):
         right, wrong = place.format(one), place.format(other)
         assert not is_correct(rf"\boxed{{{right}}}", wrong), (right, wrong)
         assert not is_correct(rf"\boxed{{{wrong}}}", right), (wrong, right)

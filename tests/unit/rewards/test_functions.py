@@ -1,10 +1,7 @@
-"""User-supplied reward functions: loading, rejected functions, and conversion of results."""
+"""User-supplied reward functions: loading and rejected functions."""
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 
 from mcore_rl.config.reward import OverlongConfig, RewardConfig
@@ -14,7 +11,6 @@ from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.loading import load_grader
 from mcore_rl.rewards.manager import soft_overlong
 from mcore_rl.rewards.processes.limited_grader import EventLoop
-from mcore_rl.rewards.results import score_of
 from mcore_rl.types import Score
 
 SAMPLE = Sample("gsm8k", "the answer is 72", "72", {"index": 3})
@@ -47,16 +43,6 @@ def test_a_module_on_the_path_is_found_by_name(tmp_path, monkeypatch):
     written(tmp_path, "def f(data_source, solution_str, ground_truth, extra_info=None): return len(solution_str)\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert graded(RewardConfig(function="mine:f")).reward == 16.0
-
-
-def test_dataclasses_in_a_reward_file_work(tmp_path):
-    path = written(
-        tmp_path,
-        "from __future__ import annotations\nimport dataclasses\n"
-        "@dataclasses.dataclass\nclass A:\n    x: int = 1\n"
-        "def f(data_source, solution_str, ground_truth, extra_info=None): return A().x\n",
-    )
-    assert graded(RewardConfig(function=f"{path}:f")).reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -97,68 +83,6 @@ def test_keywords_that_a_function_does_not_take_are_refused(tmp_path):
     path = written(tmp_path, "def f(data_source, solution_str, ground_truth, extra_info=None): return 1\n")
     with pytest.raises(ConfigError, match=r"reward\.kwargs\): got an unexpected keyword argument 'bonus'"):
         load_grader(RewardConfig(function=f"{path}:f", kwargs={"bonus": "1"}), SandboxConfig())
-
-
-@pytest.mark.parametrize(
-    ("result", "reward", "accuracy"),
-    [
-        (1, 1.0, 1.0),
-        (True, 1.0, 1.0),
-        (-0.25, -0.25, -0.25),
-        (np.float32(0.5), 0.5, 0.5),
-        (np.array(2), 2.0, 2.0),
-        (np.bool_(True), 1.0, 1.0),
-        ({"score": -1.0, "acc": False}, -1.0, 0.0),
-        ({"score": 0.3}, 0.3, 0.3),
-        ({"score": 0.3, "acc": None, "pred": "x"}, 0.3, 0.3),
-        ({"score": 1.0, "acc": 0.5, "format": 0.25}, 1.0, 0.5),
-    ],
-)
-def test_numbers_and_dicts_become_scores(result, reward, accuracy):
-    score = score_of(result)
-    assert (score.reward, score.accuracy, score.error) == (pytest.approx(reward), pytest.approx(accuracy), None)
-
-
-@pytest.mark.parametrize(
-    "result",
-    [None, math.nan, math.inf, "1", [1.0], np.zeros(2), {}, {"acc": 1}, {"score": None}, {"score": 1, "acc": "yes"}],
-)
-def test_nonsense_is_an_error_of_that_sample(result):
-    score = score_of(result)
-    assert score.error
-    assert (score.reward, score.accuracy) == (0.0, 0.0)
-
-
-def test_result_dict_other_entries_become_parts_with_free_names():
-    score = score_of(
-        {
-            "score": 1,
-            "acc": True,
-            "format": np.float32(0.5),
-            "ok": True,
-            "pred": "4\ud83d2",
-            "steps": [1, 2],
-            "nothing": None,
-            "limit": math.inf,
-            "huge": 10**5000,
-            "mean": 3,
-            "prompt": "p",
-            7: 8,
-        }
-    )
-    assert score.parts == {
-        "format": 0.5,
-        "ok": 1.0,
-        "pred": "4\\ud83d2",
-        "steps": "[1, 2]",
-        "limit": "inf",
-        "huge": "<int>",
-        "mean_part": 3.0,
-        "prompt_part": "p",
-        "7": 8.0,
-    }
-    assert len(score_of({"score": 1, "long": "x" * 10**6}).parts["long"]) == 2000
-    assert score_of(0.5).parts == {}
 
 
 def test_an_async_function_keeps_what_belongs_to_its_loop(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.data.records import amend_part
-from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.trajectories import join_rows, take_rows
 from mcore_rl.data.transcripts import Transcript
 from mcore_rl.rewards.judge.answers import EngineAnswerer
@@ -35,7 +34,7 @@ from mcore_rl.types import (
     TrajectoryBuffers,
     merge_metrics,
 )
-from tests.unit.data.conftest import byte_tokenizer
+from tests.unit.rollouts import scalars_of
 
 CONFIG = JudgeConfig(template="{prompt}={response}", unparsable=-1, max_prompt_tokens=12)
 
@@ -61,13 +60,6 @@ def length_of_the_response(question: str, _: GenerationRequest) -> str:
     return f"{question} Score: {len(question.partition('=')[2])}."
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Any:
-    path = tmp_path / "tokenizer.json"
-    byte_tokenizer().save(str(path))
-    return load_tokenizer(path)
-
-
 def judge_of(
     tokenizer: Any, config: JudgeConfig = CONFIG, says: Callable[..., str] = length_of_the_response, seed: int = 1
 ) -> Judge:
@@ -90,23 +82,14 @@ def judged(judge: Judge, texts: Sequence[str], group_ids: Sequence[int], samples
 
 
 def test_every_response_has_its_own_score_whatever_finishes_first(tokenizer: Any) -> None:
-    found = judged(judge_of(tokenizer), ["a", "", "ccc"], [4, 4, 5], [0, 1, 0])
+    judge = judge_of(tokenizer, replace(CONFIG, temperature=0.7, top_p=0.9, max_response_tokens=30))
+    found = judged(judge, ["a", "", "ccc"], [4, 4, 5], [0, 1, 0])
+    assert judge.answerer.engine.calls[0][0].sampling == SamplingOptions(30, 0.7, 0.9)  # type: ignore[attr-defined]
     assert [verdict.score for verdict in found] == [1, 0, 3]
     assert found[2].answers[0].text == "1+1=ccc Score: 3."
     assert found[2].record() == {
         "judge": [{"text": "1+1=ccc Score: 3.", "tokens": 17, "finish_reason": "stop", "score": 3.0, "error": None}]
     }
-
-
-def test_an_answer_without_a_score_has_the_score_of_those_and_says_why(tokenizer: Any) -> None:
-    def says(question: str, _: GenerationRequest) -> str:
-        return "Score: 5." if question.endswith("good") else "I would rather not."
-
-    found = judged(judge_of(tokenizer, says=says), ["good", "bad"], [0, 0], [0, 1])
-    assert [verdict.score for verdict in found] == [5, -1]
-    assert found[1].answers[0].score is None
-    assert found[1].answers[0].text == "I would rather not."
-    assert found[1].answers[0].error == "judge.score_pattern matches nothing"
 
 
 def test_judge_too_long_response_is_neither_sent_nor_truncated(tokenizer: Any) -> None:
@@ -127,13 +110,8 @@ def test_several_answers_count_as_their_mean(tokenizer: Any) -> None:
 
     found = judged(judge_of(tokenizer, replace(CONFIG, samples=3, temperature=1.0), says), ["a"], [0], [0])
     assert [answer.score for answer in found[0].answers] == [1, 4, None]
+    assert found[0].answers[2].error == "judge.score_pattern matches nothing"
     assert found[0].score == pytest.approx((1 + 4 - 1) / 3)
-
-
-def test_sampling_is_as_configured(tokenizer: Any) -> None:
-    judge = judge_of(tokenizer, replace(CONFIG, temperature=0.7, top_p=0.9, max_response_tokens=5))
-    judged(judge, ["a"], [0], [0])
-    assert judge.answerer.engine.calls[0][0].sampling == SamplingOptions(5, 0.7, 0.9)  # type: ignore[attr-defined]
 
 
 def seeds(tokenizer: Any, group_ids: Sequence[int], samples: Sequence[int], seed: int = 1) -> list[int]:
@@ -178,12 +156,7 @@ def result_of(tokenizer: Any, task: RolloutTask) -> tuple[Any, RolloutScalars]:
     for length in groups + samples:
         ids = np.array([*tokenizer("x" * int(length))["input_ids"], tokenizer.eos_token_id], np.int32)
         trajectories.append(Trajectory(np.array([49], np.int32), ids, np.zeros(len(ids), np.float32), 0 * ids))
-    zeros = np.zeros(len(groups), np.float32)
-    counts = zeros.astype(np.int32)
-    rows = np.repeat(task.prompt_rows, task.samples_per_prompt)
-    scalars = RolloutScalars(
-        groups, rows, counts, counts, counts, zeros, zeros, zeros.astype(np.uint8), np.zeros((len(rows), 2), np.int32)
-    )
+    scalars = scalars_of(groups, prompt_rows=np.repeat(task.prompt_rows, task.samples_per_prompt))
     return pack_trajectories(trajectories), scalars
 
 
@@ -218,6 +191,7 @@ def test_judges_share_all_responses_and_each_is_scored_once(tokenizer: Any, tmp_
         metrics.append(figures)
     joined = join_scores(tasks, scalars, scores)
     assert [values.tolist() for values in joined] == [[3, 4, 5, 0, 1, 2], [], [1, 2, 3], [2, 3, 4]]
+    assert joined[0].dtype == np.float32
     assert merge_metrics(metrics)["judge/unparsable_fraction"] == Mean(0, 12)
 
     for task, values in zip(tasks, joined, strict=True):

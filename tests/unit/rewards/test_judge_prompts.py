@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mcore_rl.data.prompts import prompt_set
-from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.judge.prompts import JudgePrompts, check_room
 from mcore_rl.types import Prompt
@@ -28,21 +25,10 @@ def prompt_of(*contents: str, truth: Any = "42", row: int = 0) -> Prompt:
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Any:
-    """Tokenizer with one token per byte; <think> and <tool> are not special. Only <think> is in the chat template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bare = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bare.decoder = decoders.ByteLevel()
-    bare.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    bare.add_tokens([AddedToken("<think>", special=False), AddedToken("<tool>", special=False)])
-    path = tmp_path / "tokenizer.json"
-    bare.save(str(path))
-    return load_tokenizer(path)
-
-
-@pytest.fixture
 def chat_tokenizer(tokenizer: Any) -> Any:
+    """Tokenizer with a chat template. <think> and <tool> are not special; only <think> is in the template."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_tokens(["<think>", "<tool>"])
     tokenizer.chat_template = CHAT
     return tokenizer
 

@@ -27,7 +27,7 @@ BLANKS_ARE_JOINED = ("mcore_rl.rewards.notation.choices.", "mcore_rl.rewards.ans
 SECONDS = 3.0
 """Time limit: at 60,000 characters, quadratic time takes at least 5 s and linear time at most 1 s."""
 UNITS = (
-    *(" ", "\n", "1", "a", ".", "-", "\\", "$", "{", "}", "[", "(", "=", "_", "^", "/", "`", "<", "~"),
+    *(" ", "\n", "1", "a", ".", "-", "\\", "$", "{", "}", "[", "(", "=", "_", "^", "/", "`", "<", "~", "*", "\\dot1"),
     *(
         "\\[",
         "\\boxed{",

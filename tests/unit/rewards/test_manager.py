@@ -16,11 +16,11 @@ from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.rewards.processes import dispatcher
-from tests.unit.rewards.managers import graded, prompt, running_manager
+from tests.unit.rewards.managers import grade_with, graded, prompt, running_manager
 
 ROOT = Path(__file__).parents[3]
 GRADERS = """
-import asyncio, collections, ctypes, itertools, os, subprocess, sys, time
+import collections, ctypes, itertools, os, subprocess, sys, time
 
 def hang_in_c():
     collections.deque(itertools.repeat(0), maxlen=0)  # never handles signals
@@ -70,17 +70,6 @@ def grade(data_source, solution_str, ground_truth, extra_info=None):
         return ACTIONS[solution_str]()
     return float(solution_str)
 
-async def grade_later(data_source, solution_str, ground_truth, extra_info=None):
-    await asyncio.sleep(0)
-    if solution_str == "wait":
-        await asyncio.sleep(1000)  # where it waits
-    if solution_str == "stubborn":
-        while True:
-            try:
-                await asyncio.sleep(1000)
-            except asyncio.CancelledError:
-                pass
-    return grade(data_source, solution_str, ground_truth)
 """
 EXPECTED = {
     "raise": "ZeroDivisionError: division by zero",
@@ -109,11 +98,10 @@ def _quick_to_give_up(monkeypatch):
     monkeypatch.setattr(dispatcher, "GRACE_SECONDS", 0.3)
 
 
-def workers_of(parent):
-    """Return the pids of running grading processes that `parent` started, from /proc."""
-    return [
-        pid for pid, ppid, command in processes() if ppid == parent and "mcore_rl.rewards.processes.worker" in command
-    ]
+def workers():
+    """Return the pids of this process's running grading processes, from /proc."""
+    command = "mcore_rl.rewards.processes.worker"
+    return {pid for pid, parent, started in processes() if parent == os.getpid() and command in started}
 
 
 def processes():
@@ -138,27 +126,31 @@ def wait_until(condition, seconds=20.0):
     return condition()
 
 
-def test_collect_returns_the_requested_keys_only(graders):
+@pytest.fixture(scope="module")
+def manager(graders):
     with running_manager(RewardConfig(function=graders, workers=2)) as manager:
-        rewarder: Rewarder = manager
-        assert rewarder.collect([]) == {}
-        for call in range(2):
-            keys = range(call * 1000, call * 1000 + 500)
-            for key in keys:
-                manager.submit(key, prompt(), str(key), 1)
-            scores = manager.collect(keys)
-            assert {key: score.reward for key, score in scores.items()} == {key: float(key) for key in keys}
+        yield manager
 
 
-def test_collect_from_several_threads_returns_each_its_own_scores(graders):
-    with running_manager(RewardConfig(function=graders, workers=2)) as manager:
-        for key in range(50):
+def test_collect_returns_the_requested_keys_only(manager):
+    rewarder: Rewarder = manager
+    assert rewarder.collect([]) == {}
+    for call in range(2):
+        keys = range(call * 1000, call * 1000 + 100)
+        for key in keys:
             manager.submit(key, prompt(), str(key), 1)
-        with ThreadPoolExecutor(2) as pool:
-            odd, even = pool.map(manager.collect, (range(1, 50, 2), range(2, 50, 2)))
-        rest = manager.collect([0])
-        for scores, keys in ((odd, range(1, 50, 2)), (even, range(2, 50, 2)), (rest, [0])):
-            assert {key: score.reward for key, score in scores.items()} == {key: float(key) for key in keys}
+        scores = manager.collect(keys)
+        assert {key: score.reward for key, score in scores.items()} == {key: float(key) for key in keys}
+
+
+def test_collect_from_several_threads_returns_each_its_own_scores(manager):
+    for key in range(50):
+        manager.submit(key, prompt(), str(key), 1)
+    with ThreadPoolExecutor(2) as pool:
+        odd, even = pool.map(manager.collect, (range(1, 50, 2), range(2, 50, 2)))
+    rest = manager.collect([0])
+    for scores, keys in ((odd, range(1, 50, 2)), (even, range(2, 50, 2)), (rest, [0])):
+        assert {key: score.reward for key, score in scores.items()} == {key: float(key) for key in keys}
 
 
 @pytest.mark.slow
@@ -173,21 +165,8 @@ def test_grader_that_raises_hangs_or_dies_fails_its_own_sample_only(graders):
             assert (score.reward, score.error) == (float(text), None)
 
 
-def test_async_function_has_the_same_limits(graders):
-    config = RewardConfig(function=graders.replace(":grade", ":grade_later"), timeout_seconds=0.4)
-    texts = ["1", "wait", "2", "raise", "loop", "3", "stubborn", "exit", "4"]
-    scores = graded(config, texts)
-    failed = {text: score.error for text, score in zip(texts, scores, strict=True) if score.error is not None}
-    assert failed.keys() == {"wait", "raise", "loop", "stubborn", "exit"}
-    for text in ("wait", "loop", "stubborn"):
-        assert "did not finish within reward.timeout_seconds=0.4" in failed[text]
-    assert [score.reward for score in scores if score.error is None] == [1, 2, 3, 4]
-    line = next(i for i, line in enumerate(GRADERS.splitlines(), 1) if "where it waits" in line)
-    assert f'graders.py", line {line}, in grade_later' in scores[1].traceback
-
-
-def test_first_failure_of_a_batch_has_a_traceback(graders):
-    scores = graded(RewardConfig(function=graders), ["1", "raise"] * 10)
+def test_first_failure_of_a_batch_has_a_traceback(manager):
+    scores = grade_with(manager, ["1", "raise"] * 10)
     shown = [score.traceback for score in scores if score.traceback]
     assert 1 <= len(shown) < 10  # ten samples failed
     lines = shown[0].splitlines()
@@ -196,12 +175,11 @@ def test_first_failure_of_a_batch_has_a_traceback(graders):
     assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_death_on_the_last_sample_of_a_batch_fails_this_sample(graders):
-    with running_manager(RewardConfig(function=graders)) as manager:
-        manager.submit(1, prompt(), "die3", 1)
-        assert "exit code 3" in manager.collect([1])[1].error
-        manager.submit(1, prompt(), "4", 1)
-        assert manager.collect([1])[1].reward == 4.0
+def test_death_on_the_last_sample_of_a_batch_fails_this_sample(manager):
+    manager.submit(1, prompt(), "die3", 1)
+    assert "exit code 3" in manager.collect([1])[1].error
+    manager.submit(1, prompt(), "4", 1)
+    assert manager.collect([1])[1].reward == 4.0
 
 
 def test_reward_file_from_verls_documentation_runs_unchanged(tmp_path):
@@ -238,20 +216,19 @@ def test_death_of_a_grader_kills_the_processes_it_forked(graders, tmp_path, monk
         assert wait_until(lambda: not alive(child), 5)
 
 
-def test_unpicklable_sample_fails_itself_only(graders):
-    with running_manager(RewardConfig(function=graders)) as manager:
-        manager.submit(0, prompt(handle=lambda: None), "1", 1)
-        manager.submit(1, prompt(), "1", 1)
-        scores = manager.collect([0, 1])
-        assert "cannot be sent" in scores[0].error
-        assert scores[1].error is None
+def test_unpicklable_sample_fails_itself_only(manager):
+    manager.submit(0, prompt(handle=lambda: None), "1", 1)
+    manager.submit(1, prompt(), "1", 1)
+    scores = manager.collect([0, 1])
+    assert "cannot be sent" in scores[0].error
+    assert scores[1].error is None
 
 
-def test_submitting_a_key_twice_raises(graders):
-    with running_manager(RewardConfig(function=graders)) as manager:
+def test_submitting_a_key_twice_raises(manager):
+    manager.submit(0, prompt(), "1", 1)
+    with pytest.raises(ValueError, match="key 0"):
         manager.submit(0, prompt(), "1", 1)
-        with pytest.raises(ValueError, match="key 0"):
-            manager.submit(0, prompt(), "1", 1)
+    manager.collect([0])
 
 
 def test_weight_and_overlong_penalty_change_reward_not_accuracy():
@@ -273,27 +250,28 @@ def test_function_that_does_not_load_raises_config_error(tmp_path):
 
 
 def test_processes_that_cannot_start_raise_worker_died_error(tmp_path):
-    path = tmp_path / "fatal.py"
+    before, path = workers(), tmp_path / "fatal.py"
     path.write_text("import os\nos._exit(7)\n")
     with (
         running_manager(RewardConfig(function=f"{path}:f")) as manager,
         pytest.raises(WorkerDiedError, match="exit code 7"),
     ):
         manager.wait_ready()
-    assert workers_of(os.getpid()) == []
+    assert workers() == before
 
 
 def test_shutdown_while_a_grader_hangs_leaves_no_process(graders, tmp_path, monkeypatch):
     monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
+    before = workers()
     manager = RewardManager(RewardConfig(function=graders, workers=2), max_response_tokens=10)
     manager.submit(0, prompt(), "spawn", 1)
     assert wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     child = int((tmp_path / "pid").read_text())
-    assert len(workers_of(os.getpid())) == 2
+    assert len(workers() - before) == 2
     assert alive(child)
     manager.shutdown()
     manager.shutdown()
-    assert workers_of(os.getpid()) == []
+    assert workers() == before
     assert wait_until(lambda: not alive(child), 5)
     with pytest.raises(RuntimeError, match="shut down"):
         manager.submit(1, prompt(), "1", 1)

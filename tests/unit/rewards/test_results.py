@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 from fractions import Fraction
 
@@ -53,6 +54,55 @@ def test_a_number_of_any_library_is_a_score(value: object) -> None:
 @pytest.mark.parametrize("value", ONES)
 def test_booleans_and_integers_are_scores(value: object) -> None:
     assert score_of(value).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("result", "reward", "accuracy"),
+    [
+        ({"score": -1.0, "acc": False}, -1.0, 0.0),
+        ({"score": 0.3}, 0.3, 0.3),
+        ({"score": 0.3, "acc": None, "pred": "x"}, 0.3, 0.3),
+        ({"score": 1.0, "acc": 0.5, "format": 0.25}, 1.0, 0.5),
+    ],
+)
+def test_accuracy_of_a_dict_is_its_acc_or_else_its_score(result: object, reward: float, accuracy: float) -> None:
+    score = score_of(result)
+    assert (score.reward, score.accuracy, score.error) == (reward, accuracy, None)
+
+
+def test_other_entries_of_a_dict_become_parts_with_free_names() -> None:
+    parts = {
+        "format": np.float32(0.5),
+        "ok": True,
+        "pred": "4\ud83d2",
+        "steps": [1, 2],
+        "nothing": None,
+        "limit": math.inf,
+        "huge": 10**5000,
+        "mean": 3,
+        "prompt": "p",
+        7: 8,
+    }
+    assert score_of({"score": 1, "acc": True} | parts).parts == {
+        "format": 0.5,
+        "ok": 1.0,
+        "pred": "4\\ud83d2",
+        "steps": "[1, 2]",
+        "limit": "inf",
+        "huge": "<int>",
+        "mean_part": 3.0,
+        "prompt_part": "p",
+        "7": 8.0,
+    }
+    assert len(score_of({"score": 1, "long": "x" * 10**6}).parts["long"]) == 2000
+    assert score_of(0.5).parts == {}
+
+
+@pytest.mark.parametrize("result", [None, {}, {"acc": 1}, {"score": None}])
+def test_a_result_without_a_score_is_an_error(result: object) -> None:
+    score = score_of(result)
+    assert score.error
+    assert (score.reward, score.accuracy) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=range(len(NO_NUMBERS)))

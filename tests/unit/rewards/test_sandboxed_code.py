@@ -9,26 +9,14 @@ import pytest
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.loading import runs_code
 from mcore_rl.rewards.processes.pool import GradingPool
-from mcore_rl.sandbox.check import check_local
+from tests.unit.rewards.trusted import fenced
+from tests.unit.sandbox.conftest import working
 
 TESTS = json.dumps({"inputs": ["2 3\n", "10 -4\n"], "outputs": ["5\n", "6\n"]})
 HUMAN_EVAL = json.dumps({"test": "def check(f):\n    assert f(3) == 9\n", "entry_point": "square"})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def sandbox() -> None:
-    try:
-        check_local(SandboxConfig())
-    except ConfigError as error:
-        pytest.skip(str(error))
-
-
-def program(code: str) -> str:
-    return f"Here:\n```python\n{code}\n```"
 
 
 @pytest.mark.slow
@@ -36,14 +24,16 @@ def test_programs_are_judged_by_what_they_print_and_reach_nothing(tmp_path: Path
     """Programs: correct, correct in one test, writing outside the sandbox, endless; and one with assertions."""
     secret = tmp_path / "touched"
     samples = {
-        0: Sample("apps", program("a, b = map(int, input().split())\nprint(a + b)"), TESTS, {}),
-        1: Sample("apps", program("a, b = map(int, input().split())\nprint(abs(a) + abs(b))"), TESTS, {}),
-        2: Sample("apps", program(f"open({str(secret)!r}, 'w').write('x')\nprint(5)"), TESTS, {}),
-        3: Sample("apps", program("while True: pass"), TESTS, {}),
-        4: Sample("my_humaneval", program("def square(x):\n    return x * x"), HUMAN_EVAL, {}),
+        0: Sample("apps", fenced("a, b = map(int, input().split())\nprint(a + b)"), TESTS, {}),
+        1: Sample("apps", fenced("a, b = map(int, input().split())\nprint(abs(a) + abs(b))"), TESTS, {}),
+        2: Sample("apps", fenced(f"open({str(secret)!r}, 'w').write('x')\nprint(5)"), TESTS, {}),
+        3: Sample("apps", fenced("while True: pass"), TESTS, {}),
+        4: Sample("my_humaneval", fenced("def square(x):\n    return x * x"), HUMAN_EVAL, {}),
     }
     config = RewardConfig(function="by_data_source", timeout_seconds=30.0)
-    pool = GradingPool(config, SandboxConfig(seconds=6.0))  # 2 s were too short on a busy machine
+    sandbox = SandboxConfig(seconds=6.0)  # 2 s were too short on a busy machine
+    working(sandbox)
+    pool = GradingPool(config, sandbox)
     try:
         for key, sample in samples.items():
             pool.submit({key: sample})

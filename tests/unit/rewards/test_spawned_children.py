@@ -10,6 +10,8 @@ from mcore_rl.config.reward import RewardConfig
 from tests.unit.rewards.managers import graded
 
 SPAWNS = """
+from __future__ import annotations  # dataclasses then look the module up
+
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass

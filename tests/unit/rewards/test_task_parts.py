@@ -1,4 +1,4 @@
-"""Splitting of tasks into balanced parts that contain every response once, and joining of scores."""
+"""Splitting of tasks into balanced parts that contain every response once; scores that are not finite."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from mcore_rl.errors import NonFiniteError
 from mcore_rl.rewards.task_parts import join_scores, split_tasks
 from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
+from tests.unit.rollouts import scalars_of
 
 SAMPLES = 2
 
@@ -18,19 +19,9 @@ def task(groups: list[int]) -> RolloutTask:
 
 
 def scalars(of: RolloutTask, tokens: list[int]) -> RolloutScalars:
-    count = len(of.group_ids) * SAMPLES
-    zeros, lengths = np.zeros(count, np.float32), np.array(tokens, np.int32)
-    return RolloutScalars(
-        group_ids=np.repeat(of.group_ids, SAMPLES),
-        prompt_rows=np.repeat(of.prompt_rows, SAMPLES),
-        total_tokens=lengths,
-        response_tokens=lengths,
-        trained_tokens=lengths,
-        rewards=zeros,
-        accuracies=zeros,
-        clipped=np.zeros(count, np.uint8),
-        versions=np.zeros((count, 2), np.int32),
-    )
+    prompt_rows = np.repeat(of.prompt_rows, SAMPLES)
+    lengths = np.array(tokens, np.int32)
+    return scalars_of(np.repeat(of.group_ids, SAMPLES), prompt_rows=prompt_rows, total_tokens=lengths)
 
 
 TASKS = [task([3, 4]), task([5])]
@@ -49,18 +40,6 @@ def test_every_response_is_in_one_part_and_parts_are_in_balance() -> None:
         for part, start, result in zip(of_rank, (0, 4), RESULTS, strict=True):
             assert part.numbers.tolist() == (part.rows + start).tolist()
             assert part.prompt_rows.tolist() == result.prompt_rows[part.rows].tolist()
-
-
-def test_ranks_without_a_response_have_empty_parts() -> None:
-    parts = split_tasks(TASKS[1:], RESULTS[1:], 4)
-    assert [sum(len(part.rows) for part in of_rank) for of_rank in parts] == [1, 1, 0, 0]
-
-
-def test_scores_come_back_by_task() -> None:
-    first, second = join_scores(TASKS, RESULTS, {number: number / 2 for number in reversed(range(6))})
-    assert first.tolist() == [0, 0.5, 1, 1.5]
-    assert second.tolist() == [2, 2.5]
-    assert first.dtype == second.dtype == np.float32
 
 
 def test_a_score_that_is_no_number_is_named() -> None:

@@ -111,11 +111,11 @@ def by_tools(extra_info, **_):
 """
 
 
-@pytest.mark.parametrize(("name", "multi_turn"), [("by_turns", False), ("by_turns", True), ("by_tools", True)])
-def test_trial_passes_the_extra_info_of_a_run(tmp_path, name, multi_turn):
+def test_trial_passes_the_extra_info_of_a_run(tmp_path):
     (tmp_path / "turns.py").write_text(TURNS)
-    config = RewardConfig(function=f"{tmp_path}/turns.py:{name}")
+    by_turns, by_tools = (RewardConfig(function=f"{tmp_path}/turns.py:{name}") for name in ("by_turns", "by_tools"))
     prompt = Prompt(0, np.zeros(1, np.int32), "q", "sums", "5", {"level": 3})
-    assert try_reward_function(config, prompt, multi_turn=multi_turn) is None
+    for config, multi_turn in ((by_turns, False), (by_turns, True), (by_tools, True)):
+        assert try_reward_function(config, prompt, multi_turn=multi_turn) is None
     with pytest.raises(ConfigError, match="KeyError: 'episode_rewards_of_tools'"):
-        try_reward_function(RewardConfig(function=f"{tmp_path}/turns.py:by_tools"), prompt)
+        try_reward_function(by_tools, prompt)

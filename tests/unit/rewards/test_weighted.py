@@ -97,11 +97,6 @@ def test_none_from_every_function_is_an_error(entry):
     assert score.error == "no function of reward.weighted applies to the response: each of them returned None"
 
 
-def test_none_from_the_only_function_is_an_error(entry):
-    score = graded(RewardConfig(function=entry("nothing").function), "5")
-    assert score.error == "the reward function returned None instead of a finite number or a dict"
-
-
 @pytest.mark.parametrize(
     ("names", "more", "message"),
     [

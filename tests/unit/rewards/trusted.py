@@ -1,4 +1,4 @@
-"""Execution of trusted programs without a sandbox."""
+"""Responses with programs, and execution of trusted programs without a sandbox."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 from mcore_rl.sandbox.interface import Outcome, Program
+
+
+def fenced(code: str) -> str:
+    return f"```python\n{code}\n```"
 
 
 def run_trusted(program: Program) -> Outcome:

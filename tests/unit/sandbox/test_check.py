@@ -19,11 +19,7 @@ from mcore_rl.sandbox.interface import Program
 from mcore_rl.sandbox.local import LocalSandbox
 from tests.unit.sandbox.conftest import limited
 
-REFUSALS = (
-    "bwrap: Creating new namespace failed: nesting depth or /proc/sys/user/max_*_namespaces exceeded (ENOSPC)",
-    "bwrap: No permissions to create new namespace, likely because the kernel does not allow it",
-    "bwrap: Can't mount proc on /newroot/proc: Operation not permitted",
-)
+REFUSAL = "bwrap: Creating new namespace failed: nesting depth or /proc/sys/user/max_*_namespaces exceeded (ENOSPC)"
 
 
 @pytest.fixture
@@ -40,15 +36,20 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("words", REFUSALS)
-def test_check_sandbox_reports_bubblewraps_message(programs: Path, words: str) -> None:
+def fake_bwrap(programs: Path, words: str) -> str:
+    """Install a bubblewrap that fails with this message; returns its path."""
     fake = programs / "bwrap"
     fake.write_text(f'#!/bin/sh\necho "{words}" >&2\nexit 1\n')
     fake.chmod(0o755)
+    return str(fake)
+
+
+def test_check_sandbox_reports_bubblewraps_message(programs: Path) -> None:
+    fake_bwrap(programs, REFUSAL)
     with pytest.raises(ConfigError) as refused:
         check_sandbox(limited())
     message = str(refused.value)
-    assert message.startswith(f"sandbox.kind=bubblewrap: the sandbox did not start: {words}; ")
+    assert message.startswith(f"sandbox.kind=bubblewrap: the sandbox did not start: {REFUSAL}; ")
     assert "set sandbox.kind=landlock, which does not" in message
     assert "or sandbox.url to a SandboxFusion server" in message
 
@@ -62,10 +63,8 @@ def test_missing_bubblewrap_names_the_remedy(programs: Path, monkeypatch: pytest
 
 
 def test_may_mount_proc_detects_refusal(programs: Path) -> None:
-    fake = programs / "bwrap"
-    fake.write_text(f'#!/bin/sh\necho "{REFUSALS[2]}" >&2\nexit 1\n')
-    fake.chmod(0o755)
-    assert not commands.may_mount_proc(str(fake))
+    fake = fake_bwrap(programs, "bwrap: Can't mount proc on /newroot/proc: Operation not permitted")
+    assert not commands.may_mount_proc(fake)
 
 
 def test_check_sandbox_of_working_sandbox_passes(sandbox: LocalSandbox) -> None:

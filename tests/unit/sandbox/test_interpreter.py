@@ -6,12 +6,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from mcore_rl.sandbox.interpreter import Interpreter, Shell
 from mcore_rl.sandbox.local import LocalSandbox
 from tests.unit.sandbox.conftest import limited
+from tests.unit.sandbox.test_escapes import MANY
 
 
 @pytest.fixture
@@ -93,11 +95,7 @@ def test_interpreter_that_exits_is_gone(interpreter: Interpreter) -> None:
 
 
 def test_interpreter_total_memory_is_limited(interpreter: Interpreter) -> None:
-    code = (
-        "import os, time\nfor i in range(6):\n  if os.fork() == 0:\n    x = bytearray(b'1') * (120 << 20)\n"
-        "    time.sleep(30)\ntime.sleep(30)"
-    )
-    assert interpreter.cell(code).why == "memory"
+    assert interpreter.cell(MANY).why == "memory"
 
 
 def test_forked_child_returning_from_cell_sends_nothing(interpreter: Interpreter) -> None:
@@ -106,18 +104,14 @@ def test_forked_child_returning_from_cell_sends_nothing(interpreter: Interpreter
     assert interpreter.cell("os.waitpid(pid, 0)[1]").output == "0\n"
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"ok": 7}', "\\xff", '{"ok": true, "why": []}', "[" * 4000])
-def test_forged_result_affects_only_its_episode(sandbox: LocalSandbox, line: str) -> None:
-    forging, other = sandbox.interpreter(), sandbox.interpreter()
-    try:
+def test_forged_result_affects_only_its_episode(sandbox: LocalSandbox, interpreter: Interpreter) -> None:
+    for line in ("{", "[1]", '{"ok": 7}', "\\xff", '{"ok": true, "why": []}', "[" * 4000):
         code = (
             f"import os\nfor n in range(3, 60):\n  try: os.write(n, b'{line}\\n')\n  except OSError: pass\nos._exit(0)"
         )
-        assert forging.cell(code).why in ("exit", "gone")
-        assert other.cell("1 + 1").output == "2\n"
-    finally:
-        forging.close()
-        other.close()
+        with sandbox.interpreter() as forging:
+            assert forging.cell(code).why in ("exit", "gone"), line
+        assert interpreter.cell("1 + 1").output == "2\n", line
 
 
 def test_concurrent_cells_run_one_after_another(interpreter: Interpreter) -> None:
@@ -153,9 +147,6 @@ def test_shell_keeps_directory_and_variables(shell: Shell) -> None:
 
 def test_idle_interpreters_do_not_use_slots() -> None:
     sandbox = LocalSandbox(limited(max_running=1))
-    interpreters = [sandbox.interpreter() for _ in range(3)]
-    try:
+    with ExitStack() as stack:
+        interpreters = [stack.enter_context(sandbox.interpreter()) for _ in range(3)]
         assert [each.cell(str(n)).output for n, each in enumerate(interpreters)] == ["0\n", "1\n", "2\n"]
-    finally:
-        for each in interpreters:
-            each.close()

@@ -81,25 +81,6 @@ def test_bash_runs_and_unknown_language_is_named(sandbox: LocalSandbox) -> None:
         sandbox.run(Program("", language="cobol"))
 
 
-def test_process_limit_applies_per_sandbox() -> None:
-    sandbox = LocalSandbox(limited(max_running=8))
-    barrier = threading.Barrier(8)
-    bomb = (
-        "import os, time\nn = 0\ntry:\n  while n < 100:\n    if os.fork() == 0: time.sleep(60); os._exit(0)\n"
-        "    n += 1\n"
-        "except OSError: print(n, flush=True)\ntime.sleep(1)"
-    )
-
-    def run(_: int) -> int:
-        barrier.wait()
-        return int(sandbox.run(Program(bomb)).stdout)
-
-    with ThreadPoolExecutor(8) as pool:
-        counts = list(pool.map(run, range(8)))
-    assert len(set(counts)) == 1
-    assert 8 < counts[0] < 16
-
-
 def test_max_running_limits_concurrency() -> None:
     sandbox = LocalSandbox(limited(max_running=1))
     code = "import time\nprint(time.time())\ntime.sleep(0.2)\nprint(time.time())"
@@ -135,10 +116,8 @@ def test_interpreter_outlives_the_thread_that_opened_it(sandbox: LocalSandbox) -
     thread.start()
     thread.join()
     time.sleep(0.05)
-    try:
-        assert opened[0].cell("1 + 1").output == "2\n"
-    finally:
-        opened[0].close()
+    with opened[0] as interpreter:
+        assert interpreter.cell("1 + 1").output == "2\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mask files of /proc")
