@@ -31,6 +31,13 @@ class CountingSampler:
         return rows
 
 
+class Digits:
+    """Tokenizer that shows token ids."""
+
+    def decode(self, token_ids: Sequence[int], **_: object) -> str:
+        return "".join(map(str, token_ids))
+
+
 def source_of(
     directory: Path, size: int, rollout: dict[str, Any], dynamic: dict[str, Any], failures: Any = FAILURES
 ) -> GroupSource:

@@ -126,7 +126,7 @@ def reference(finished: list[int], running: list[int], version: int, batch: int,
     return taken
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
     finished=st.lists(st.integers(0, 5), max_size=12),
     running=st.lists(st.integers(0, 5), max_size=4),
@@ -140,6 +140,11 @@ def test_take_batch_equals_its_definition(
     version = max([*finished, *running], default=0) + later
     taken = take_batch(finished, running, version=version, groups_per_version=batch, max_staleness_hard=hard)
     assert taken == reference(finished, running, version, batch, hard)
+
+
+def test_take_batch_many_groups_of_one_age_stay_in_order() -> None:
+    taken = take_batch([3, 4] * 1000, (), version=4, groups_per_version=10, max_staleness_hard=10**6)
+    assert taken == list(range(0, 20, 2))
 
 
 def begins(**what_exists: int) -> bool:

@@ -148,21 +148,6 @@ def test_task_runner_exchange_returns_when_few_are_left(caller: ThreadPoolExecut
     assert (sorted([*finished, *more, *rest]), left) == ([10, 20, 30], 0)
 
 
-def test_task_runner_num_left_counts_tasks_and_requests() -> None:
-    engine = Engine()
-    runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=1)
-    runner.begin([task(10, 3), task(20, 2)])
-    assert runner.num_left == (2, 5)
-    engine.begin(20, 1)
-    engine.end_requests(20, 1)
-    assert runner.num_left == (2, 4), "its task has another one"
-    for number in (10, 20):
-        engine.begin(number, 0)
-        engine.ends[number].set()
-    runner.exchange([], Until.ALL)
-    assert runner.num_left[0] == 0
-
-
 def test_task_runner_counts_requests_before_tasks_end(caller: ThreadPoolExecutor) -> None:
     engine = Engine()
     runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=1)
@@ -170,6 +155,7 @@ def test_task_runner_counts_requests_before_tasks_end(caller: ThreadPoolExecutor
     engine.begin(10, 3)
     engine.begin(20, 3)
     engine.end_requests(10, 2)
+    assert runner.num_left == (2, 4), "a task counts until its last request has ended"
     engine.end_requests(20, 3)
     engine.end(20)
     assert numbers(call) == ([20], 1)
@@ -177,6 +163,7 @@ def test_task_runner_counts_requests_before_tasks_end(caller: ThreadPoolExecutor
     engine.end_requests(10, 1)
     engine.end(10)
     assert numbers(caller.submit(runner.exchange, [], until=Until.ANY)) == ([10], 0)
+    assert runner.num_left == (0, 0)
 
 
 def test_task_runner_exchange_raises_at_once(caller: ThreadPoolExecutor) -> None:

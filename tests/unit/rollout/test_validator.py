@@ -17,7 +17,7 @@ from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
 from mcore_rl.rollout.validator import MAX_TOKENS, PROBE, RolloutValidator, probe_task
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, SamplingOptions, Score
-from tests.unit.rollout.made import FAILURES
+from tests.unit.rollout.made import FAILURES, Digits
 
 NUM_PROMPTS = 5
 Finish = Callable[[Completion], None]
@@ -49,11 +49,6 @@ class ParityRewarder:
 
     def collect(self, keys: Collection[int]) -> dict[int, Score]:
         return {key: self.scores.pop(key) for key in keys}
-
-
-class Digits:
-    def decode(self, token_ids: Sequence[int], **_: object) -> str:
-        return "".join(map(str, token_ids))
 
 
 class WorkerPool:

@@ -18,13 +18,14 @@ from mcore_rl.data.trajectories import join_rows
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.results import TAKEN
-from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
+from mcore_rl.rollout.episodes.single_turn import Attempt, SingleTurnPlayer
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal, read_journal
 from mcore_rl.rollout.results import join_scalars
 from mcore_rl.rollout.tasks import RequestCallbacks
 from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.rollout.worker import RolloutWorker, _recovered_responses
 from mcore_rl.types import Completion, Delta, GenerationRequest, Prompt, RolloutTask, SamplingOptions, Score, Trajectory
+from tests.unit.rollout.made import Digits
 
 Finish = Callable[[Completion], None]
 
@@ -77,11 +78,6 @@ class HalfEmojiRewarder(LengthRewarder):
         self.scores[key] = Score(0.0, 0.0, "not an answer: \ud83d")
 
 
-class Digits:
-    def decode(self, token_ids: Sequence[int], **_: object) -> str:
-        return " ".join(map(str, token_ids))
-
-
 PROMPTS = {
     "train": [
         Prompt(row, np.array([1 + row, 9, 9][: 2 + row % 2], np.int32), f"p{row}", "src", str(row)) for row in range(4)
@@ -128,30 +124,21 @@ def test_worker_results_are_in_prompt_order(tmp_path: Path) -> None:
     assert buffers.response_offsets.tolist() == [0, 3, 6, 7, 8]
     assert buffers.logp_rollout.tolist() == [0, -1, -2, 0, -1, -2, 0, 0]
     assert set(buffers.versions.tolist()) == {7}
+    assert buffers.routed_experts is None
 
 
-def test_worker_clipped_and_errors_match_responses(tmp_path: Path) -> None:
-    _, scalars = run(tmp_path, rows=[3, 2], group_ids=[0, 1])
-    assert scalars.clipped.tolist() == [1, 1, 0, 0]
-    assert scalars.rewards.tolist() == [4, 4, 0, 0]
-    assert scalars.errors == ((2, "raised"), (3, "raised"))
-    assert scalars.traceback == "at 2"
-
-
-def test_worker_score_parts_are_recorded(tmp_path: Path) -> None:
+def test_worker_scores_and_errors_match_responses(tmp_path: Path) -> None:
     _, scalars = run(tmp_path, rows=[3, 2, 0], group_ids=[0, 1, 2], samples=1)
+    assert scalars.clipped.tolist() == [1, 0, 0]
+    assert scalars.rewards.tolist() == [4, 0, 1]
+    assert (scalars.errors, scalars.traceback) == (((1, "raised"),), "at 1")
     assert scalars.parts.keys() == {"half", "long"}
     np.testing.assert_array_equal(scalars.parts["half"], [2, np.nan, 0.5])
     np.testing.assert_array_equal(scalars.parts["long"], [1, np.nan, np.nan])
     records = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
     assert [record.get("half") for record in records] == [2, None, 0.5]
     assert records[0]["said"] == records[0]["response"]
-
-
-def test_worker_score_parts_cannot_have_names_of_fields(tmp_path: Path) -> None:
-    run(tmp_path, rows=[0], group_ids=[0])
-    (record, *_) = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
-    assert record.keys() - {"half", "said"} <= TAKEN
+    assert records[2].keys() - {"half", "said"} <= TAKEN, "a part of a score could have the name of a field"
 
 
 def test_worker_records_have_the_contract_keys(tmp_path: Path) -> None:
@@ -172,11 +159,6 @@ def test_worker_records_keep_lone_surrogates(tmp_path: Path) -> None:
     assert (record["error"], record["judge"]) == ("not an answer: \ud83d", "\ude00")
 
 
-def test_worker_seed_does_not_depend_on_other_responses() -> None:
-    alone, together = request_seeds(3, np.array([17]), 4), request_seeds(3, np.array([5, 17, 9]), 4)
-    assert np.array_equal(alone, together[4:8])
-
-
 def test_worker_requests_have_limit_and_spans_of_the_task() -> None:
     worker = worker_of(BackwardsEngine())
     spans = tuple(((0, 0, 1), (1, 1, 2 + response)) for response in range(4))
@@ -191,6 +173,8 @@ def test_request_seeds_differ_and_fit_engines() -> None:
     assert len(np.unique(seeds)) > 0.9999 * len(seeds)  # 96,000 samples of 31 bits: a few random collisions
     assert seeds.min() >= 0
     assert seeds.max() < 2**31
+    alone, together = request_seeds(3, np.array([17]), 4), request_seeds(3, np.array([5, 17, 9]), 4)
+    assert np.array_equal(alone, together[4:8])
 
 
 def of_two_responses(prompts: Sequence[int], responses: Sequence[int]) -> list[Trajectory]:
@@ -205,23 +189,15 @@ def of_two_responses(prompts: Sequence[int], responses: Sequence[int]) -> list[T
 
 
 def test_worker_experts_align_with_tokens() -> None:
-    buffers = pack_trajectories(of_two_responses([3, 1], [2, 3]), ["8.0", "8.1"])
+    first, second = of_two_responses([3, 1], [2, 3])
+    buffers = pack_trajectories([first, second], ["8.0", "8.1"])
     assert buffers.routed_experts is not None
     assert buffers.routed_experts.dtype == np.uint8
     assert buffers.routed_experts.shape == (len(buffers.tokens), 2, 1)
     assert buffers.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 0, 10, 11, 12, 0]
     assert buffers.routed_experts[:, 1, 0].tolist() == [100, 101, 102, 103, 0, 110, 111, 112, 0]
-
-
-def test_worker_missing_experts_name_the_request() -> None:
-    first, second = of_two_responses([3, 1], [2, 3])
     with pytest.raises(McoreRLError, match=r"router_replay=engine: 1 of 2 responses .* experts .*: 8\.1$"):
         pack_trajectories([first, replace(second, routed_experts=None)], ["8.0", "8.1"])
-
-
-def test_worker_without_experts_has_none(tmp_path: Path) -> None:
-    buffers, _ = run(tmp_path, rows=[2, 0], group_ids=[10, 11])
-    assert buffers.routed_experts is None
 
 
 def test_worker_continues_responses_of_lost_engines(tmp_path: Path) -> None:
@@ -274,24 +250,25 @@ def test_worker_continues_responses_of_lost_engines(tmp_path: Path) -> None:
     assert (kept.completion.token_ids.tolist(), kept.completion.versions.tolist()) == ([32, 33], [7, 8])
 
 
+def journaled(path: Path, *tasks: tuple[RolloutTask, int]) -> list[list[Attempt]]:
+    """Write a journal in which every attempt of each task has sampled one token, and return the attempts."""
+    worker, journal, attempts = worker_of(BackwardsEngine()), TokenJournal(path), []
+    for task, token in tasks:
+        attempts.append(worker._attempts(task))
+        journal.begin([attempt.request for attempt in attempts[-1]])
+        journal.add([Delta(attempt.request.request_id, [token], [-0.5], 7) for attempt in attempts[-1]], [])
+    return attempts
+
+
 def test_worker_greedy_baseline_is_not_mixed_up(tmp_path: Path) -> None:
     """Both have the same seed; one engine had sampled the greedy ones last."""
     path = tmp_path / "journal"
     sampled = RolloutTask("train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),))
     greedy = replace(sampled, samples_per_prompt=1, sampling=SamplingOptions(4, temperature=0.0))
-    worker = worker_of(BackwardsEngine())
-    journal = TokenJournal(path)
-    attempts = {}
-    for task, token in ((sampled, 31), (greedy, 32)):
-        attempts[token] = worker._attempts(task)
-        journal.begin([attempt.request for attempt in attempts[token]])
-        journal.add([Delta(attempt.request.request_id, [token], [-0.5], 7) for attempt in attempts[token]], [])
-    drawn = [
-        [found.completion.token_ids.tolist() for found in _recovered_responses(task, attempts[token]).values()]
-        for task, token in ((sampled, 31), (greedy, 32))
-    ]
-    assert drawn == [[[31], [31]], [[32]]]
-    assert attempts[31][0].request.seed == attempts[32][0].request.seed
+    attempts = journaled(path, (sampled, 31), (greedy, 32))
+    found = [[*_recovered_responses(task, of).values()] for task, of in zip((sampled, greedy), attempts, strict=True)]
+    assert [[r.completion.token_ids.tolist() for r in of_task] for of_task in found] == [[[31], [31]], [[32]]]
+    assert attempts[0][0].request.seed == attempts[1][0].request.seed
 
 
 @pytest.mark.parametrize(("since", "found"), [(7, ["train.5.0", "train.5.1"]), (8, ["train.5.1"])])

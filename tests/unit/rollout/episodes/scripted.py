@@ -92,14 +92,6 @@ class ScriptedEngine(SteppedEngine):
             found[engine_id] = rows[:, None, :].astype(np.uint8)
         return found
 
-    def sleep(self, *, keep_weights: bool) -> int:
-        raise NotImplementedError
-
-    def wake_up(self, part: str) -> None:
-        raise NotImplementedError
-
-    def shutdown(self) -> None: ...
-
 
 @contextmanager
 def served(engine: ScriptedEngine, journal: TokenJournal | None = None) -> Iterator[EngineLoop]:

@@ -56,19 +56,6 @@ def test_outcome_invalid_return_value_is_an_error(stage: SetUp, returned: Any, m
     assert re.search(message, str(outcome.error))
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()])
-def test_player_self_cancelling_episode_fails_alone(stage: SetUp, error: BaseException) -> None:
-    async def run(session: Session, prompt: EpisodePrompt) -> float:
-        await session.generate(prompt.token_ids)
-        if session.id.endswith(".1"):
-            raise error
-        return 1.0
-
-    good, bad, also_good = stage(lambda text: f"hello{END}", run).play(3)
-    assert (good.reward, also_good.reward) == (1.0, 1.0)
-    assert f"it raised {type(error).__name__}" in str(bad.error)
-
-
 def test_outcome_mask_may_only_exclude_sampled_tokens(stage: SetUp) -> None:
     def returning(change: Callable[[list[int]], list[int]]) -> Callable[..., Any]:
         async def run(session: Session, prompt: EpisodePrompt) -> EpisodeResult:

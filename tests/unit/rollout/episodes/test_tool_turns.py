@@ -99,13 +99,13 @@ def test_tool_episode_calls_run_concurrently_in_order(stage: SetUp) -> None:
     assert on.text(outcome).index("slept") < on.text(outcome).index("b at once")
 
 
+UNKNOWN = '<tool_call>\n{"name": "lok", "arguments": {"q": "x"}}\n</tool_call>'
+UNFIT = '<tool_call>\n{"name": "look", "arguments": {"q": 3}}\n</tool_call>'
+BROKEN = "<tool_call>\n{]\n</tool_call>"
+
+
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('<tool_call>\n{"name": "lok", "arguments": {}}\n</tool_call>', "there is no such tool"),
-        ('<tool_call>\n{"name": "look", "arguments": {"q": 3}}\n</tool_call>', "was not executed"),
-        ('<tool_call>\n{"name": "look", "arguments": {"q": "a"}\n</tool_call>', "was not executed"),
-    ],
+    ("text", "said"), [(UNKNOWN, "there is no such tool"), (UNFIT, "was not executed"), (BROKEN, "was not executed")]
 )
 def test_tool_episode_malformed_call_is_answered_and_counted(stage: SetUp, text: str, said: str) -> None:
     tools = FakeTools(echo)
@@ -131,11 +131,6 @@ def test_tool_episode_calls_beyond_the_limit_get_an_error(stage: SetUp) -> None:
     (outcome,) = on.play()
     assert len(tools.calls) == 1
     assert "a turn may call 1 tools, and this call was not executed" in on.text(outcome)
-
-
-UNKNOWN = '<tool_call>\n{"name": "lok", "arguments": {"q": "x"}}\n</tool_call>'
-UNFIT = '<tool_call>\n{"name": "look", "arguments": {"q": 3}}\n</tool_call>'
-BROKEN = "<tool_call>\n{]\n</tool_call>"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,10 @@ def limited(tool: FakeTool, stuck: list[str] | None = None, **limits: object) ->
     )
 
 
+async def done(call: int) -> ToolResult:
+    return ToolResult("")
+
+
 async def turns(count: int = 20) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -97,10 +101,7 @@ def test_limited_tool_other_errors_are_not_retried(error: Exception, told: str) 
 
 
 def test_limited_tool_invalid_arguments_are_not_passed() -> None:
-    async def behave(call: int) -> ToolResult:
-        return ToolResult("")
-
-    tool = FakeTool(behave)
+    tool = FakeTool(done)
     outcome = asyncio.run(limited(tool).call(EPISODE, {"i": "x"}))
     assert (outcome.error, tool.calls) == ("argument i: 'x' is not of type 'integer'", 0)
 
@@ -110,11 +111,8 @@ def test_limited_tool_call_with_other_parameters_frees_its_slot() -> None:
         async def call(self, episode: EpisodeState) -> ToolResult:  # type: ignore[override]
             return ToolResult("")
 
-    async def behave(call: int) -> ToolResult:
-        return ToolResult("")
-
     async def run() -> list[ToolResult]:
-        held = limited(Other(behave), max_running=1)
+        held = limited(Other(done), max_running=1)
         return [await asyncio.wait_for(held.call(EPISODE, {}), 10) for _ in range(2)]
 
     assert all("TypeError" in str(outcome.error) for outcome in asyncio.run(run()))
@@ -176,15 +174,12 @@ def test_limited_tool_respects_the_rate(monkeypatch: pytest.MonkeyPatch) -> None
             waits.append(seconds)
 
         monkeypatch.setattr(module.asyncio, "sleep", sleep)
-        held = limited(FakeTool(lambda call: done()), rate_per_second=4.0)
+        held = limited(FakeTool(done), rate_per_second=4.0)
         for _ in range(3):
             await held._wait_for_rate()
         now[0] = 110.0
         await held._wait_for_rate()
         starts.extend(waits)
-
-    async def done() -> ToolResult:
-        return ToolResult("")
 
     asyncio.run(run())
     assert starts == [0.0, 0.25, 0.5, 0.0]

@@ -174,7 +174,7 @@ def test_parse_python_literals_are_converted() -> None:
 
 
 @pytest.mark.parametrize("form", [*MESSAGE_FORMATS, "mistral_list"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_parse_prefix_has_no_additional_call(form: str, data: st.DataObject) -> None:
     text = st.text(st.characters(codec="utf-8", exclude_characters="<>[]{}｜\r"), max_size=12)
