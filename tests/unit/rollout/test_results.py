@@ -48,22 +48,19 @@ def test_failures_first_is_shown_once_with_traceback() -> None:
     assert notes[0].endswith(TRACEBACK)
 
 
-@pytest.mark.parametrize(
-    ("fraction", "failed", "ends"),
-    [(1.0, 3, False), (1.0, 4, True), (0.5, 1, False), (0.5, 2, True), (0.0, 0, False), (0.0, 1, True)],
-)
-def test_failures_above_the_fraction_end_the_run(fraction: float, failed: int, ends: bool) -> None:
-    failures, _ = watched(max_error_fraction=fraction)
-    given = [graded(3, *range(min(failed, 3))), graded(1, *range(failed - 3))]
-    if not ends:
-        return failures.check(given, "step 7", "rollouts/step_7.jsonl")
-    with pytest.raises(RewardError) as caught:
+@pytest.mark.parametrize(("fraction", "failed"), [(1.0, 4), (0.5, 2), (0.0, 1)])
+def test_failures_of_the_fraction_end_the_run(fraction: float, failed: int) -> None:
+    def check(failed: int) -> None:
+        given = [graded(3, *range(min(failed, 3))), graded(1, *range(failed - 3))]
         failures.check(given, "step 7", "rollouts/step_7.jsonl")
+
+    failures, _ = watched(max_error_fraction=fraction)
+    check(failed - 1)
+    with pytest.raises(RewardError) as caught:
+        check(failed)
     assert caught.value.exit_code == 1
     assert not isinstance(caught.value, ConfigError)
-    expected = (
-        f"mine.py:f failed on {failed} of 4 responses of step 7, which reaches reward.max_error_fraction={fraction:g};"
+    assert str(caught.value) == (
+        f"mine.py:f failed on {failed} of 4 responses of step 7, which reaches reward.max_error_fraction={fraction:g}; "
+        "first error: error 0; all errors are in rollouts/step_7.jsonl"
     )
-    assert expected in str(caught.value)
-    assert "first error: error 0; all errors are in rollouts/step_7.jsonl" in str(caught.value)
-    return None

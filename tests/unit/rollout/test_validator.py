@@ -16,7 +16,16 @@ from mcore_rl.rewards.step_grading import DeferredRewarder
 from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
 from mcore_rl.rollout.validator import MAX_TOKENS, PROBE, RolloutValidator, probe_task
 from mcore_rl.rollout.worker import RolloutWorker
-from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, SamplingOptions, Score
+from mcore_rl.types import (
+    Completion,
+    GenerationRequest,
+    Prompt,
+    RolloutScalars,
+    RolloutTask,
+    SamplingOptions,
+    Score,
+    TrajectoryBuffers,
+)
 from tests.unit.rollout.made import FAILURES, Digits
 
 NUM_PROMPTS = 5
@@ -126,37 +135,31 @@ def test_validator_failures_are_recorded_before_the_error(tmp_path: Path) -> Non
         validator.validate(4)
 
 
-class ProbedPool:
-    def __init__(self) -> None:
-        self.engine = SeedEngine()
-        own = {"temperature": 0.3}
-        prompts = {
-            PROBE: [
-                Prompt(row, np.arange(row + 1, dtype=np.int32), "", "", "", sampling=own if row == 4 else None)
-                for row in range(5)
-            ]
-        }
-        self.worker = RolloutWorker(SingleTurnPlayer(self.engine, Digits()), DeferredRewarder(), prompts)  # type: ignore
-
-    def probe(self, task: RolloutTask) -> dict[str, Any]:
-        assert task.records is None
-        return {"engine": self.worker.run(task)}
+def probe(task: RolloutTask) -> tuple[TrajectoryBuffers, RolloutScalars, list[GenerationRequest]]:
+    """Run a probe on a worker with 5 prompts of 1 to 5 tokens; the longest one has its own temperature."""
+    engine, own = SeedEngine(), {"temperature": 0.3}
+    prompts = [
+        Prompt(row, np.arange(row + 1, dtype=np.int32), "", "", "", sampling=own if row == 4 else None)
+        for row in range(5)
+    ]
+    worker = RolloutWorker(SingleTurnPlayer(engine, Digits()), DeferredRewarder(), {PROBE: prompts})  # type: ignore
+    buffers, scalars = worker.run(task)
+    return buffers, scalars, engine.requests
 
 
 def test_probe_takes_long_and_short_prompts_with_training_options() -> None:
-    pool = ProbedPool()
     rollout = RolloutConfig(temperature=0.7, max_response_tokens=500, samples_per_prompt=8)
-    [(buffers, scalars)] = pool.probe(probe_task(np.arange(1, 6), rollout, 1, 3)).values()
+    buffers, scalars, requests = probe(probe_task(np.arange(1, 6), rollout, 1, 3))
     assert scalars.prompt_rows.tolist() == [4, 2, 0]
-    assert [request.request_id for request in pool.engine.requests] == ["probe.0.0", "probe.1.0", "probe.2.0"]
-    sampling = [request.sampling for request in pool.engine.requests]
-    assert [options.temperature for options in sampling] == [0.3, 0.7, 0.7]
-    assert {options.max_response_tokens for options in sampling} == {MAX_TOKENS}
+    assert [request.request_id for request in requests] == ["probe.0.0", "probe.1.0", "probe.2.0"]
+    assert [request.sampling.temperature for request in requests] == [0.3, 0.7, 0.7]
+    assert {request.sampling.max_response_tokens for request in requests} == {MAX_TOKENS}
     assert len(buffers.logp_rollout) == scalars.response_tokens.sum()
 
 
 def test_probe_few_prompts_repeats_them_under_other_ids() -> None:
-    pool = ProbedPool()
-    [(_, scalars)] = pool.probe(probe_task(np.array([1, 2]), RolloutConfig(), 1, 5)).values()
+    task = probe_task(np.array([1, 2]), RolloutConfig(), 1, 5)
+    assert task.records is None
+    _, scalars, _ = probe(task)
     assert set(scalars.prompt_rows) == {0, 1}
     assert len(set(scalars.group_ids)) == 5

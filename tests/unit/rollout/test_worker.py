@@ -47,15 +47,13 @@ class LengthRewarder:
 
     def __init__(self) -> None:
         self.scores: dict[int, Score] = {}
-        self.withdrawn: list[int] = []
 
     def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int, **batch: object) -> None:
         parts = {"half": response_tokens / 2, "said": response_text} | ({"long": 1.0} if response_tokens == 4 else {})
         good = Score(float(response_tokens), 1.0, parts=parts)
         self.scores[key] = Score(0.0, 0.0, "raised", f"at {key}") if response_tokens == 3 else good
 
-    def withdraw(self, key: int, **_: object) -> None:
-        self.withdrawn.append(key)
+    def withdraw(self, key: int, **_: object) -> None: ...
 
     def collect(self, keys: Collection[int]) -> dict[int, Score]:
         return {key: self.scores.pop(key) for key in keys}
@@ -271,21 +269,18 @@ def test_worker_greedy_baseline_is_not_mixed_up(tmp_path: Path) -> None:
     assert attempts[0][0].request.seed == attempts[1][0].request.seed
 
 
-@pytest.mark.parametrize(("since", "found"), [(7, ["train.5.0", "train.5.1"]), (8, ["train.5.1"])])
-def test_worker_ignores_responses_of_older_tasks(since: int, found: list[str], tmp_path: Path) -> None:
+def test_worker_ignores_responses_of_older_tasks(tmp_path: Path) -> None:
     """Validation uses the same ids and seeds again, possibly before a lost engine could release the earlier
     responses."""
     path = tmp_path / "journal"
-    task = RolloutTask(
-        "train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),), version=since
-    )
-    worker = worker_of(BackwardsEngine())
-    attempts = worker._attempts(task)
+    task = RolloutTask("train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),))
+    attempts = worker_of(BackwardsEngine())._attempts(task)
     journal = TokenJournal(path)
     journal.begin([attempt.request for attempt in attempts])
     journal.add([Delta("train.5.0", [31], [-0.5], 7)], [])
     journal.add([Delta(f"train.5.{i}", [32], [-0.5], 8) for i in range(2)], [])
-    assert [*_recovered_responses(task, attempts)] == found
+    for since, found in ((7, ["train.5.0", "train.5.1"]), (8, ["train.5.1"])):
+        assert [*_recovered_responses(replace(task, version=since), attempts)] == found
 
 
 def test_worker_withdrawn_responses_are_omitted(tmp_path: Path) -> None:

@@ -35,8 +35,6 @@ class ScriptedEngine(SteppedEngine):
         self._tokenizer, self._say = tokenizer, say
         self._parts: dict[str, list[int]] = {}
         self.version = 0
-        self.seeds: list[int] = []
-        self.prompts: list[list[int]] = []
         self.submitted: dict[str, int] = {}
         """Seeds by request id."""
         self.go = threading.Event()
@@ -60,11 +58,8 @@ class ScriptedEngine(SteppedEngine):
 
     def _add(self, added: Any) -> None:
         for engine_id, entry in added.items():
-            ids = entry.request.token_ids.tolist()
-            self.seeds.append(entry.request.seed)
-            self.prompts.append(ids)
             self.submitted[entry.request.request_id] = entry.request.seed
-            text = self._say(self._tokenizer.decode(ids))
+            text = self._say(self._tokenizer.decode(entry.request.token_ids.tolist()))
             self._parts[engine_id] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _run_step(self) -> list[StepOutput]:

@@ -145,8 +145,8 @@ def test_session_seeds_depend_on_the_history_only(stage: SetUp) -> None:
     for _ in range(2):
         on = stage(lambda text: f"a{END}", two_turns)
         on.play(4)
-        seeds.append(sorted(on.engine.seeds))
-        assert set(on.engine.seeds) >= {5, 6, 7, 8}, "a first turn has the seed of a single turn"
+        seeds.append(sorted(on.engine.submitted.values()))
+        assert set(seeds[-1]) >= {5, 6, 7, 8}, "a first turn has the seed of a single turn"
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 8
 
@@ -171,7 +171,7 @@ def test_player_continues_turns_of_lost_engines(stage: SetUp, tmp_path: Path) ->
     (resumed,) = again.play(drawn=drawn)
     assert again.text(resumed) == on.text(whole)
     assert resumed.taken_over == sum(len(d.completion.token_ids) for d in drawn.values())
-    assert len(again.engine.seeds) == 1, "two of three turns had been drawn"
+    assert len(again.engine.submitted) == 1, "two of three turns had been drawn"
     kept = read_journal(tmp_path / "again")
     assert {*kept} == {*drawn, *again.engine.submitted}
     for name, found in drawn.items():
@@ -179,7 +179,7 @@ def test_player_continues_turns_of_lost_engines(stage: SetUp, tmp_path: Path) ->
         assert kept[name].completion.token_ids.tolist() == found.completion.token_ids.tolist()
     other = stage(say, ToolEpisode(), tools=FakeTools(lambda arguments: ToolResult("something else")))
     other.play(drawn=drawn)
-    assert len(other.engine.seeds) == 2, "after another answer nothing fits but the first turn"
+    assert len(other.engine.submitted) == 2, "after another answer nothing fits but the first turn"
 
 
 def test_player_experts_cover_the_whole_sequence(stage: SetUp) -> None:

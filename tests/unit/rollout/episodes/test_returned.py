@@ -26,7 +26,7 @@ def test_session_generate_repeated_prompt_gives_a_new_response(stage: SetUp) -> 
 
     on = stage(lambda text: f"a{END}", best_of)
     (outcome,) = on.play()
-    assert len(set(on.engine.seeds)) == 3
+    assert len(set(on.engine.submitted.values())) == 3
     assert len(outcome.trajectories) == 1
     (outcome,) = stage(lambda text: f"a{END}", _three_tries).play()
     assert len(outcome.trajectories) == 3

@@ -63,6 +63,7 @@ def test_read_entries_accepts_every_kind(tmp_path: Path) -> None:
         ("tools: [{function: a.py:f, timeout: 3}]", r"tools\[0\] has no key timeout; the keys are: function"),
         ("{tools: [{function: a.py:f}], more: 1}", "has no key more"),
         ("tools: [{function: f}]", r"tools\[0\].function=f must be module_or_file.py:name"),
+        ("tools: [{builtin: ruby}]", r"tools\[0\].builtin=ruby must be one of python, shell"),
         ("tools: [{class_name: Search}]", r"tools\[0\].class_name=Search must be"),
         ("tools: [{class_name: a.B, config: {type: sse}}]", r"config.type=sse must be native or mcp"),
         ("tools: [{class_name: a.B, lifecycle: run}]", r"lifecycle=run must be one of call, episode"),

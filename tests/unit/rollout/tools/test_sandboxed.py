@@ -10,7 +10,6 @@ import pytest
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.tools.load import read_entries
 from mcore_rl.rollout.tools.toolbox import ToolBox
 from mcore_rl.sandbox.check import check_local
 from tests.unit.rollout.tools.made import answers_of, with_tools
@@ -78,10 +77,3 @@ def _confined() -> int:
         except psutil.Error:
             continue
     return found
-
-
-def test_sandboxed_unknown_builtin_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "tools.yaml"
-    path.write_text("tools: [{builtin: ruby}]")
-    with pytest.raises(ConfigError, match=r"tools\[0\]\.builtin=ruby must be one of python, shell"):
-        read_entries(str(path), 30.0)
