@@ -61,6 +61,6 @@ def test_failures_of_the_fraction_end_the_run(fraction: float, failed: int) -> N
     assert caught.value.exit_code == 1
     assert not isinstance(caught.value, ConfigError)
     assert str(caught.value) == (
-        f"mine.py:f failed on {failed} of 4 responses of step 7, which reaches reward.max_error_fraction={fraction:g}; "
-        "first error: error 0; all errors are in rollouts/step_7.jsonl"
+        f"reward.function=mine.py:f failed on {failed} of 4 responses of step 7, which reaches "
+        f"reward.max_error_fraction={fraction:g}; first error: error 0; all errors are in rollouts/step_7.jsonl"
     )
