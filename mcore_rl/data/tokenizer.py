@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcore_rl.config.json_files import read_json_object
 from mcore_rl.errors import ConfigError
-from mcore_rl.types.json import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,9 @@ def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers
     """Copy the trajectories `rows` (int [b]), in this order."""
     tokens, token_offsets = ragged(buffers.token_offsets, rows)
     responses, response_offsets = ragged(buffers.response_offsets, rows)
-    experts = buffers.routed_experts
+    experts, temperatures = buffers.routed_experts, buffers.temperatures
+    if temperatures is not None and temperatures.ndim:  # else one temperature for all tokens, or none
+        temperatures = temperatures[responses]
     return TrajectoryBuffers(
         tokens=buffers.tokens[tokens],
         token_offsets=token_offsets,
@@ -26,7 +28,7 @@ def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers
         trained=buffers.trained[responses],
         routed_experts=None if experts is None else experts[tokens],
         turn_rewards=None if buffers.turn_rewards is None else buffers.turn_rewards[responses],
-        temperatures=_taken(buffers.temperatures, responses),
+        temperatures=temperatures,
     )
 
 
@@ -54,10 +56,6 @@ def compact_temperatures(temperatures: np.ndarray) -> np.ndarray | None:
     if not len(known):
         return None
     return known[0].reshape(()) if (known == known[0]).all() else temperatures
-
-
-def _taken(temperatures: np.ndarray | None, responses: np.ndarray) -> np.ndarray | None:
-    return temperatures if temperatures is None or not temperatures.ndim else temperatures[responses]
 
 
 def _joined_temperatures(parts: Sequence[TrajectoryBuffers]) -> np.ndarray | None:

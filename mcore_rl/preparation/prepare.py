@@ -124,17 +124,12 @@ def prepare(config: Config) -> Prepared:
     notes = [*data.notes, *(overridden_fields(config.model, hf_config) if needs.advantages else [])]
     notes += _try_rewards(config.reward, data.prompts, multi_turn=has_turns(config.rollout))
     refreshed = parameters if uses_reference(algorithm.kl) and config.reference.refresh_every_steps else 0
-    size = _checkpoint_bytes(config.model.dtype, trained + (0 if critic is None else parameters), refreshed)
+    # Without refresh, the reference is loaded again instead of saved. Random weights (for tests) count as 0 parameters.
+    trained += 0 if critic is None else parameters
+    size = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
+    size += refreshed * (2 if config.model.dtype == "bfloat16" else 4)
     lines: tuple[LoadReport | str, ...] = (*data.reports, *notes)
     return Prepared(spec.layout, sequence_cost(hf_config), data, sampler, lines, size, chosen, critic, reward_model)
-
-
-def _checkpoint_bytes(dtype: str, trained: int, refreshed: int) -> int:
-    """Return the size of a checkpoint with `trained` parameters and a refreshed reference of `refreshed` parameters.
-
-    Without refresh, the reference is loaded again instead of saved. Random weights (for tests) count as 0 parameters.
-    """
-    return trained * CHECKPOINT_BYTES_PER_PARAMETER[dtype] + refreshed * (2 if dtype == "bfloat16" else 4)
 
 
 def _load_targets(data: DataConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:

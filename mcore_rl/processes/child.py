@@ -101,15 +101,12 @@ def start_module(module: str, environment: Mapping[str, str] | None = None) -> t
     with theirs:
         # -P: without it, -m prepends the working directory to sys.path, where a file could shadow a module.
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())]
+        # The child finds the same modules as this process.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         # One thread each: several of these processes compute at the same time, on the cores that the engine uses too.
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path(), **(environment or {})}
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environment or {})}
         try:
             return Child(command, variables, pass_fds=[theirs.fileno()]), ours
         except BaseException:
             ours.close()
             raise
-
-
-def _import_path() -> str:
-    """Return sys.path of this process, so that the child finds the same modules."""
-    return os.pathsep.join(entry or os.getcwd() for entry in sys.path)

@@ -73,6 +73,8 @@ def _quoted_option(option: str) -> str:
 def _values(config: Config, config_path: str, overrides: Sequence[str]) -> list[str]:
     cluster, slurm = config.cluster, config.slurm
     gpus = cluster.gpus_per_node if cluster.device == "cuda" else 0
+    # All users of a node can list command lines, so tasks receive slurm.environment in a file.
+    visible = [override for override in overrides if not override.startswith(ENVIRONMENT)]
     node_options = {
         "--cpus": _ray_cpus(config),
         "--gpus": gpus,
@@ -90,7 +92,7 @@ def _values(config: Config, config_path: str, overrides: Sequence[str]) -> list[
         f"check=({shlex.join(['python', '-m', 'mcore_rl.slurm.node_check', '--gpus', str(gpus)])})",
         f"fabric=({shlex.join(_fabric_test(slurm, cluster))})",
         f"node=({shlex.join(['python', '-m', 'mcore_rl.slurm.ray_node', *_flat(node_options)])})",
-        f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', config_path, *_run_overrides(overrides)])})",
+        f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', config_path, *visible])})",
     ]
 
 
@@ -106,11 +108,6 @@ def _fabric_test(slurm: SlurmConfig, cluster: ClusterConfig) -> list[str]:
         "--slow-percent": slurm.fabric_slow_percent,
     }
     return ["python", "-m", "mcore_rl.slurm.fabric_node", *_flat(options)]
-
-
-def _run_overrides(overrides: Sequence[str]) -> list[str]:
-    """Drop slurm.environment: all users of a node can list command lines, so tasks receive it in a file."""
-    return [override for override in overrides if not override.startswith(ENVIRONMENT)]
 
 
 def _without_value(override: str) -> str:

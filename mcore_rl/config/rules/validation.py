@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.fields import changed, check_domains
+from mcore_rl.config.json_files import read_json_object
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
 from mcore_rl.config.rules.engine_support import check_sglang_model
@@ -16,7 +17,6 @@ from mcore_rl.config.rules.models import check_graders, check_lora, check_refere
 from mcore_rl.config.rules.rollout import check_episodes, check_sampling_keys, check_staleness
 from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.types.json import read_json_object
 
 NO_CRITIC_KEYS = ("critic.logprob_chunk_tokens", "critic.mtp_loss_coefficient", "critic.moe.router_replay")
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")

@@ -24,7 +24,9 @@ def extract_program(response: str) -> str | None:
         indent, fence, language, behind_text = opening.groups("")
         start = opening.end() + 1
         end, place = _closing(text, start, fence or "```")
-        last = _dedented(text[start:end], len(indent))
+        last = text[start:end]
+        if indent:  # the code is indented like its fence
+            last = re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", last, flags=re.MULTILINE)
         if _PYTHON.fullmatch(language or behind_text):
             python = last
     return last if python is None else python
@@ -35,8 +37,3 @@ def _closing(text: str, start: int, fence: str) -> tuple[int, int]:
     closing = re.compile(rf"^[ \t]*{fence[0]}{{{len(fence)},}}|{fence[0]}{{{len(fence)},}}[ \t]*$", re.MULTILINE)
     found = closing.search(text, start)
     return (found.start(), found.end()) if found else (len(text), len(text))
-
-
-def _dedented(code: str, width: int) -> str:
-    """Remove up to `width` columns of indentation, which is the indentation of the fence."""
-    return re.sub(rf"^[ \t]{{1,{width}}}", "", code, flags=re.MULTILINE) if width else code

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -21,6 +20,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from mcore_rl import parent_death
 from mcore_rl.config.functions import describe
+from mcore_rl.config.json_files import read_json_object
 from mcore_rl.config.reading.expansion import expand_path
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, Tool, ToolError, ToolResult, as_text
@@ -50,11 +50,7 @@ def read_servers(origin: str, path: Path) -> list[McpServer]:
 
     Raises: ConfigError.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{origin} cannot be read: {describe(error)}") from error
-    servers = content.get("mcpServers") if isinstance(content, dict) else None
+    servers = read_json_object(path, origin).get("mcpServers")
     if not isinstance(servers, dict) or not servers:
         raise ConfigError(f'{origin} must hold {{"mcpServers": {{NAME: {{"command": ...}} or {{"url": ...}}}}}}')
     return [McpServer(f"{origin}: server {name}", given) for name, given in servers.items()]
