@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.reward import OverlongConfig, RewardConfig
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.manager import RewardManager
@@ -182,29 +182,20 @@ def test_death_on_the_last_sample_of_a_batch_fails_this_sample(manager):
     assert manager.collect([1])[1].reward == 4.0
 
 
-def test_reward_file_from_verls_documentation_runs_unchanged(tmp_path):
-    """compute_score has four arguments, optionally followed by keyword arguments from reward.kwargs."""
+def test_function_receives_the_response_and_all_fields_of_its_prompt(tmp_path):
+    """The signature is that of verl's documentation."""
     path = tmp_path / "my_reward.py"
     path.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    if data_source != 'test':\n"
-        "        raise NotImplementedError(data_source)\n"
-        "    answer = solution_str.split('####')[-1].strip()\n"
-        "    if extra_info['index'] == 0:\n"
-        "        return 1.0 if answer == ground_truth else 0.0\n"
-        "    return {'score': 1.0 if answer == ground_truth else -1.0, 'acc': answer == ground_truth, 'pred': answer}\n"
-        "def compute_score_with(data_source, solution_str, ground_truth, extra_info, threshold, **kwargs):\n"
-        "    return len(solution_str) > int(threshold)\n"
+        "    return {'score': 1.0, 'given': [data_source, solution_str, ground_truth, extra_info['index']]}\n"
     )
     with running_manager(RewardConfig(function=f"{path}:compute_score")) as manager:
-        for key, text in enumerate(["so #### 72", "so #### 71"]):
-            manager.submit(key, prompt("72", index=0), text, 1)
-            manager.submit(key + 2, prompt("72", index=1), text, 1)
-        scores = manager.collect(range(4))
-    assert [(scores[key].reward, scores[key].accuracy) for key in range(4)] == [(1, 1), (0, 0), (1, 1), (-1, 0)]
-    assert [scores[key].parts for key in range(4)] == [{}, {}, {"pred": "72"}, {"pred": "71"}]
-    config = RewardConfig(function=f"{path}:compute_score_with", kwargs={"threshold": "3"})
-    assert [score.reward for score in graded(config, ["long", "not"])] == [1.0, 0.0]
+        for key in range(2):
+            manager.submit(key, prompt("72", index=key), f"so {key}", 1)
+        scores = manager.collect(range(2))
+    assert [scores[key].parts["given"] for key in range(2)] == [
+        f"['test', 'so {key}', '72', {key}]" for key in range(2)
+    ]
 
 
 def test_death_of_a_grader_kills_the_processes_it_forked(graders, tmp_path, monkeypatch):
@@ -229,16 +220,6 @@ def test_submitting_a_key_twice_raises(manager):
     with pytest.raises(ValueError, match="key 0"):
         manager.submit(0, prompt(), "1", 1)
     manager.collect([0])
-
-
-def test_weight_and_overlong_penalty_change_reward_not_accuracy():
-    config = RewardConfig(weight=0.5, overlong=OverlongConfig(enable=True, buffer_tokens=4, penalty=0.5))
-    with running_manager(config) as manager:
-        for key, (text, tokens) in enumerate([("5", 6), ("5", 8), ("5", 10), ("6", 10)]):
-            manager.submit(key, prompt("5"), text, tokens)
-        scores = manager.collect(range(4))
-    assert [scores[key].reward for key in range(4)] == [0.5, 0.25, 0.0, -0.5]
-    assert [scores[key].accuracy for key in range(4)] == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_function_that_does_not_load_raises_config_error(tmp_path):

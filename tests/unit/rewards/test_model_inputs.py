@@ -118,28 +118,26 @@ def test_a_token_that_only_the_policys_model_has_is_named(tmp_path: Path) -> Non
 def test_another_template_renders_the_conversation_with_the_answer(tmp_path: Path, reverse: bool) -> None:
     config = config_of(tmp_path, template=OTHER_TEMPLATE, reverse=reverse)
     tokenizer = load_tokenizer(str(config.reward_model.hf_path))
-    found = read(config, tmp_path, [2, 1, 0])
     conversations = [
         [*CHAT, {"role": "assistant", "content": ""}],
-        [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "zwei"}],
         [*CHAT, {"role": "assistant", "content": "four"}],
     ]
-    assert found == [tokenizer.apply_chat_template(each, return_dict=False) for each in conversations]
-    assert tokenizer.decode(found[1]) == "<s>user: 1+1=\nassistant: zwei\n"
+    expected = [tokenizer.apply_chat_template(each, return_dict=False) for each in conversations]
+    assert read(config, tmp_path, [2, 0]) == expected
 
 
-def test_the_same_template_over_another_vocabulary_is_encoded_anew(tmp_path: Path) -> None:
-    config = config_of(tmp_path, template=TEMPLATE, reverse=True)
-    tokenizer = load_tokenizer(str(config.reward_model.hf_path))
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"template": OTHER_TEMPLATE}, "<s>user: 1+1=\nassistant: zwei\n"),
+        ({"template": TEMPLATE, "reverse": True}, "[user]1+1=<end>[assistant]zwei<end>"),
+        ({"template": None, "bos": True}, "<s>[user]1+1=<end>[assistant]zwei"),
+    ],
+)
+def test_another_tokenizer_encodes_the_conversation_anew(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    config = config_of(tmp_path, **options)
     (found,) = read(config, tmp_path, [1])
-    assert tokenizer.decode(found) == "[user]1+1=<end>[assistant]zwei<end>"
-
-
-def test_without_a_template_the_texts_follow_each_other(tmp_path: Path) -> None:
-    config = config_of(tmp_path, template=None, bos=True)
-    tokenizer = load_tokenizer(str(config.reward_model.hf_path))
-    (found,) = read(config, tmp_path, [1])
-    assert tokenizer.decode(found) == "<s>[user]1+1=<end>[assistant]zwei"
+    assert load_tokenizer(str(config.reward_model.hf_path)).decode(found) == text
 
 
 def test_lengths_are_those_of_the_reward_models_tokens(tmp_path: Path) -> None:

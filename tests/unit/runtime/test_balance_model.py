@@ -221,7 +221,7 @@ def test_every_request_returns_once_despite_deaths_and_delays(
     assert not model.asks
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     groups=st.integers(1, 40),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.config.schema import Config
 from mcore_rl.engines.sglang.processes import _cores
 from mcore_rl.runtime.cluster import process_environment
 from mcore_rl.runtime.cores import shares_cores
@@ -90,4 +90,3 @@ def test_process_environment_compiles_and_orders_kernels_on_gpus_only() -> None:
     on_gpus, on_cpu = process_environment(on_gpus=True), process_environment(on_gpus=False)
     assert (on_gpus.get("TORCHDYNAMO_DISABLE"), on_gpus["CUDA_DEVICE_MAX_CONNECTIONS"]) == (None, "1")
     assert (on_cpu["TORCHDYNAMO_DISABLE"], on_cpu.get("CUDA_DEVICE_MAX_CONNECTIONS")) == ("1", None)
-    assert not RolloutConfig().enforce_eager

@@ -97,16 +97,6 @@ def test_phases_step_moves_memory_once_and_in_order() -> None:
     ]
 
 
-def test_phases_checkpoint_keeps_weights_update_discards_them() -> None:
-    device = Device()
-    device.publish()
-    device.run()
-    device.save()
-    device.run()
-    device.update()
-    assert [move for move in device.moves if move.startswith("sleep")] == ["sleep, weights kept", "sleep"]
-
-
 def test_phases_never_overlap() -> None:
     """`Device` checks the order. Only generation after an update without a sync is rejected."""
     for calls in itertools.product(["run", "update", "save", "publish"], repeat=5):

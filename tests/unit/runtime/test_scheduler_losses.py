@@ -105,20 +105,6 @@ def test_tasks_of_an_engine_restarted_by_a_publish_go_to_others(supplied: bool, 
     assert sorted(int(task.group_ids[0]) for task in again) == [0, 2]
 
 
-def test_engine_with_weights_again_gets_tasks_at_once() -> None:
-    stream, watch = stream_of(3)
-    results = Once()
-    begin(stream, [1] * 6, results)
-    watch.kill("engine 1")
-    stream.wait()
-    begin(stream, [1] * 3, results)
-    assert not watch.present("engine 1").given
-    finish_all(stream, watch)
-    supply(stream)
-    begin(stream, [1] * 6, results)
-    assert [len(of_engine) for of_engine in tickets(watch)] == [2, 2, 2]
-
-
 def test_wait_without_engines_supplies_weights_and_begins_lost_tasks_first() -> None:
     stream, watch = stream_of(2)
     supplies = []
@@ -240,9 +226,10 @@ def test_renew_while_streaming_generates_lost_trajectories_again() -> None:
     """No weights arrive during the call, so regenerated responses must not wait for any."""
     stream, watch = stream_of(2, seed=0)
     results, others = Once(), Once()
-    limited = [replace(task_of(number, 2), tokens_per_version=3) for number in range(4)]
+    limited = [replace(task_of(number, 2), tokens_per_version=3, version=5) for number in range(4)]
     tasks = {stream.begin(task, results): task for task in limited}
     finish_all(stream, watch)
+    stream.fleet.version = 6
     under_way = begin(stream, [1] * 4, others)
     chunks = [cast(Chunk, results[ticket][0]) for ticket in tasks]
     before = [chunk.parts[0].place for chunk in chunks]
@@ -257,6 +244,8 @@ def test_renew_while_streaming_generates_lost_trajectories_again() -> None:
     again = [task for task in watch.present("engine 1").given if task.records is None]
     assert [(task.group_ids[0], task.journals) for task in again] == [(0, ("engine 0.1",)), (2, ("engine 0.1",))]
     assert [task.tokens_per_version for task in again] == [None, None]
+    assert [task.version for task in again] == [5, 5], "weights that it began with, not those of now"
+    assert all(chunk.task.journals == () for chunk in chunks)
     while len(others) < len(under_way):
         stream.wait()
     assert stream.running_requests == 0

@@ -1,8 +1,10 @@
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from mcore_rl.runtime import spans
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import Span
 
@@ -30,7 +32,7 @@ def test_span_of_a_block_that_raises_is_recorded():
 def test_span_with_clock_set_back_is_not_negative(monkeypatch):
     recorder = SpanRecorder("driver")
     clock = iter([100.0, 50.0])
-    monkeypatch.setattr(time, "time", lambda: next(clock))
+    monkeypatch.setattr(spans, "time", SimpleNamespace(time=lambda: next(clock), perf_counter=time.perf_counter))
     with recorder.span("update"):
         pass
     (span,) = recorder.drain()
