@@ -20,12 +20,11 @@ from tests.selection import on_demand_unless
 T = TypeVar("T")
 
 SGLANG = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
-WITH_SGLANG = pytest.mark.skipif(
-    not SGLANG.parents[1].joinpath(".mcore-rl-ready").exists(), reason="needs .venv-sglang: make sglang"
-)
+SGLANG_IS_READY = SGLANG.parents[1].joinpath(".mcore-rl-ready").exists()
+WITH_SGLANG = pytest.mark.skipif(not SGLANG_IS_READY, reason="needs .venv-sglang: make sglang")
 MARKS = {"vllm": [], "sglang": [WITH_SGLANG]}
-KINDS = [pytest.param(kind, marks=marks) for kind, marks in MARKS.items()]
-"""Engines of the contract suite, with one rank."""
+PASS_TOKENS = 32
+"""Maximum tokens of one pass: prompts that are submitted together are computed in pieces."""
 RANKS = [
     pytest.param((kind, tp), id=f"{kind}-tp{tp}", marks=[*marks, *on_demand_unless(tp == 1)])
     for tp in (1, 2)
@@ -43,27 +42,27 @@ def one_character_per_token(token_ids: Sequence[int]) -> str:
     return "".join(chr(ord("0") + token_id) for token_id in token_ids)
 
 
-def _build(kind: str, directory: str, settings: dict[str, Any]) -> Any:
+def _start(kind: str, directory: str, settings: dict[str, Any]) -> Any:
     from mcore_rl.engines.registry import engine_class
     from mcore_rl.engines.settings import EngineSettings
 
     return engine_class(kind)(EngineSettings(directory, **settings))
 
 
-def _serve(connection: Any, kind: str, directory: str, settings: dict[str, Any]) -> None:
+def _serve(connection: Any, kind: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    engine = _build(kind, directory, settings)
-    connection.send(("ok", None))
-    while True:
+    engine, method = None, ""
+    while method != "shutdown":
         method, args = connection.recv()
         try:
-            if method == "restart":
+            result: Any = None
+            if method in ("start", "shutdown"):
                 if engine is not None:
                     engine.shutdown()
-                engine = result = None
-                engine = _build(kind, *args, settings)
+                engine = None
+                engine = _start(kind, *args) if method == "start" else None
             elif method == "generate":
-                result: Any = []
+                result = []
                 engine.generate(*args, result.append)
             elif callable(method):
                 result = method(engine, *args)
@@ -73,28 +72,56 @@ def _serve(connection: Any, kind: str, directory: str, settings: dict[str, Any])
             connection.send(("ok", result))
         except Exception as error:
             connection.send(("error", (type(error), str(error), traceback.format_exc())))
-        if method == "shutdown":
-            return
 
 
 class RemoteEngine:
     """RankEngine in another process. Errors are raised here with their type."""
 
-    def __init__(self, kind: str, directory: Path, **settings: Any) -> None:
-        self.kind, self.directory, self.settings = kind, directory, settings
+    directory: Path
+    settings: dict[str, Any]
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, kind, str(directory), settings))
+        self.process = context.Process(target=_serve, args=(theirs, kind))
         self.process.start()
         theirs.close()
-        self._answer()
+
+    def start(
+        self,
+        directory: Path,
+        dtype: str = "float32",
+        load_weights: bool = True,
+        capture_routing: bool = False,
+        **rollout: Any,
+    ) -> RemoteEngine:
+        """Start an engine with a small KV cache; token 1 is the end of sequence. Another engine in the same process is
+        shut down before, and saves the time of the imports."""
+        small = {
+            "max_prompt_tokens": 32,
+            "max_response_tokens": 32,
+            "max_concurrent_requests": 32,
+            "kv_cache_gib": 0.03,
+        }
+        settings = {
+            "rollout_config": RolloutConfig(engine=self.kind, **(small | rollout)),
+            "dtype": dtype,
+            "eos_token_ids": [1],
+            "seed": 1,
+            "name": "the engine",
+            "timeout_seconds": 120,
+            "load_weights": load_weights,
+            "capture_routing": capture_routing,
+            "decode": one_character_per_token,
+        }
+        self.call("start", str(directory), settings)
+        self.directory, self.settings = directory, settings
+        return self
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> Any:
         """Call a method by name (for example `connect`), or a function with the engine as first argument."""
         self._connection.send((method, args))
-        return self._answer()
-
-    def _answer(self) -> Any:
         state, result = self._connection.recv()
         if state == "ok":
             return result
@@ -109,11 +136,6 @@ class RemoteEngine:
         """
         return 1e-5 if self.kind == "sglang" else 0.0
 
-    def restart(self, directory: Path) -> None:
-        """Start an engine with another model in the same process, which saves the time of the imports."""
-        self.call("restart", str(directory))
-        self.directory = directory
-
     @property
     def weight_version(self) -> int:
         return self.call("weight_version")
@@ -122,57 +144,18 @@ class RemoteEngine:
         return {completion.request_id: completion for completion in self.call("generate", requests)}
 
     def shutdown(self) -> None:
+        """End the engine and its process; does nothing the second time."""
+        if self.process.exitcode is not None:
+            return
         self.call("shutdown")
         self.process.join(30)
         if self.process.exitcode is None:
             self.process.kill()
 
 
-def start_engine(
-    kind: str,
-    directory: Path,
-    dtype: str = "float32",
-    load_weights: bool = True,
-    capture_routing: bool = False,
-    **rollout: Any,
-) -> RemoteEngine:
-    """Start an engine with a small KV cache. Token 1 is the end of sequence."""
-    config = RolloutConfig(
-        engine=kind,
-        max_prompt_tokens=32,
-        max_response_tokens=32,
-        max_concurrent_requests=32,
-        kv_cache_gib=0.03,
-        **rollout,
-    )
-    return RemoteEngine(
-        kind,
-        directory,
-        rollout_config=config,
-        dtype=dtype,
-        eos_token_ids=[1],
-        seed=1,
-        name="the engine",
-        timeout_seconds=120,
-        load_weights=load_weights,
-        capture_routing=capture_routing,
-        decode=one_character_per_token,
-    )
-
-
-class FamilyEngine:
-    """Starts engines of one kind with different models, one after the other in the same process."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.engine: RemoteEngine | None = None
-
-    def start(self, directory: Path) -> RemoteEngine:
-        if self.engine is None:
-            self.engine = start_engine(self.kind, directory)
-        else:
-            self.engine.restart(directory)
-        return self.engine
+def start_engine(kind: str, directory: Path, *arguments: Any, **settings: Any) -> RemoteEngine:
+    """Start an engine in a process of its own; arguments of RemoteEngine.start."""
+    return RemoteEngine(kind).start(directory, *arguments, **settings)
 
 
 def families_of_engines(cases: Iterable[T], with_sglang: Collection[T]) -> list[ParameterSet]:

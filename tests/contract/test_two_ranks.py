@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -17,9 +16,15 @@ import pytest
 
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.types import GenerationRequest, SamplingOptions
-from tests.contract.engines import DIVIDED_BY_TWO, LATENT, MARKS, WITH_SGLANG, start_engine
+from tests.contract.engines import DIVIDED_BY_TWO, LATENT, MARKS, start_engine
 from tests.contract.hf_trainer import HFTrainer
-from tests.contract.update_checks import TINY_BUCKET, check_greedy, check_recovery
+from tests.contract.update_checks import (
+    TINY_BUCKET,
+    check_greedy,
+    check_recovery,
+    check_silent_rank,
+    rank_processes,
+)
 from tests.selection import on_demand_unless
 from tests.tiny_models import tiny_model
 
@@ -111,6 +116,13 @@ def test_update_after_failure_on_both_ranks_is_complete(two_ranks: Any) -> None:
         check_recovery(engine, trainer, received)
 
 
+@pytest.fixture
+def vllm_ranks(two_ranks: Any) -> Any:
+    if two_ranks[0].kind != "vllm":
+        pytest.skip("looks into vLLM")
+    return two_ranks
+
+
 def _fail_on(engine: Any, ranks: list[int], bucket_error: str) -> None:
     """Make loading fail on `ranks` in the middle of a bucket, like an error in vLLM. An empty list undoes it."""
 
@@ -132,10 +144,8 @@ def _fail_on(engine: Any, ranks: list[int], bucket_error: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "named"), [([1], "rank 1 of 2"), ([0, 1], "rank 0, 1 of 2")])
-def test_update_engine_error_names_ranks_and_is_raised_once(two_ranks: Any, ranks: list[int], named: str) -> None:
-    engine, model = two_ranks
-    if engine.kind != "vllm":
-        pytest.skip("looks into vLLM")
+def test_update_engine_error_names_ranks_and_is_raised_once(vllm_ranks: Any, ranks: list[int], named: str) -> None:
+    engine, model = vllm_ranks
     trainer = HFTrainer(model(9), engine, TINY_BUCKET, 2)
     with trainer.sending(complete=False):
         engine.call("begin_update")
@@ -152,40 +162,9 @@ def test_update_engine_error_names_ranks_and_is_raised_once(two_ranks: Any, rank
     assert trainer.certify() > 10
 
 
-def _processes(engine: Any) -> list[int]:
-    if hasattr(engine._ranks, "_processes"):
-        return [process.pid for process in engine._ranks._processes]
-    return [worker.proc.pid for worker in engine._engine.model_executor.workers]
-
-
-QUICK_METHOD = {"vllm": "routed_layers", "sglang": "is_idle"}
-"""Method that all ranks answer immediately."""
-
-
-def _call_ranks(engine: Any, what: str) -> None:
-    engine._ranks.call(what)
-
-
-def _set_deadline(engine: Any, seconds: float) -> None:
-    engine._ranks.timeout_seconds = seconds
-
-
-def test_call_silent_rank_raises_in_time_and_disables_engine(two_ranks: Any) -> None:
-    """Must be the last test of the engine: the engine is unusable afterwards."""
-    engine, model = two_ranks
-    process, method = engine.call(_processes)[1], QUICK_METHOD[engine.kind]
-    engine.call(_set_deadline, 3)
-    os.kill(process, signal.SIGSTOP)
-    with pytest.raises(WorkerDiedError) as caught:
-        engine.call(_call_ranks, method)
-    os.kill(process, signal.SIGCONT)
-    message = str(caught.value)
-    unanswered = {"vllm": "not every rank answered", "sglang": "rank 1 did not answer"}[engine.kind]
-    assert f"the engine: {unanswered} `{method}` within 3 s (cluster.collective_timeout_seconds)" in message
-    assert re.search(rf"(rank 1 \(process {process}\)|it) is stopped", message)
-    for call in (lambda: check_greedy(engine, model(10), 0), lambda: engine.call(_call_ranks, method)):
-        with pytest.raises(WorkerDiedError, match=f"{unanswered} `{method}`"):
-            call()
+def test_vllm_silent_rank_raises_in_time_and_disables_engine(vllm_ranks: Any) -> None:
+    """Must be the last test of the engine: the engine is unusable afterwards. test_weight_sync.py tests SGLang."""
+    check_silent_rank(vllm_ranks[0], 1, "routed_layers", "not every rank answered")
 
 
 def _step_forever(engine: Any) -> None:
@@ -193,17 +172,17 @@ def _step_forever(engine: Any) -> None:
         engine.call("step")
 
 
-@WITH_SGLANG
-def test_step_killed_rank_ends_engine_and_is_named(tmp_path: Path) -> None:
-    tiny_model("qwen3", **DIVIDED_BY_TWO).save_pretrained(tmp_path)
-    engine = start_engine("sglang", tmp_path, tp=2)
-    try:
-        ranks = engine.call(_processes)
-        engine.call("submit", [GenerationRequest("0", np.array([5, 6], np.int32), 0, SamplingOptions(30))])
-        engine.call("step")
-        os.kill(ranks[1], signal.SIGKILL)
-        with pytest.raises(WorkerDiedError, match="the engine: rank 1 "):
-            _step_forever(engine)
-    finally:
-        engine.shutdown()
+def test_sglang_killed_rank_ends_engine_and_is_named(two_ranks: Any) -> None:
+    """Must be the last test of the engine. tests/e2e/test_hosts.py kills a rank of vLLM."""
+    engine, model = two_ranks
+    if engine.kind != "sglang":
+        pytest.skip("kills a rank of SGLang")
+    HFTrainer(model(10), engine, TINY_BUCKET, 2).publish(11)
+    ranks = engine.call(rank_processes)
+    engine.call("submit", [GenerationRequest("0", np.array([5, 6], np.int32), 0, SamplingOptions(30))])
+    engine.call("step")
+    os.kill(ranks[1], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="the engine: rank 1 "):
+        _step_forever(engine)
+    engine.shutdown()
     assert not any(psutil.pid_exists(pid) for pid in ranks)

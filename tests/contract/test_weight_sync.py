@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,11 @@ import pytest
 import torch
 
 from mcore_rl.errors import WeightSyncError
-from model_converters.families import FAMILIES as REGISTRY
-from model_converters.mapping.layout import TrainLayout
-from tests.contract.engines import LATENT, MARKS, FamilyEngine, families_of_engines, start_engine
+from tests.contract.engines import MARKS, RemoteEngine
 from tests.contract.hf_trainer import HFTrainer
-from tests.contract.update_checks import TINY_BUCKET, break_update, check_greedy, check_recovery
-from tests.exported import export_through
+from tests.contract.update_checks import TINY_BUCKET, break_update, check_greedy, check_recovery, check_silent_rank
 from tests.selection import on_demand_unless
-from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, tiny_model
+from tests.tiny_models import VOCABULARY, tiny_model
 
 MODELS = {
     # A tied head is packed separately from the embedding that it shares. qwen3 adds grouped heads.
@@ -27,30 +24,20 @@ MODELS = {
     "dense_bf16": ("qwen3", "bfloat16", {"num_hidden_layers": 2}),
     "moe_bf16": ("qwen3_moe", "bfloat16", {"num_hidden_layers": 2}),
 }
-FAMILIES = {
-    "llama": ("llama", {"rope_parameters": LLAMA3}, TrainLayout(4, tp=2, pp=2)),
-    "qwen2": ("qwen2", {}, TrainLayout(4, tp=2, pp=2)),
-    "qwen3": ("qwen3", {"tie_word_embeddings": True}, TrainLayout(4, tp=2, pp=2)),
-    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}, TrainLayout(4, pp=2, ep=2)),
-    "mixtral": ("mixtral", {}, TrainLayout(4, pp=2, ep=2)),
-    "glm4_moe": ("glm4_moe", {}, TrainLayout(4, tp=2, ep=2)),
-    "deepseek_v2": ("deepseek_v2", LATENT, TrainLayout(4, tp=2, ep=2)),
-    "deepseek_v3": ("deepseek_v3", LATENT | GROUPS | {"rope_parameters": YARN}, TrainLayout(4, pp=2, tp=2, ep=2)),
-    "kimi_k2": ("deepseek_v3", LATENT | {"q_lora_rank": None}, TrainLayout(4, pp=2, ep=2)),
-}
-"""model_type in transformers, fields of the model, and the trainer layout that exports the engine's first weights."""
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+"""Of an FP8 release. The trainer dequantizes the weights, so the engine must not expect FP8."""
 
 
 class Session:
     """An engine and its model. Every test publishes weights of its own."""
 
-    def __init__(self, kind: str, name: str, directory: Path) -> None:
-        family, self.dtype, self.changes = MODELS[name]
-        self.family = family
-        model = self.model(seed=99)
-        model.save_pretrained(directory)
+    def __init__(self, process: RemoteEngine, name: str, directory: Path) -> None:
+        self.family, self.dtype, self.changes = MODELS[name]
+        self.model(seed=99).save_pretrained(directory)
+        config = directory / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": FP8}))
         # As in a run, the engine starts with random weights and gets its first weights by sync.
-        self.engine = start_engine(kind, directory, self.dtype, load_weights=False)
+        self.engine = process.start(directory, self.dtype, load_weights=False)
 
     def model(self, seed: int) -> Any:
         return tiny_model(self.family, head_dim=32, seed=seed, **self.changes).to(getattr(torch, self.dtype))
@@ -69,10 +56,13 @@ SESSIONS = [
 
 
 @pytest.fixture(scope="module", params=SESSIONS)
-def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    session = Session(*request.param, tmp_path_factory.mktemp("model"))
-    yield session
-    session.engine.shutdown()
+def session(
+    request: pytest.FixtureRequest,
+    process_of: Callable[[str], RemoteEngine],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Session:
+    kind, name = request.param
+    return Session(process_of(kind), name, tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(
@@ -176,40 +166,9 @@ def test_update_after_broken_update_is_complete(session: Session) -> None:
     check_recovery(session.engine, session.trainer(6, 40 << 10, 2), 1, greedy=session.dtype == "float32")
 
 
-SGLANG_FAMILIES = ("qwen2", "qwen3_moe")
-"""Always tested with SGLang, whose restart imports it again; the others on demand."""
-
-
-def test_families_supported_on_vllm_cpu_are_tested() -> None:
-    assert set(FAMILIES) == {name for name, family in REGISTRY.items() if family.description.vllm_cpu == "runs"}
-
-
-@pytest.mark.parametrize(("engines", "family"), families_of_engines(FAMILIES, SGLANG_FAMILIES), indirect=["engines"])
-def test_update_family_loaded_from_export_is_exact(engines: FamilyEngine, family: str, tmp_path: Path) -> None:
-    """Sizes: vLLM's Qwen2 computes head_dim as hidden_size / heads, and its CPU attention requires head_dim 32.
-
-    SGLang does not support Qwen3-MoE with dense layers.
-    """
-    kind, changes, layout = FAMILIES[family]
-    if engines.kind == "sglang":
-        if "kv_lora_rank" in changes:
-            pytest.skip("refused by config.rules.engine_support")
-        changes = changes | {"mlp_only_layers": []} if family == "qwen3_moe" else changes
-
-    def model(seed: int) -> Any:
-        return tiny_model(kind, seed=seed, **({"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2} | changes))
-
-    first = model(seed=0)
-    first.save_pretrained(tmp_path / "saved")
-    config = tmp_path / "saved" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": family}))
-    engine = engines.start(export_through(tmp_path / "saved", tmp_path / "exported", layout))
-    check_greedy(engine, first, version=0)
-    trainer = HFTrainer(model(seed=8), engine, 40 << 10, 2)
-    for version in (1, 2):
-        trainer.publish(version)
-        check_greedy(engine, trainer.model, version)
-        assert trainer.certify() > 10
-        trainer.perturb(version)
-        with pytest.raises(WeightSyncError, match="differ"):
-            trainer.certify()
+def test_sglang_silent_rank_raises_in_time_and_disables_engine(session: Session) -> None:
+    """Must be the last test of the engine: the engine is unusable afterwards. test_two_ranks.py tests vLLM."""
+    if session.engine.kind != "sglang":
+        pytest.skip("vLLM has no rank process of its own")
+    session.trainer(7, 1 << 20, 2).publish(7)
+    check_silent_rank(session.engine, 0, "is_idle", "rank 0 did not answer")

@@ -1,14 +1,17 @@
-"""Checks of every engine after a complete or a broken weight update."""
+"""Checks of every engine after a complete or a broken weight update, and with a rank that does not answer."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from mcore_rl.errors import WeightSyncError
+from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.types import GenerationRequest, SamplingOptions
 from tests.contract.engines import RemoteEngine
 from tests.contract.hf_trainer import HFTrainer
@@ -62,3 +65,35 @@ def check_recovery(engine: RemoteEngine, trainer: HFTrainer, received: int, *, g
     if greedy:
         check_greedy(engine, trainer.model, 100 + received)
     assert trainer.certify() > 10
+
+
+def rank_processes(engine: Any) -> list[int]:
+    """Return the process ids of the ranks. Runs in the engine's process."""
+    if hasattr(engine._ranks, "_processes"):
+        return [process.pid for process in engine._ranks._processes]
+    return [worker.proc.pid for worker in engine._engine.model_executor.workers]
+
+
+def _call_ranks(engine: Any, method: str) -> None:
+    engine._ranks.call(method)
+
+
+def _set_deadline(engine: Any, seconds: float) -> None:
+    engine._ranks.timeout_seconds = seconds
+
+
+def check_silent_rank(engine: RemoteEngine, rank: int, method: str, unanswered: str) -> None:
+    """Stop a rank, call `method`, which the others answer at once, and check that the engine is unusable afterwards."""
+    process = engine.call(rank_processes)[rank]
+    engine.call(_set_deadline, 3)
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(WorkerDiedError) as caught:
+        engine.call(_call_ranks, method)
+    os.kill(process, signal.SIGCONT)
+    message = str(caught.value)
+    assert f"the engine: {unanswered} `{method}` within 3 s (cluster.collective_timeout_seconds)" in message
+    assert re.search(rf"(rank {rank} \(process {process}\)|it) is stopped", message)
+    request = GenerationRequest("0", np.array([5, 6], np.int32), 0, SamplingOptions(4))
+    for call in (lambda: engine.generate([request]), lambda: engine.call(_call_ranks, method)):
+        with pytest.raises(WorkerDiedError, match=f"{unanswered} `{method}`"):
+            call()

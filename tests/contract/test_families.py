@@ -1,0 +1,145 @@
+"""Engines compute what transformers computes, for each family: with the weights of an export, and after each update.
+
+config.json also has the fields that only engines read, with values of another model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.errors import ConfigError, WeightSyncError
+from mcore_rl.weights.transports.segments import SHARED_MEMORY
+from model_converters.families import FAMILIES
+from model_converters.mapping.layout import TrainLayout
+from tests.contract.engines import DIVIDED_BY_TWO, LATENT, WITH_SGLANG, RemoteEngine, families_of_engines
+from tests.contract.hf_trainer import HFTrainer
+from tests.contract.update_checks import check_greedy
+from tests.engine_fields import OTHER_VALUES
+from tests.exported import export_through
+from tests.tiny_models import GROUPS, LLAMA3, YARN, write_tiny_model
+
+GREEDY_GROUPS = {"n_group": 4, "topk_group": 2, "topk_method": "greedy", "n_routed_experts": 8}
+WITHOUT_MSCALE = YARN | {"beta_fast": None, "mscale": None, "mscale_all_dim": None}
+Fields = dict[str, Any]
+CASES: dict[str, tuple[str, Fields, Fields, TrainLayout]] = {
+    "llama": ("llama", {"rope_parameters": LLAMA3}, {}, TrainLayout(4, tp=2, pp=2)),
+    "qwen2": ("qwen2", {}, {}, TrainLayout(4, tp=2, pp=2)),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}, {}, TrainLayout(4, tp=2, pp=2)),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}, {}, TrainLayout(4, pp=2, ep=2)),
+    "mixtral": ("mixtral", {}, {}, TrainLayout(4, pp=2, ep=2)),
+    "glm4_moe": ("glm4_moe", {}, {}, TrainLayout(4, tp=2, ep=2)),
+    "glm4_moe, whole heads rotate": (
+        "glm4_moe",
+        {},
+        {"partial_rotary_factor": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        TrainLayout(4, pp=2, ep=2),
+    ),
+    "deepseek_v2": (
+        "deepseek_v2", LATENT | GREEDY_GROUPS, {"rope_parameters": WITHOUT_MSCALE}, TrainLayout(4, tp=2, ep=2)
+    ),
+    "deepseek_v3": (
+        "deepseek_v3", LATENT | GROUPS | {"rope_parameters": YARN}, {}, TrainLayout(4, pp=2, tp=2, ep=2)
+    ),
+    "kimi_k2": (
+        "kimi_k2",
+        LATENT | {"q_lora_rank": None},
+        {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0}},
+        TrainLayout(4, pp=2, ep=2),
+    ),
+}  # fmt: skip
+"""Family, fields of the model, fields that replace those in the config.json that transformers saves, and the trainer
+layout that exports the engine's first weights."""
+WITH_SGLANG_ALWAYS = ("qwen2", "glm4_moe")
+"""Always tested with SGLang, whose restart imports it again; the others on demand."""
+
+
+def test_families_supported_on_vllm_cpu_are_tested() -> None:
+    tested = {family for family, *_ in CASES.values()}
+    assert tested == {name for name, family in FAMILIES.items() if family.description.vllm_cpu == "runs"}
+
+
+def change_config(directory: Path, fields: Fields) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def exported_model(directory: Path, family: str, fields: Fields, replaced: Fields, layout: TrainLayout) -> Any:
+    """Write a model to directory/exported, with fields that only engines read; return it as transformers reads it.
+
+    Sizes: vLLM's Qwen2 computes head_dim as hidden_size / heads, and its CPU attention requires head_dim 32.
+    """
+    from transformers import AutoModelForCausalLM
+
+    saved, known = directory / "saved", FAMILIES[family]
+    sizes = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2}
+    write_tiny_model(saved, known.transformers_type or family, **(sizes | fields))
+    change_config(saved, replaced)
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, attn_implementation="eager").eval()
+    change_config(saved, {"model_type": family})
+    export_through(saved, directory / "exported", layout)
+    excluded = known.own_fields | known.absent_for_engines
+    change_config(directory / "exported", {key: value for key, value in OTHER_VALUES.items() if key not in excluded})
+    return model
+
+
+@pytest.mark.parametrize(("process", "case"), families_of_engines(CASES, WITH_SGLANG_ALWAYS), indirect=["process"])
+def test_family_from_export_and_after_updates_is_exact(process: RemoteEngine, case: str, tmp_path: Path) -> None:
+    family, fields, replaced, layout = CASES[case]
+    if process.kind == "sglang":
+        if FAMILIES[family].absent_for_engines:
+            pytest.skip("refused by config.rules.engine_support")
+        fields = fields | {"mlp_only_layers": []} if family == "qwen3_moe" else fields  # it has no dense layers
+    model = exported_model(tmp_path, family, fields, replaced, layout)
+    engine = process.start(tmp_path / "exported")
+    check_greedy(engine, model, version=0)
+    trainer = HFTrainer(model, engine, 40 << 10, 2)
+    for version in (1, 2):
+        trainer.perturb(version)
+        with pytest.raises(WeightSyncError, match="differ"):
+            trainer.certify()
+        trainer.publish(version)
+        check_greedy(engine, model, version)
+        assert trainer.certify() > 10
+
+
+@pytest.mark.parametrize("process", ["vllm"], indirect=True)
+def test_vllm_kv_cache_too_small_names_key(process: RemoteEngine, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "qwen3", head_dim=32, num_hidden_layers=1)
+    with pytest.raises(ConfigError, match=r"rollout\.kv_cache_gib"):
+        process.start(tmp_path, max_response_tokens=200, kv_cache_gib=1e-5)
+
+
+def _record_ranks(engine: Any, pids: list[int]) -> None:
+    """Add the process ids of ranks that SGLang starts from now on to a list that `_recorded` returns."""
+    from mcore_rl.engines.sglang import processes
+
+    def start_rank(*given: Any, start: Any = processes.start_rank) -> Any:
+        rank = start(*given)
+        pids.append(rank.pid)
+        return rank
+
+    processes.start_rank, processes.recorded = start_rank, pids  # type: ignore[attr-defined]
+
+
+def _recorded(engine: Any) -> list[int]:
+    from mcore_rl.engines.sglang import processes
+
+    return processes.recorded  # type: ignore[attr-defined, no-any-return]
+
+
+@WITH_SGLANG
+@pytest.mark.parametrize("process", ["sglang"], indirect=True)
+def test_sglang_rejected_model_reports_reason_and_leaves_no_files(process: RemoteEngine, tmp_path: Path) -> None:
+    """Latent attention without YaRN fails on CPU with an assertion without message."""
+    write_tiny_model(tmp_path, "deepseek_v3", hidden_size=128, **(DIVIDED_BY_TWO | LATENT))
+    process.call(_record_ranks, [])
+    with pytest.raises(ConfigError) as raised:
+        process.start(tmp_path)
+    assert str(raised.value) == "SGLang cannot run this: AssertionError: assert rope_scaling is not None"
+    (pid,) = process.call(_recorded)
+    assert not list(SHARED_MEMORY.glob(f"sglang_loads_mcore{pid}_*"))
