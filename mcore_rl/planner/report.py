@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mcore_rl.planner.engine import GIB
@@ -34,7 +35,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     for kind, messages in kinds.items():
         for message in messages:
             # Without highlight, rich does not colour the numbers in a message.
-            console.print(f"{kind}: {_plain(message)}", highlight=False)
+            console.print(f"{kind}: {escape(message)}", highlight=False)
     conclusion = "[yellow]fits, cannot run yet[/]" if plan.cannot_run else "[green]fits[/]"
     console.print(conclusion if plan.fits else "[red]does not fit[/]")
 
@@ -49,8 +50,8 @@ def print_suggestions(found: Suggestions, console: Console) -> None:
             highlight=False,
         )
         # One line that can be copied to a command line.
-        console.print(f"   {_plain(' '.join(suggestion.overrides))}", highlight=False, soft_wrap=True)
-        console.print(f"   gives up: {_plain('; '.join(suggestion.gives_up) or 'nothing')}", highlight=False)
+        console.print(f"   {escape(' '.join(suggestion.overrides))}", highlight=False, soft_wrap=True)
+        console.print(f"   gives up: {escape('; '.join(suggestion.gives_up) or 'nothing')}", highlight=False)
     console.print(found.problem or f"{found.tried} layouts divide the ranks and the model", highlight=False)
 
 
@@ -211,8 +212,3 @@ def _rows(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
-
-
-def _plain(message: str) -> str:
-    """Escape square brackets, which rich would read as markup."""
-    return message.replace("[", r"\[")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from textwrap import shorten
 from urllib.parse import urlsplit
 
 from mcore_rl.config.fields import reject_unless_default
@@ -49,7 +50,7 @@ def validate_judge(judge: JudgeConfig, rollout: RolloutConfig, model: ModelConfi
     placeholders = set(PLACEHOLDERS.findall(text))
     for name in NEEDED:
         if name not in placeholders:
-            raise ConfigError(f"judge.template has no {{{name}}}; put it where the {name} goes: {_shown(text)}")
+            raise ConfigError(f"judge.template has no {{{name}}}; put it where the {name} goes: {shorten(text, 80)}")
     if judge.parser is not None and judge.score_pattern != JudgeConfig().score_pattern:
         raise ConfigError(
             f"judge.score_pattern={judge.score_pattern} has no effect, since judge.parser={judge.parser} extracts the "
@@ -137,9 +138,3 @@ def _check_numbers(judge: JudgeConfig) -> None:
             f"judge.samples={judge.samples} greedy answers to a response would all be equal; set judge.temperature "
             "above 0, or one sample"
         )
-
-
-def _shown(text: str) -> str:
-    """Shorten a text to one line."""
-    line = " ".join(text.split())
-    return line if len(line) <= 80 else f"{line[:77]}..."
