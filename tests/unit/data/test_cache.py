@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from mcore_rl.data.prompts import LoadReport, PromptSet
 from mcore_rl.data.tokenised import cache as cache_module
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
+from tests.unit.data.rows import jsonl
 
 HIT = "read from data.cache_dir"
 ROWS: list[dict[str, Any]] = [
@@ -35,18 +35,11 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def rows_file(tmp_path: Path) -> Path:
-    return written(tmp_path / "rows.jsonl", ROWS)
-
-
-def written(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return jsonl(tmp_path / "rows.jsonl", ROWS)
 
 
 @pytest.fixture
-def load(tmp_path: Path, tokenizer_file: Path) -> Any:
-    tokenizer = load_tokenizer(tokenizer_file)
-
+def load(tmp_path: Path, tokenizer: Any) -> Any:
     def loaded(path: Any, limit: int = 30, *, tokenizer: Any = tokenizer, cached: bool = True, **data: Any) -> Any:
         options = {name: data.pop(name) for name in ("max_prompts", "runs_tools") if name in data}
         config = DataConfig(cache_dir=str(tmp_path / "cache") if cached else None, **data)
@@ -77,23 +70,19 @@ def test_cache_hit_returns_the_same_set(rows_file: Path, load: Any) -> None:
     assert same(plain, second)
     assert HIT not in first[1].notes
     assert HIT in second[1].notes
+    tokens = second[0].tokens  # memory-mapped
+    assert not (tokens.flags.owndata)
+    assert not (tokens.flags.writeable)
     assert second[0][1].token_ids.tolist() == load.tokenizer("é😀", add_special_tokens=False)["input_ids"]
 
 
 def test_cache_hit_names_files_without_a_kept_row(tmp_path: Path, rows_file: Path, load: Any) -> None:
-    names = [rows_file, written(tmp_path / "empty.jsonl", [])]
+    names = [rows_file, jsonl(tmp_path / "empty.jsonl", [])]
     for _ in range(2):
         report = load(names)[1]
         assert report.of_files == (3, 0)
         assert f"no row kept of {tmp_path}/empty.jsonl" in report.notes
     assert HIT in report.notes
-
-
-def test_cached_token_ids_are_memory_mapped(rows_file: Path, load: Any) -> None:
-    load(rows_file)
-    tokens = load(rows_file)[0].tokens
-    assert not tokens.flags.owndata
-    assert not tokens.flags.writeable
 
 
 def test_cache_hit_does_not_depend_on_paths(tmp_path: Path, rows_file: Path, load: Any) -> None:
@@ -136,12 +125,12 @@ def test_changed_key_misses_the_cache(rows_file: Path, load: Any, changed: dict[
 
 
 def test_changed_tokenizer_or_chat_template_misses_the_cache(
-    rows_file: Path, load: Any, bos_tokenizer_file: Path, tokenizer_file: Path
+    rows_file: Path, load: Any, bos_tokenizer_file: Path
 ) -> None:
     load(rows_file)
     other = load_tokenizer(bos_tokenizer_file)
     assert same(load(rows_file, tokenizer=other), load(rows_file, tokenizer=other, cached=False))
-    chat = load_tokenizer(tokenizer_file)
+    chat = load.tokenizer
     for template in (
         "{{ messages[0].content }}",
         "{{ messages[0].content }}!",
@@ -196,7 +185,7 @@ def test_file_that_changes_while_it_is_read_is_not_cached(
 
     def then_written(*args: Any) -> str:
         found = digest(*args)
-        written(rows_file, [*ROWS, ROWS[0]])
+        jsonl(rows_file, [*ROWS, ROWS[0]])
         return found
 
     monkeypatch.setattr(cache_module, "digest", then_written)
@@ -211,9 +200,9 @@ def test_unwritable_cache_dir_raises_config_error(tmp_path: Path, rows_file: Pat
         load(rows_file)
 
 
-def test_cache_stores_targets(tmp_path: Path, tokenizer_file: Path) -> None:
-    path = written(tmp_path / "rows.jsonl", [{"question": "a", "answer": "bc"}, {"question": "d", "answer": "e" * 99}])
-    tokenizer, limits = load_tokenizer(tokenizer_file), RolloutConfig(max_response_tokens=50)
+def test_cache_stores_targets(tmp_path: Path, tokenizer: Any) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"question": "a", "answer": "bc"}, {"question": "d", "answer": "e" * 99}])
+    limits = RolloutConfig(max_response_tokens=50)
     config = DataConfig(cache_dir=str(tmp_path / "cache"))
     first, second = (load_supervised(path, tokenizer, config, limits) for _ in range(2))
     plain = load_supervised(path, tokenizer, DataConfig(), limits)

@@ -6,16 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.columns import Columns, check_keys, format_notes
 from mcore_rl.data.loading import load_prompts
-from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
+from tests.unit.data.rows import jsonl, parquet
 
 PLAIN = {"question": "1+1?", "answer": "2"}
 MESSAGES = [{"role": "user", "content": "1+1?"}]
@@ -31,18 +29,10 @@ def read(
     return columns.read("rows.jsonl, line 1", row), format_notes(columns.notes)
 
 
-def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.mark.parametrize("prompt_key", [None, "question"])
-def test_load_prompts_plain_and_verl_files_in_one_run(
-    tmp_path: Path, tokenizer_file: Path, prompt_key: str | None
-) -> None:
-    train, val = jsonl(tmp_path / "train.jsonl", [PLAIN]), str(tmp_path / "val.parquet")
-    pq.write_table(pa.Table.from_pylist([VERL, VERL]), val)
-    config, tokenizer = DataConfig(train=train, val=val, prompt_key=prompt_key), load_tokenizer(tokenizer_file)
+def test_load_prompts_plain_and_verl_files_in_one_run(tmp_path: Path, tokenizer: Any, prompt_key: str | None) -> None:
+    train, val = jsonl(tmp_path / "train.jsonl", [PLAIN]), parquet(tmp_path / "val.parquet", [VERL, VERL])
+    config = DataConfig(train=str(train), val=str(val), prompt_key=prompt_key)
     check_keys(config, {"data.train": train, "data.val": val})
     for path, noted in ((train, False), (val, prompt_key is not None)):
         prompts, report = load_prompts(path, tokenizer, config, RolloutConfig())
@@ -102,7 +92,6 @@ def test_columns_other_json_in_prompt_stays_text(text: str) -> None:
         (json.dumps(MESSAGES)[:-4], "not valid JSON.*write them as JSON"),
         (r'[{"role": "user", "content": "\ud83d"}]', "the prompt: content contains half of a character"),
         ('[{"role": "user", "content": ' + "[" * 100_000, "nested more than 100 levels deep"),
-        ('[{"role": "user"}]', "`role` and `content`"),
     ],
 )
 def test_columns_malformed_json_messages_are_rejected(text: str, message: str) -> None:
@@ -112,8 +101,9 @@ def test_columns_malformed_json_messages_are_rejected(text: str, message: str) -
 
 def test_columns_csv_objects_are_parsed_from_json_text() -> None:
     flat = {"prompt": "1+1?", "reward_model": '{"ground_truth": "2"}', "extra_info": '{"index": 1}'}
-    fields, _ = read(flat)
+    fields, _ = read({**flat, "sampling": '{"top_p": 0.9}', "max_turns": " 4 "})
     assert (fields.ground_truth, fields.extra_info) == ("2", {"index": 1})
+    assert (fields.sampling, fields.max_turns) == ({"top_p": 0.9}, 4)
     with pytest.raises(DataError, match="line 1: extra_info is not valid JSON"):
         read({**flat, "extra_info": "{'index': 1}"})
 
@@ -137,18 +127,23 @@ def test_columns_unused_tool_arguments_are_noted_once() -> None:
     )
 
 
-def test_columns_verl_tool_agent_with_tools_is_accepted() -> None:
+def test_columns_with_tools_accepts_verl_agents_and_notes_others() -> None:
     info = {"need_tools_kwargs": True, "tools_kwargs": {"calc": {"create_kwargs": {"x": 1}}}, "interaction_kwargs": {}}
     for agent in ("tool_agent", "single_turn_agent", None):
         fields, notes = read({**VERL, "agent_name": agent, "extra_info": info}, tools=True)
         assert (fields.extra_info, notes) == (info, ())
-
-
-def test_columns_with_tools_ignored_fields_are_noted() -> None:
     assert read({**VERL, "agent_name": "mine", "tools_kwargs": {"calc": {}}}, tools=True)[1] == (
         "1 rows have agent_name 'mine', which is ignored: rollout.episode selects the episode",
         "1 rows have columns tools_kwargs, which are ignored: move them into extra_info",
     )
+
+
+def test_columns_media_column_is_rejected_by_name() -> None:
+    for column in ("image", "videos", "audio", "Image", "image_url", "multi_modal_data"):
+        for empty in (None, [], "", {"bytes": None, "path": None}):
+            read({**PLAIN, column: empty})
+        with pytest.raises(DataError, match=rf"line 1 has {column}, but prompts are text only.*set data\.val"):
+            read({**PLAIN, column: {"bytes": "x"}})
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
@@ -188,18 +183,12 @@ def test_columns_trained_row_restricted_sampling_is_rejected(sampling: dict[str,
     assert read({**VERL, "sampling": allowed}, trained=True)[0].sampling == {**allowed, "stop": ["END"]}
 
 
-def test_load_prompts_training_rows_are_checked_as_trained(tmp_path: Path, tokenizer_file: Path) -> None:
-    path = jsonl(tmp_path / "rows.jsonl", [{**PLAIN, "sampling": {"top_p": 0.9}}])
-    cache = {"cache_dir": str(tmp_path / "cache")}
-    config, tokenizer = DataConfig(train=path, val=path, **cache), load_tokenizer(tokenizer_file)
+def test_load_prompts_training_rows_are_checked_as_trained(tmp_path: Path, tokenizer: Any) -> None:
+    path = str(jsonl(tmp_path / "rows.jsonl", [{**PLAIN, "sampling": {"top_p": 0.9}}]))
+    config = DataConfig(train=path, val=path, cache_dir=str(tmp_path / "cache"))
     assert load_prompts(path, tokenizer, config, RolloutConfig(), "data.val")[0][0].sampling == {"top_p": 0.9}
     with pytest.raises(DataError, match=r"^data\.train: .*line 1: sampling\.top_p is 0\.9"):
         load_prompts(path, tokenizer, config, RolloutConfig(), "data.train")
-
-
-def test_columns_csv_sampling_and_max_turns_are_parsed() -> None:
-    fields, _ = read({**PLAIN, "sampling": '{"top_p": 0.9}', "max_turns": " 4 "})
-    assert (fields.sampling, fields.max_turns) == ({"top_p": 0.9}, 4)
 
 
 @pytest.mark.parametrize(
@@ -236,9 +225,9 @@ def test_columns_invalid_row_option_names_its_line(row: dict[str, Any], message:
         read({**VERL, **row})
 
 
-def test_load_prompts_csv_without_header_is_rejected(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_load_prompts_csv_without_header_is_rejected(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(f"{'Natalia sold clips ' * 9},72\nWeng earns,10\n")
     named = r"its columns, which line 1 names, are Natalia.{33}\.\.\., 72; set data\.prompt_key"
     with pytest.raises(DataError, match=f"line 2 has no prompt: {named}"):
-        load_prompts(path, load_tokenizer(tokenizer_file), DataConfig(), RolloutConfig())
+        load_prompts(path, tokenizer, DataConfig(), RolloutConfig())

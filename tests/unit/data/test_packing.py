@@ -1,5 +1,3 @@
-import itertools
-
 import numpy as np
 import pytest
 
@@ -7,8 +5,8 @@ from mcore_rl.data.packing import SequenceCost, balance, pack
 from mcore_rl.errors import DataError
 
 
-def lognormal(count: int, seed: int = 0, sigma: float = 1.0) -> np.ndarray:
-    return np.clip(np.random.default_rng(seed).lognormal(6, sigma, count), 1, 4096).astype(np.int32)
+def long_tailed(count: int, sigma: float = 1.0, seed: int = 0) -> np.ndarray:
+    return np.clip(np.random.default_rng(seed).lognormal(7.5, sigma, count), 1, 20480).astype(np.int32)
 
 
 def first_fit_decreasing(lengths, capacity):
@@ -24,16 +22,6 @@ def first_fit_decreasing(lengths, capacity):
     return sorted(sorted(members) for members in bins)
 
 
-def fewest_bins(lengths, capacity):
-    """Find the optimum by exhaustive search."""
-
-    def fits(count):
-        assignments = itertools.product(range(count), repeat=len(lengths))
-        return any(np.bincount(bins, lengths, count).max() <= capacity for bins in assignments)
-
-    return next(count for count in itertools.count(1) if fits(count))
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_pack_equals_textbook_first_fit_decreasing(seed):
     lengths = np.random.default_rng(seed).integers(0, 101, 300)  # some fill a bin, some are empty, many equal
@@ -46,29 +34,17 @@ def test_pack_equals_textbook_first_fit_decreasing(seed):
 
 @pytest.mark.parametrize("min_bins", [1, 7, 40, 333, 900])
 def test_pack_assigns_each_sequence_once_within_capacity(min_bins):
-    lengths = lognormal(700)
-    bins = pack(lengths, 5000, min_bins)
+    lengths = long_tailed(700)
+    bins = pack(lengths, 25_000, min_bins)
     assert np.array_equal(np.sort(np.concatenate(bins)), np.arange(700))
-    assert max(lengths[members].sum() for members in bins) <= 5000
+    assert max(lengths[members].sum() for members in bins) <= 25_000
     assert all(members.dtype == np.int64 for members in bins)
     assert len(bins) >= min_bins
     assert sum(len(members) == 0 for members in bins) == max(0, min_bins - 700)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_pack_uses_few_more_bins_than_optimum(seed):
-    lengths = np.random.default_rng(seed).integers(1, 100, 6)
-    assert len(pack(lengths, 100)) <= 11 / 9 * fewest_bins(lengths, 100) + 6 / 9
-
-
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
-def test_pack_long_tailed_lengths_fill_bins(sigma):
-    lengths = lognormal(8192, sigma=sigma)
-    assert lengths.sum() / (len(pack(lengths, 16384)) * 16384) >= 0.99
-
-
 def test_pack_min_bins_are_even():
-    lengths = lognormal(400)
+    lengths = long_tailed(400)
     loads = [lengths[members].sum() for members in pack(lengths, 10**6, 8)]
     assert len(loads) == 8
     assert max(loads) - min(loads) <= lengths.max()
@@ -92,9 +68,9 @@ def test_pack_sequence_above_capacity_is_rejected() -> None:
 
 
 def test_pack_is_deterministic_and_ignores_dtype():
-    lengths = lognormal(1000)
+    lengths = long_tailed(1000)
     for cost in (None, SequenceCost(per_token=1.0, per_pair=1e-4)):
-        first, again = (pack(given, 8192, 40, cost=cost) for given in (lengths, lengths.astype(np.int64)))
+        first, again = (pack(given, 40_000, 150, cost=cost) for given in (lengths, lengths.astype(np.int64)))
         assert [members.tolist() for members in first] == [members.tolist() for members in again]
 
 
@@ -103,8 +79,8 @@ def test_pack_without_sequences_returns_min_bins():
 
 
 def test_balance_int32_lengths_do_not_overflow():
-    lengths = np.full(64, 2**30, np.int32)
-    assert np.bincount(balance(lengths, 8)).tolist() == [8] * 8
+    lengths = np.full(256, 2**30, np.int32)  # more than exchanges could even out
+    assert np.bincount(balance(lengths, 8)).tolist() == [32] * 8
 
 
 def naive_longest_first(lengths, num_ranks):
@@ -116,17 +92,13 @@ def naive_longest_first(lengths, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 64])
 def test_balance_is_at_least_as_good_as_longest_first(num_ranks):
-    lengths = lognormal(1000)
+    lengths = long_tailed(1000)
     ranks = balance(lengths, num_ranks)
     assert ranks.dtype == np.int32
     assert np.bincount(ranks, lengths, num_ranks).max() <= max(naive_longest_first(lengths, num_ranks))
 
 
 ATTENTION = SequenceCost(per_token=1.0, per_pair=1e-4)  # at 20,000 tokens attention is half of the cost
-
-
-def long_tailed(count: int, sigma: float, seed: int) -> np.ndarray:
-    return np.clip(np.random.default_rng(seed).lognormal(7.5, sigma, count), 1, 20480).astype(np.int64)
 
 
 def test_sequence_cost_counts_causal_pairs():
@@ -137,13 +109,13 @@ def test_sequence_cost_counts_causal_pairs():
     ]
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
-def test_balance_long_tailed_responses_over_many_ranks(sigma, seed):
-    costs = ATTENTION.of(long_tailed(512, sigma, seed))
-    loads = np.bincount(balance(costs, 64), costs, 64)
-    # Lower bound: the mean load, and the costliest response.
-    assert loads.max() <= 1.02 * max(loads.mean(), costs.max())
+def test_balance_long_tailed_responses_over_many_ranks(sigma):
+    for seed in range(4):
+        costs = ATTENTION.of(long_tailed(512, sigma, seed))
+        loads = np.bincount(balance(costs, 64), costs, 64)
+        # Lower bound: the mean load, and the costliest response.
+        assert loads.max() <= 1.02 * max(loads.mean(), costs.max())
 
 
 def test_balance_few_sequences_reach_optimum():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +111,7 @@ def test_read_rows_saved_dataset_returns_its_rows() -> None:
 
 def test_read_rows_saved_dataset_selected_columns(tmp_path: Path) -> None:
     shutil.copytree(SAVED, tmp_path / "set")
-    state = json.loads((SAVED / "state.json").read_text())
-    (tmp_path / "set" / "state.json").write_text(json.dumps(state | {"_format_columns": ["prompt"]}))
+    overwrite_state(tmp_path / "set", _format_columns=["prompt"])
     assert [row for _, row in read_rows(tmp_path / "set", "data.train")] == [
         {"prompt": row["prompt"]} for row in saved_rows()
     ]
@@ -125,27 +126,32 @@ def test_find_files_saved_splits_are_rejected(tmp_path: Path) -> None:
     assert find_files(tmp_path / "set" / "train", "data.train") == (tmp_path / "set" / "train",)
 
 
-@pytest.mark.parametrize("damage", ["gone", "torn", "state", "selection"])
-def test_read_rows_damaged_saved_dataset_is_named(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "set"
-    shutil.copytree(SAVED, path)
-    second, state = path / "data-00001-of-00002.arrow", path / "state.json"
-    if damage == "gone":
-        second.unlink()
-    elif damage == "torn":
-        second.write_bytes(second.read_bytes()[:-600])
-    elif damage == "state":
-        state.write_text('{"_data_files": [1]}')
-    else:
-        state.write_text(json.dumps(json.loads(state.read_text()) | {"_indices_data_files": [{"filename": "i.arrow"}]}))
-    message = {
-        "gone": r"data-00001-of-00002\.arrow is not a readable file of a saved set \(after row 4\)",
-        "torn": r"data-00001-of-00002\.arrow is not a readable file of a saved set \(after row 4\)",
-        "state": r"state\.json does not list files",
-        "selection": "is a selection saved by an old version",
-    }[damage]
+def overwrite_state(saved: Path, **changes: object) -> None:
+    state = json.loads((SAVED / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps(state | changes))
+
+
+SECOND = "data-00001-of-00002.arrow"
+UNREADABLE = r"data-00001-of-00002\.arrow is not a readable file of a saved set \(after row 4\)"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda saved: (saved / SECOND).unlink(), UNREADABLE),
+        (lambda saved: os.truncate(saved / SECOND, (saved / SECOND).stat().st_size - 600), UNREADABLE),
+        (lambda saved: overwrite_state(saved, _data_files=[1]), r"state\.json does not list files"),
+        (
+            lambda saved: overwrite_state(saved, _indices_data_files=[{"filename": "i.arrow"}]),
+            "is a selection saved by an old version",
+        ),
+    ],
+    ids=["gone", "torn", "state", "selection"],
+)
+def test_read_rows_damaged_saved_dataset_is_named(tmp_path: Path, damage: Callable, message: str) -> None:
+    damage(Path(shutil.copytree(SAVED, tmp_path / "set")))
     with pytest.raises(DataError, match=rf"^data\.train: .*{message}"):
-        list(read_rows(path, "data.train"))
+        list(read_rows(tmp_path / "set", "data.train"))
 
 
 def test_read_rows_saved_shards_of_several_batches(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,29 +19,24 @@ from mcore_rl.data.loading import load_prompts
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenised.blocks import Block, BlockTokeniser, RawBlock
 from mcore_rl.data.tokenised.reader import tokenise_in_processes, with_progress
-from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError, WorkerDiedError
+from tests.unit.data.rows import jsonl
 
 BAD_ROW, BAD_LINE = 2100, "{torn"
 """Row of the third block without a prompt, and a line that is not JSON."""
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(tokenizer_file: Path) -> Iterator[None]:
+def nothing_is_left(tokenizer: Any) -> Iterator[None]:
     """Compare with the children before the test: ranks of other tests may be running."""
     before = set(psutil.Process().children(recursive=True))
     yield
     assert set(psutil.Process().children(recursive=True)) - before == set()
 
 
-def load(names: list[str], tokenizer_file: Path, workers: int) -> PromptSet:
+def load(names: list[Path], tokenizer: Any, workers: int) -> PromptSet:
     config = DataConfig(workers=workers, plain_template="Q: {prompt}")
-    return load_prompts(names, load_tokenizer(tokenizer_file), config, RolloutConfig(max_prompt_tokens=9))[0]
-
-
-def write(path: Path, lines: list[str]) -> str:
-    path.write_text("".join(line + "\n" for line in lines))
-    return str(path)
+    return load_prompts(list(map(str, names)), tokenizer, config, RolloutConfig(max_prompt_tokens=9))[0]
 
 
 def rows(count: int, name: str) -> list[str]:
@@ -48,42 +44,42 @@ def rows(count: int, name: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_several_processes_return_rows_in_the_order_of_one(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_several_processes_return_rows_in_the_order_of_one(tmp_path: Path, tokenizer: Any) -> None:
     names = [
-        write(tmp_path / f"{name}.jsonl", rows(count, name)) for name, count in (("a", 3000), ("b", 5), ("c", 1500))
+        jsonl(tmp_path / f"{name}.jsonl", rows(count, name)) for name, count in (("a", 3000), ("b", 5), ("c", 1500))
     ]
-    one, three = (load(names, tokenizer_file, workers) for workers in (1, 3))
+    one, three = (load(names, tokenizer, workers) for workers in (1, 3))
     assert len(one) == 4505
     for name, value in vars(one).items():
         other = getattr(three, name)
         assert np.array_equal(value, other) if isinstance(value, np.ndarray) else value == other
 
 
-def test_max_prompts_stops_reading_before_a_malformed_row(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_max_prompts_stops_reading_before_a_malformed_row(tmp_path: Path, tokenizer: Any) -> None:
     lines = rows(6000, "a")
     lines[5000] = BAD_LINE  # one process would not read it
-    path, config = write(tmp_path / "rows.jsonl", lines), DataConfig(workers=2)
-    prompts, _ = load_prompts(path, load_tokenizer(tokenizer_file), config, RolloutConfig(), max_prompts=7)
+    path, config = jsonl(tmp_path / "rows.jsonl", lines), DataConfig(workers=2)
+    prompts, _ = load_prompts(path, tokenizer, config, RolloutConfig(), max_prompts=7)
     assert prompts.columns["ground_truth"] == list(range(7))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("torn_block", [2, 3])
-def test_first_malformed_row_of_the_file_is_reported(tmp_path: Path, tokenizer_file: Path, torn_block: int) -> None:
+def test_first_malformed_row_of_the_file_is_reported(tmp_path: Path, tokenizer: Any, torn_block: int) -> None:
     lines = rows(5000, "a")
     lines[BAD_ROW], lines[torn_block * 1024 + 100] = '{"other": 1}', BAD_LINE
-    names, messages = [write(tmp_path / "rows.jsonl", lines)], []
+    names, messages = [jsonl(tmp_path / "rows.jsonl", lines)], []
     for workers in (1, 2):
         with pytest.raises(DataError) as caught:
-            load(names, tokenizer_file, workers)
+            load(names, tokenizer, workers)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
     # A block is read completely before its rows are tokenised.
     assert ("line 2149 is not valid JSON" if torn_block == 2 else "line 2101 has no prompt") in messages[0]
 
 
-def test_death_of_a_process_raises_instead_of_ending_the_data(tmp_path: Path, tokenizer_file: Path) -> None:
-    tokeniser = BlockTokeniser(load_tokenizer(tokenizer_file), DataConfig(workers=1), RolloutConfig(), "data.train")
+def test_death_of_a_process_raises_instead_of_ending_the_data(tmp_path: Path, tokenizer: Any) -> None:
+    tokeniser = BlockTokeniser(tokenizer, DataConfig(workers=1), RolloutConfig(), "data.train")
 
     before = set(psutil.Process().children())
 

@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 
@@ -7,20 +5,14 @@ from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.batching import UpdateSchedule, build_batch, gather
 from mcore_rl.data.loading import load_supervised
 from mcore_rl.data.prompts import supervised_chunk
-from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
+from tests.unit.data.rows import jsonl
 
 ROWS = [("1+1=", "2"), ("12+30=", "42"), ("5+5=", "10 "), ("100+200=", "300")]
 
 
-@pytest.fixture
-def tokenizer(tokenizer_file):
-    return load_tokenizer(tokenizer_file)
-
-
 def load(tmp_path, tokenizer, rows, *, prompt=64, response=64, **data):
-    path = tmp_path / "targets.jsonl"
-    path.write_text("".join(json.dumps(dict(zip(("question", "answer"), row, strict=False))) + "\n" for row in rows))
+    path = jsonl(tmp_path / "targets.jsonl", [{"question": question, "answer": answer} for question, answer in rows])
     limits = RolloutConfig(max_prompt_tokens=prompt, max_response_tokens=response)
     return load_supervised(path, tokenizer, DataConfig(**data), limits)
 
@@ -78,10 +70,10 @@ def test_load_supervised_all_too_long_names_limits(tmp_path, tokenizer):
         load(tmp_path, tokenizer, ROWS, response=1)
 
 
-@pytest.mark.parametrize("target", ["", 5, None])
-def test_load_supervised_row_without_target_is_named(tmp_path, tokenizer, target):
-    with pytest.raises(DataError, match=r"targets\.jsonl, line 2 .*data\.answer_key"):
-        load(tmp_path, tokenizer, [ROWS[0], ("q", target)])
+def test_load_supervised_row_without_target_is_named(tmp_path, tokenizer):
+    for target in ("", 5, None):
+        with pytest.raises(DataError, match=r"targets\.jsonl, line 2 .*data\.answer_key"):
+            load(tmp_path, tokenizer, [ROWS[0], ("q", target)])
 
 
 def test_load_supervised_empty_file_is_rejected(tmp_path, tokenizer):

@@ -119,14 +119,18 @@ NEXT_ROLE_ENDS = (
 """Turns have no end token; the role token of the next turn ends them."""
 
 
-def tokenizer(template: str | None) -> Any:
-    """Build a tokenizer with one token per byte and the special tokens."""
+def byte_tokenizer(special: Sequence[str]) -> Tokenizer:
+    """Build a tokenizer with one token per byte (a byte-level BPE without merges) and special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL))
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=CLOSE)
+    backend.add_special_tokens(list(special))
+    return backend
+
+
+def tokenizer(template: str | None) -> Any:
+    made = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(SPECIAL), eos_token=CLOSE)
     made.chat_template = template
     return made
 

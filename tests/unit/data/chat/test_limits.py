@@ -14,13 +14,6 @@ from mcore_rl.errors import ConfigError, DataError
 from tests.unit.data.chat import made
 
 LOOPS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
-BOMBS = [
-    (LOOPS, "did not end within 2 seconds"),
-    ("{{ 10 ** (10 ** 9) }}", "did not end within 2 seconds|needs more than"),
-    ("{{ 'a' * 10 ** 11 }}", "needs more than 256 MiB"),
-    ("{{ 'a'.ljust(10 ** 11) }}", "needs more than 256 MiB"),
-    ("{{ ['a' * 10 ** 6] * 10 ** 9 }}", "needs more than 256 MiB|did not end"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -29,22 +22,30 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_BYTES", 256 << 20)
 
 
-@pytest.mark.parametrize(("bomb", "problem"), BOMBS)
-def test_check_limits_exceeding_template_is_rejected(bomb: str, problem: str) -> None:
-    tokenizer = made.tokenizer(made.STABLE + bomb)
-    with pytest.raises(ConfigError, match=rf"^model\.tokenizer_path: .*({problem}).*; set data\.template=plain, or"):
-        limits.check_limits(partial(PromptRenderer, tokenizer, DataConfig()), "model.tokenizer_path")
+def test_check_limits_exceeding_template_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(bomb: str, problem: str) -> None:
+        tokenizer = made.tokenizer(made.STABLE + bomb)
+        with pytest.raises(ConfigError, match=rf"^model\.tokenizer_path: .*{problem}.*; set data\.template=plain, or"):
+            limits.check_limits(partial(PromptRenderer, tokenizer, DataConfig()), "model.tokenizer_path")
+
+    check("{{ 'a' * 10 ** 9 }}", "needs more than 256 MiB")
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.2)
+    check(LOOPS, "did not end within 0.2 seconds")
 
 
-@pytest.mark.parametrize(("bomb", "problem"), [*BOMBS, ("{{ 'a' * 7 * 10 ** 7 }}", "writes more than 64|needs more")])
+@pytest.mark.parametrize(
+    ("bomb", "problem"),
+    [
+        ("{{ 10 ** (10 ** 9) }}", "did not end within 2 seconds|needs more than"),
+        ("{{ 'a'.ljust(10 ** 11) }}", "needs more than 256 MiB"),
+        ("{{ ['a' * 10 ** 6] * 10 ** 9 }}", "needs more than 256 MiB|did not end"),
+        ("{{ 'a' * 7 * 10 ** 7 }}", "writes more than 64|needs more"),
+    ],
+)
 def test_render_all_row_beyond_limit_is_named(bomb: str, problem: str) -> None:
     """Only the message of the second row triggers it, so the check at load time passes."""
-    template = (
-        made.STABLE
-        + "{% if 'boom' in messages[0].content %}"
-        + bomb.replace("10 **", "messages[0].n **")
-        + "{% endif %}"
-    )
+    template = f"{made.STABLE}{{% if 'boom' in messages[0].content %}}{bomb}{{% endif %}}"
+    template = template.replace("10 **", "messages[0].n **")  # Jinja would compute constants when it loads the template
     renderer = PromptRenderer(made.tokenizer(template), DataConfig())
     rows = [([{"role": "user", "content": text, "n": 10}], f"row {text}") for text in ("calm", "boom", "calm")]
     rendered = renderer.render_all(rows)

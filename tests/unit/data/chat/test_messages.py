@@ -40,6 +40,12 @@ def tool(content: str, **keys: str) -> dict[str, Any]:
     return {"role": "tool", "content": content, **keys}
 
 
+@pytest.fixture(autouse=True)
+def without_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render in this process; test_limits.py tests the child."""
+    monkeypatch.setattr("mcore_rl.data.templates.render_all", lambda jobs: (job() for job in jobs))
+
+
 def shown(template: str | None, messages: Any, **data: Any) -> tuple[str, list[dict[str, Any]], set[str]]:
     """Return the rendered text, the messages that the run keeps, and the notes."""
     renderer = PromptRenderer(made.tokenizer(template), DataConfig(**data))
@@ -53,17 +59,20 @@ def oracle(template: str, messages: Any, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
+def test_messages_tool_call_forms_are_normalized(call: dict[str, Any]) -> None:
+    _, canonical, _ = shown(made.STABLE, [user("?"), assistant(None, call), tool("42")])
+    assert canonical[1:] == [assistant("", WHOLE), tool("42", tool_call_id="call00000")]
+
+
 @pytest.mark.parametrize("template", [made.STABLE, made.TEXT_ARGUMENTS, made.CALLS_ONLY_IF_NULL, made.NO_NULLS])
-def test_messages_tool_call_forms_are_rendered_for_template(template: str, call: dict[str, Any]) -> None:
-    text, canonical, _ = shown(template, [user("?"), assistant(None, call), tool("42")])
-    by_hand = {**WHOLE, "function": {"name": "look", "arguments": TEXT}} if template == made.TEXT_ARGUMENTS else WHOLE
-    by_hand = json.loads(json.dumps(by_hand, ensure_ascii=False))
+def test_messages_tool_call_is_rendered_for_template(template: str) -> None:
+    text = shown(template, [user("?"), assistant(None, WHOLE), tool("42")])[0]
+    by_hand = json.loads(json.dumps(WHOLE))
     if template == made.TEXT_ARGUMENTS:
         by_hand["function"]["arguments"] = json.dumps(ARGUMENTS, ensure_ascii=False)
     content = None if template == made.CALLS_ONLY_IF_NULL else ""
     expected = [user("?"), assistant(content, by_hand), tool("42", tool_call_id="call00000")]
     assert text == oracle(template, expected, add_generation_prompt=True)
-    assert canonical[1:] == [assistant("", WHOLE), tool("42", tool_call_id="call00000")]
 
 
 def test_messages_struct_nulls_are_removed_json_nulls_kept() -> None:
@@ -148,11 +157,7 @@ def test_messages_empty_or_reasoning_prefill_continues_turn() -> None:
         (made.STABLE, [user("?"), assistant("", WHOLE), tool("42", tool_call_id="x")], "message 3 answers tool call"),
         (made.STABLE, [user("?"), assistant("", WHOLE), tool("42"), tool("43")], "message 4 answers tool call None"),
         (made.STABLE, [user("?"), assistant("", WHOLE)], "tool call without an answer"),
-        (
-            made.STABLE,
-            [user([{"type": "image_url", "image_url": "x"}])],
-            "message 1 .user. has a part of type 'image_u",
-        ),
+        (made.STABLE, [user([{"type": "image_url", "image_url": "x"}])], "message 1 .user. has a part of type 'image"),
         (made.STABLE, [user("?"), assistant(None)], "message 2 .assistant. has no `content`"),
         (made.STABLE, [user({"a": 1})], "content of type dict"),
         (made.STABLE, [user("?"), assistant("", {"function": {"arguments": {}}})], "tool call 1 has no `function`"),
@@ -163,6 +168,8 @@ def test_messages_empty_or_reasoning_prefill_continues_turn() -> None:
         (made.STABLE, [user("?"), {**assistant("", WHOLE), "function_call": WHOLE["function"]}], "both tool_calls and"),
         (made.STABLE, [user("?"), {**assistant("a"), "thinking": 5}, user("?")], "thinking is of type int"),
         (made.STABLE, [{"role": " ", "content": "a"}], "no `role`"),
+        (made.STABLE, [user("?"), "hi"], "message 2 is of type str"),
+        (made.STABLE, [user("?"), {"role": 3, "content": "x"}], "message 2 has a role of type int"),
     ],
 )
 def test_messages_dropped_message_names_its_row(template: str, messages: Any, problem: str) -> None:
@@ -171,18 +178,18 @@ def test_messages_dropped_message_names_its_row(template: str, messages: Any, pr
 
 
 @pytest.mark.parametrize("calls", [{}, {"tool_calls": []}, {"tool_calls": None}])
-@pytest.mark.parametrize(
-    "single", [{"name": "look", "arguments": TEXT}, json.dumps({"name": "look", "arguments": TEXT})]
-)
-def test_messages_former_call_format_is_converted(single: Any, calls: dict[str, Any]) -> None:
-    rows = [user("?"), assistant(None) | calls | {"function_call": single}, {**tool("42"), "role": "function"}]
-    assert shown(made.STABLE, rows)[:2] == shown(made.STABLE, [user("?"), assistant("", WHOLE), tool("42")])[:2]
+def test_messages_former_call_format_is_converted(calls: dict[str, Any]) -> None:
+    expected = shown(made.STABLE, [user("?"), assistant("", WHOLE), tool("42")])
+    single = {"name": "look", "arguments": TEXT}
+    for call in (single, json.dumps(single)):
+        rows = [user("?"), assistant(None) | calls | {"function_call": call}, {**tool("42"), "role": "function"}]
+        assert shown(made.STABLE, rows)[:2] == expected[:2]
 
 
-@pytest.mark.parametrize("name", ["reasoning", "thinking"])
-def test_messages_reasoning_that_no_template_reads_is_reported(name: str) -> None:
-    _, _, notes = shown(made.STABLE, [user("?"), {**assistant("a"), name: "hidden"}, user("?")])
-    assert any("have reasoning in earlier assistant messages" in note for note in notes)
+def test_messages_reasoning_that_no_template_reads_is_reported() -> None:
+    for name in ("reasoning", "thinking"):
+        _, _, notes = shown(made.STABLE, [user("?"), {**assistant("a"), name: "hidden"}, user("?")])
+        assert any("have reasoning in earlier assistant messages" in note for note in notes)
 
 
 @pytest.mark.parametrize("answer", [' 7 "a"\n', "{'x': 1}", "ä\\n", "/no_think do it"])
