@@ -151,7 +151,7 @@ def test_journal_random_events_keep_it_right_and_short(seed: int, path: Path, mo
     monkeypatch.setattr(module, "BLOCK", 50)
     engine = Engine(path, seed)
     anew, inode = 0, path.stat().st_ino
-    for number in range(2000):
+    for number in range(1200):
         engine.act()
         anew, inode = anew + (path.stat().st_ino != inode), path.stat().st_ino
         assert num_words(path) <= max(SMALL, MAX_GROWTH * engine.most_words)

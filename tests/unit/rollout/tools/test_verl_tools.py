@@ -206,40 +206,30 @@ class OldForm(Recorded):
         return "old"
 
     async def execute(self, instance_id: str, parameters: dict[str, Any]) -> str:  # type: ignore[override]
-        return f"{instance_id} {parameters}"
+        return f"{instance_id} {parameters['x']}"
 
 
 class NewForm(Recorded):
-    async def create(self, instance_id: str | None = None, create_kwargs: Any = None) -> Any:  # type: ignore[override]
-        self.seen.append(create_kwargs)
+    async def create(self, create_kwargs: Any = None, truth: int = 0) -> Any:  # type: ignore[override]
+        self.seen.append((create_kwargs, truth))
         return "new", ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: object) -> Any:
         return ToolResponse(text=f"{sorted(kwargs)}"), None, None
 
 
-class EitherForm(Recorded):
-    async def create(self, instance_id: str | None = None, **kwargs: object) -> Any:
-        self.seen.append(kwargs.get("create_kwargs", kwargs))
-        return "either", ToolResponse()
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: object) -> Any:
-        raise ValueError("no")
-
-
 EPISODE = {"t": {"create_kwargs": {"truth": 7}}}
 
 
 def test_verl_tool_supports_both_forms_of_create() -> None:
-    old, new, either = OldForm(), NewForm(), EitherForm()
-    assert asyncio.run(VerlTool(old, SCHEMA).call(EpisodeState("e", EPISODE), {"x": 1})).text == "old {'x': 1}"
+    old, new = OldForm(), NewForm()
+    assert asyncio.run(VerlTool(old, SCHEMA).call(EpisodeState("e", EPISODE), {"x": 1})).text == "old 1"
+    with pytest.raises(KeyError):
+        asyncio.run(VerlTool(old, SCHEMA).call(EpisodeState("e", EPISODE), {}))
     outcome = asyncio.run(VerlTool(new, SCHEMA).call(EpisodeState("e", EPISODE), {}))
     assert outcome == ToolResult("['agent_data']", None, {})
-    with pytest.raises(ValueError, match="no"):
-        asyncio.run(VerlTool(either, SCHEMA).call(EpisodeState("e", EPISODE), {}))
-    assert old.seen == [7, ("release", "old")]
-    assert new.seen == [{"truth": 7}, ("release", "new")]
-    assert either.seen == [{"truth": 7}, ("release", "either")]
+    assert old.seen == [7, ("release", "old")] * 2
+    assert new.seen == [({"truth": 7}, 7), ("release", "new")]
 
 
 def test_verl_tool_execute_return_values() -> None:
