@@ -10,9 +10,10 @@ import pytest
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tools.interface import ToolResult
 from mcore_rl.rollout.tools.toolbox import ToolBox
 from mcore_rl.sandbox.check import check_local
-from tests.unit.rollout.tools.made import answers_of, with_tools
+from tests.unit.rollout.tools.made import with_tools
 
 YAML = Path(__file__).parents[4] / "configs" / "tools" / "sandbox.yaml"
 ONE_SECOND = SandboxConfig(seconds=1.0)
@@ -45,28 +46,23 @@ def test_sandboxed_tools_are_separate_per_episode() -> None:
     assert "FileNotFoundError" in texts[4] or "PermissionError" in texts[4]
 
 
-def test_sandboxed_endless_code_restarts_the_interpreter() -> None:
-    codes = ("x = 1", "while True: pass", "'x' in dir()")
-    _, stuck, after = answers_of(str(YAML), *(("python", {"code": code}) for code in codes), sandbox=ONE_SECOND)
-    assert stuck.error == "python: timeout"
-    assert "The python has ended (timeout); the next call starts a new one" in stuck.text
-    assert after.text.strip() == "False"
-
-
-def test_sandboxed_close_episode_leaves_nothing() -> None:
-    async def play(box: ToolBox) -> tuple[int, int]:
-        await box.call("a", "python", {"code": "1"})
-        during = _confined()
+def test_sandboxed_endless_code_restarts_and_close_leaves_nothing() -> None:
+    async def play(box: ToolBox) -> list[ToolResult]:
+        codes = ("x = 1", "while True: pass", "'x' in dir()")
+        answers = [await box.call("a", "python", {"code": code}) for code in codes]
+        assert _confined() > 0
         await box.close_episode("a")
         for _ in range(100):
             if not _confined():
                 break
             await asyncio.sleep(0.05)
-        return during, _confined()
+        assert _confined() == 0
+        return answers
 
-    during, after = with_tools(str(YAML), play, ONE_SECOND)
-    assert during > 0
-    assert after == 0
+    _, stuck, after = with_tools(str(YAML), play, ONE_SECOND)
+    assert stuck.error == "python: timeout"
+    assert "The python has ended (timeout); the next call starts a new one" in stuck.text
+    assert after.text.strip() == "False"
 
 
 def _confined() -> int:
