@@ -19,9 +19,6 @@ from mcore_rl.errors import ConfigError
 GROUPED = ["grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
 
 
-REWARDS = st.sampled_from([None, [0.0, 1.0], [-1.0, 0.1, 2.0]])
-
-
 def mean(values):
     return math.fsum(values) / len(values)
 
@@ -118,6 +115,8 @@ def test_estimators_match_formulas_in_plain_loops(name, options, reference, seed
     result = compute_advantages(name, **vars(batch), **options)
     assert result.advantages.dtype == result.returns.dtype == torch.float32
     np.testing.assert_allclose(result.advantages.numpy(), expected, rtol=2e-5, atol=2e-6)
+    if not estimator(name).whitened:
+        assert torch.equal(result.returns, result.advantages)
     # Called like the driver: a column of rewards and the number of tokens of each response.
     column = compute_advantages(
         name,
@@ -141,33 +140,8 @@ def column(name, rewards, ids, **options):
     )
 
 
-def test_estimators_with_known_inputs_give_known_values():
-    ids = [7, 7, 7, -1, -1]
-    assert column("rloo", [1, 0, 2, 5, 5], ids) == [0, -1.5, 1.5, 0, 0]
-    assert column("grpo_passk", [1, 0, 3, 5, 5], ids, normalize_by_std=False) == [0, 0, 2, 0, 0]
-    assert column("grpo_passk", [0, 2], [1, 1]) == pytest.approx([0, 2 / math.sqrt(2)], abs=1e-5)
-    assert column("opo", [1, 0, 0, 3, 1], ids, lengths=torch.tensor([2, 1, 1, 0, 0])) == [0.5, -0.5, -0.5, 2, 0]
-    assert column("gpg", [1, 0, 2, 5, 5], ids) == pytest.approx(
-        [0, -5 / 3, 5 / 3, 0, 0]
-    )  # 3 of 5 responses have a gradient
-    assert column("grpo", [1, 3], [4, 4]) == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-5)
-
-
-def test_grpo_assigns_advantage_to_trained_tokens_only():
-    rewards = torch.zeros(2, 4)
-    rewards[0, 3], rewards[1, 2] = 1.0, 3.0  # the first reward is on a token that is not trained
-    mask, ids = torch.tensor([[1.0, 0, 1, 0], [1, 1, 1, 0]]), torch.tensor([1, 1])
-    result = compute_advantages("grpo", token_rewards=rewards, mask=mask, group_ids=ids, normalize_by_std=False)
-    assert torch.equal(result.advantages, torch.tensor([[-1.0, 0, -1, 0], [1, 1, 1, 0]]))
-    assert torch.equal(result.returns, result.advantages)
-
-
 def test_grpo_with_large_offset_keeps_differences():
     assert column("grpo", [1e6, 1e6 + 1] * 2, [0] * 4, normalize_by_std=False) == [-0.5, 0.5, -0.5, 0.5]
-
-
-def test_passk_with_shared_or_single_best_is_zero():
-    assert column("grpo_passk", [1, 1, 0, 0.5], [0, 0, 0, 1]) == [0, 0, 0, 0]
 
 
 def test_remax_subtracts_the_greedy_reward():
@@ -210,15 +184,13 @@ def test_estimators_ignore_order_and_ids_of_groups(name):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (4, 3)])
-def test_estimators_accept_empty_batches(name, shape):
-    options = {"baseline_rewards": torch.zeros(shape[0]), "values": torch.randn(shape)}
-    ids = torch.arange(shape[0])
-    result = compute_advantages(
-        name, token_rewards=torch.randn(shape), mask=torch.zeros(shape), group_ids=ids, **options
-    )
-    assert result.advantages.shape == result.returns.shape == shape
-    assert not result.advantages.any()
+def test_estimators_accept_empty_batches(name):
+    for shape in ((0, 4), (3, 0), (0, 0), (4, 3)):
+        given = {"token_rewards": torch.randn(shape), "mask": torch.zeros(shape), "values": torch.randn(shape)}
+        given |= {"baseline_rewards": torch.zeros(shape[0]), "group_ids": torch.arange(shape[0])}
+        result = compute_advantages(name, **given)
+        assert result.advantages.shape == result.returns.shape == shape
+        assert not result.advantages.any()
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -266,10 +238,10 @@ def test_compute_advantages_with_invalid_tensors_names_them():
         compute_advantages("remax", **good, baseline_rewards=torch.tensor([0, 1, torch.nan]))
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
-def test_estimator_with_invalid_discount_names_key(name):
-    with pytest.raises(ConfigError, match=r"algorithm\.gamma=1\.5 must be between 0 and 1"):
-        estimator(name, gamma=1.5)
+def test_estimator_with_invalid_discount_names_key():
+    for name in ("gae", "reinforce_plus_plus"):
+        with pytest.raises(ConfigError, match=r"algorithm\.gamma=1\.5 must be between 0 and 1"):
+            estimator(name, gamma=1.5)
     with pytest.raises(ConfigError, match="not an option"):
         estimator("rloo", gamma=0.5)
     with pytest.raises(ConfigError, match=r"algorithm\.lam=-1"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms import compute_advantages, estimator
+from mcore_rl.algorithms import compute_advantages, estimator, policy_loss
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.errors import ConfigError
@@ -89,6 +89,9 @@ def wishful(**rest):
     return None
 
 wishful.needs = "values"
+
+def loss(logp, clip_low, **rest):
+    return clip_low * logp
 """
 
 
@@ -160,18 +163,24 @@ def test_user_estimator_in_training_receives_whole_groups(mine):
     assert batch.advantages.tolist() == [1, -1, -1, 1]
 
 
-@pytest.mark.parametrize("function", ["one_each", "over_values"])
-def test_user_estimator_is_pickled_by_name(mine, function, tmp_path):
-    """Ranks receive estimators before they have imported the user's file."""
-    sent = pickle.dumps(estimator(mine(function)))
-    code = "import pickle, sys; e = pickle.load(sys.stdin.buffer); print(e.name, e.needs.values, e.function.__name__)"
+def test_user_estimators_and_losses_are_pickled_by_name(mine, tmp_path):
+    """Ranks receive them before they have imported the user's file."""
+    sent = [*(estimator(mine(name)) for name in ("one_each", "over_values")), policy_loss(mine("loss"), clip_low=0.25)]
+    code = """
+import pickle, sys
+*estimators, loss = pickle.load(sys.stdin.buffer)
+print(*((each.name, each.needs.values, each.function.__name__) for each in estimators), sep="\\n")
+print(loss.function.__name__, loss.options)
+"""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, input=sent, capture_output=True, cwd=tmp_path, check=False)
+    done = subprocess.run(command, input=pickle.dumps(sent), capture_output=True, cwd=tmp_path, check=False)
     assert done.stderr.decode() == ""
-    assert done.stdout.decode().split() == [
-        f"algorithm.advantage={mine(function)}",
-        str(function != "one_each"),
-        function,
+    assert done.stdout.decode().splitlines() == [
+        *(
+            str((f"algorithm.advantage={mine(name)}", name == "over_values", name))
+            for name in ("one_each", "over_values")
+        ),
+        "loss {'clip_low': 0.25}",
     ]
 
 

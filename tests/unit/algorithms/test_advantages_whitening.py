@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -51,14 +53,13 @@ def test_moments_with_lengths_weight_rows():
           np.array([1.0, 1, 3, 3, 5, 5, 5]))  # fmt: skip
 
 
-@pytest.mark.parametrize("length", [1, 3, 10, 49, 1000])
-@pytest.mark.parametrize("value", [0.1, -1 / 3, 3.7e5])
-def test_whiten_with_equal_advantages_is_exactly_zero(value, length):
+def test_whiten_with_equal_advantages_is_exactly_zero():
     """The rounded sum of equal numbers, divided by their count, mostly differs from the number."""
-    values, mask = torch.full((3, length), value, dtype=torch.float64), torch.ones(3, length)
-    parts = [Moments.of(values, mask), Moments.of(values[:1], mask[:1]), Moments()]
-    assert not whiten(values, mask, sum(parts, Moments())).any()
-    assert sum(parts, Moments()).variance == 0
+    for value, length in product((0.1, -1 / 3, 3.7e5), (1, 3, 10, 49, 1000)):
+        values, mask = torch.full((3, length), value, dtype=torch.float64), torch.ones(3, length)
+        parts = [Moments.of(values, mask), Moments.of(values[:1], mask[:1]), Moments()]
+        assert not whiten(values, mask, sum(parts, Moments())).any()
+        assert sum(parts, Moments()).variance == 0
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
@@ -75,17 +76,3 @@ def test_whiten_on_ranks_equals_whole_batch(name):
     parts = [whiten(r.advantages, i.mask, both) for r, i in zip(raw, ranks, strict=True)]
     torch.testing.assert_close(torch.cat(parts), whole.advantages, rtol=1e-6, atol=1e-7)
     assert torch.equal(torch.cat([r.returns for r in raw]), whole.returns)
-
-
-def test_whiten_gives_mean_0_and_std_1_over_trained_tokens():
-    values, mask = torch.randn(50, 40) * 3 + 5, (torch.rand(50, 40) < 0.5).float()
-    got = whiten(values, mask, Moments.of(values, mask))
-    chosen = got[mask > 0].double()
-    assert float(chosen.mean()) == pytest.approx(0, abs=1e-6)
-    assert float(chosen.std()) == pytest.approx(1, rel=1e-5)
-    assert not got[mask == 0].any()
-
-
-def test_whiten_with_one_token_is_zero():
-    values, mask = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 1.0]])
-    assert not whiten(values, mask, Moments.of(values, mask)).any()

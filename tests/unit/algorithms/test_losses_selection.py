@@ -129,17 +129,6 @@ def test_selective_loss_gradients_do_not_depend_on_layout(name, options):
     assert not torch.equal(alone, whole)  # a single micro-batch would choose other tokens
 
 
-def test_kl_cov_chooses_tokens_with_highest_covariance():
-    loss = policy_loss("kl_cov", cov_ratio=0.05)
-    inputs, keys = update()
-    (chosen,) = choose(loss, [inputs], [keys])
-    lists = {key: [tensor.tolist()] for key, tensor in vars(inputs).items() if tensor is not None}
-    covariance = loss_oracles.covariances([list(inputs.logp)], lists, lists["mask"])
-    number = int(0.05 * inputs.mask.sum())
-    expected = sorted(covariance, key=lambda token: -covariance[token])[:number]
-    assert sorted(chosen.nonzero().flatten().tolist()) == sorted(t for _, t in expected)
-
-
 def test_clip_cov_chooses_randomly_among_eligible_tokens():
     loss = policy_loss("clip_cov", cov_ratio=0.05, cov_low=0.1, clip_low=0.1, clip_high=0.3)
     inputs, _ = update()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -151,15 +148,6 @@ def test_user_loss_may_be_in_a_module():
 def test_user_loss_with_unsuitable_function_raises(spec, name, options, message):
     with pytest.raises(ConfigError, match=message):
         policy_loss(spec(name), **options)
-
-
-def test_user_loss_is_pickled_by_name(spec, tmp_path):
-    sent = pickle.dumps(policy_loss(spec("squared"), clip_low=0.25))
-    code = "import pickle, sys; loss = pickle.load(sys.stdin.buffer); print(loss.function.__name__, loss.options)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, input=sent, capture_output=True, cwd=tmp_path, check=False)
-    assert done.stderr.decode() == ""
-    assert done.stdout.decode().strip() == "squared {'clip_low': 0.25}"
 
 
 def test_user_loss_with_missing_or_broken_file_names_cause(tmp_path):

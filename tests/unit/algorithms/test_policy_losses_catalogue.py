@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mcore_rl.algorithms import compute_policy_loss, policy_loss
 from mcore_rl.algorithms.registry import POLICY_LOSSES
-from mcore_rl.errors import ConfigError
 from mcore_rl.types import Max, Mean, Min, merge_metrics
 from tests.unit.algorithms import loss_oracles
 from tests.unit.algorithms.loss_oracles import loss_and_gradient
@@ -100,13 +99,6 @@ def test_loss_gradients_with_random_masks_match_paper(data):
     torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "sft", "gmpo", "kl_cov", "reinforce", "clip_cov"])
-def test_loss_without_stop_gradient_matches_finite_differences(name):
-    given = make(3, (3, 6))
-    logp = given.pop("logp").requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: compute_policy_loss(name, logp=x, **given).loss, logp)
-
-
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_loss_ignores_tokens_outside_mask(name):
     given = make(2)
@@ -124,15 +116,15 @@ def test_loss_ignores_tokens_outside_mask(name):
 
 
 @pytest.mark.parametrize("name", RATIO_LOSSES)
-@pytest.mark.parametrize("difference", [1e4, -1e4])
-def test_loss_with_extreme_log_ratios_is_finite(name, difference):
+def test_loss_with_extreme_log_ratios_is_finite(name):
     given = {key: tensor.float() for key, tensor in make(4).items()}
-    given["logp"] = given["old_logp"] + difference * (torch.arange(9) % 2)
     given["advantages"][:, 3] = 0.0
-    result, gradient = evaluate(name, given, {}, torch.ones_like(given["logp"]))
-    assert result.loss.isfinite().all()
-    assert gradient.isfinite().all()
-    assert all(math.isfinite(metric.value) for metric in result.metrics.values())
+    for difference in (1e4, -1e4):
+        given["logp"] = given["old_logp"] + difference * (torch.arange(9) % 2)
+        result, gradient = evaluate(name, given, {}, torch.ones_like(given["logp"]))
+        assert result.loss.isfinite().all()
+        assert gradient.isfinite().all()
+        assert all(math.isfinite(metric.value) for metric in result.metrics.values())
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -244,8 +236,12 @@ def test_gspo_metrics_count_responses():
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo", "clip_cov", "decoupled_ppo"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("drift", [-500.0, -30.0, -20.5, -19.5, 19.5, 20.5, 30.0, 500.0])
-def test_loss_with_far_ratio_has_gradient_of_bounded_ratio(name, drift, dtype):
+def test_loss_with_far_ratio_has_gradient_of_bounded_ratio(name, dtype):
+    for drift in (-500.0, -30.0, -20.5, -19.5, 19.5, 20.5, 30.0, 500.0):
+        check_gradient_of_far_ratio(name, drift, dtype)
+
+
+def check_gradient_of_far_ratio(name, drift, dtype):
     """The reference is autograd of max(-A r, -A clip(r)) in float64, with r = exp(clamp(log ratio, -20, 20))."""
     advantages = torch.tensor([[2.0, 2.0], [-1.5, -1.5]], dtype=dtype)
     zero = torch.zeros(2, 2, dtype=dtype)
@@ -262,46 +258,6 @@ def test_loss_with_far_ratio_has_gradient_of_bounded_ratio(name, drift, dtype):
     torch.max(scaled * ratio, scaled * ratio.clamp(low, high)).sum().backward()
     torch.testing.assert_close(gradient.double(), logp.grad, rtol=1e-5, atol=1e-30)
     assert abs(drift) < 20 or not gradient.any()
-
-
-def test_gspo_clips_whole_responses():
-    """Token ratios far out of bounds with geometric mean 1 keep their gradient; if the mean is out of bounds they lose
-    it."""
-    zero, one = torch.zeros(2, 2), torch.ones(2, 2)
-    logp = torch.tensor([[0.7, -0.7], [0.001, 0.001]])
-    given = {"logp": logp, "old_logp": zero, "advantages": one, "mask": one}
-    _, gradient = evaluate("gspo", given, {}, one)
-    torch.testing.assert_close(gradient, torch.tensor([[-1.0, -1.0], [0.0, 0.0]]))
-
-
-def test_gspo_has_separate_bounds():
-    ratios = torch.tensor([1.05, 1.09, 0.98, 0.96, 1.09, 0.96], dtype=torch.float64)
-    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, 1.0])
-    given = {"logp": ratios.log(), "old_logp": 0 * ratios, "advantages": advantages, "mask": advantages.abs()}
-    rows = {name: tensor[:, None].expand(6, 3) for name, tensor in given.items()}
-    result, gradient = evaluate("gspo", rows, {"clip_low": 0.03, "clip_high": 0.08}, torch.ones(6, 3))
-    expected = torch.tensor([-1.05, -1.08, 0.98, 0.97, 1.09, -0.96], dtype=torch.float64)
-    torch.testing.assert_close(result.loss, expected[:, None].expand(6, 3))
-    inside = torch.tensor([1.0, 0, 1, 0, 1, 1], dtype=torch.float64)
-    torch.testing.assert_close(gradient, (expected * inside)[:, None].expand(6, 3))
-
-
-def test_gmpo_clips_log_ratio_on_side_of_advantage():
-    one = torch.ones(4, 1, dtype=torch.float64)
-    logp = torch.tensor([[0.5], [-0.5], [0.5], [-0.5]], dtype=torch.float64)
-    given = {"logp": logp, "old_logp": 0 * one, "advantages": one * torch.tensor([[1.0], [1], [-1], [-1]]), "mask": one}
-    result, gradient = evaluate("gmpo", given, {"clip_low": 0.3, "clip_high": 0.4}, one)
-    torch.testing.assert_close(
-        result.loss.flatten().tolist(), [-math.exp(0.4), -math.exp(-0.5), math.exp(0.5), math.exp(-0.3)]
-    )
-    torch.testing.assert_close(gradient.flatten().tolist(), [0.0, -math.exp(-0.5), math.exp(0.5), 0.0])
-
-
-def test_cispo_keeps_gradient_of_every_token():
-    one = torch.ones(1, 2, dtype=torch.float64)
-    given = {"logp": torch.tensor([[3.0, -3.0]]).double(), "old_logp": 0 * one, "advantages": one, "mask": one}
-    _, gradient = evaluate("cispo", given, {"clip_low": 0.2, "clip_high": 0.28}, one)
-    torch.testing.assert_close(gradient, torch.tensor([[-1.28, -0.8]]).double())
 
 
 def test_decoupled_ppo_clips_around_prox_and_weights_by_behavior():
@@ -358,27 +314,3 @@ def test_loss_of_packed_tokens_equals_rows(name):
     flat = compute_policy_loss(name, **{key: tensor.flatten() for key, tensor in given.items()})
     assert torch.equal(flat.loss.view(rows.loss.shape), rows.loss)
     assert flat.metrics == rows.metrics
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("gspo", {"dual_clip": 3.0}, r"policy_loss\.dual_clip: not an option.*gspo; it takes clip_low, clip_high"),
-        ("gspo", {"clip_low": 1.1}, r"policy_loss\.clip_low=1\.1"),
-        ("gmpo", {"clip_low": -0.1}, r"policy_loss\.clip_low=-0\.1"),
-        ("gmpo", {"clip_high": math.nan}, r"policy_loss\.clip_high=nan"),
-        ("cispo", {"clip_high": -1.0}, r"policy_loss\.clip_high=-1\.0"),
-        ("clip_cov", {"cov_ratio": 0.0}, r"policy_loss\.cov_ratio=0\.0"),
-        ("clip_cov", {"cov_low": 5.0}, r"policy_loss\.cov_low=5\.0 must be less than .*cov_high=5\.0"),
-        ("clip_cov", {"kl_coef": 1.0}, r"policy_loss\.kl_coef: not an option"),
-        ("kl_cov", {"cov_ratio": 1.1}, r"policy_loss\.cov_ratio=1\.1"),
-        ("kl_cov", {"kl_coef": -1.0}, r"policy_loss\.kl_coef=-1\.0"),
-        ("kl_cov", {"clip_low": 0.2}, r"policy_loss\.clip_low: not an option"),
-        ("decoupled_ppo", {"prox": "nearest"}, r"policy_loss\.prox=nearest .*recomputed, loglinear, metrics"),
-        ("decoupled_ppo", {"dual_clip": 0.5}, r"policy_loss\.dual_clip=0\.5"),
-        ("reinforce", {"clip_low": 0.2}, r"takes no options"),
-    ],
-)
-def test_policy_loss_with_invalid_value_names_key(name, options, message):
-    with pytest.raises(ConfigError, match=message):
-        policy_loss(name, **options)

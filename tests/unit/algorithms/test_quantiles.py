@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -20,11 +21,13 @@ def measured(log_ratio: torch.Tensor, selected: torch.Tensor | None = None) -> d
     return ratio_quantiles(count_rounded(log_ratio, everything if selected is None else selected).tolist())
 
 
-@pytest.mark.parametrize("spread", [1e-4, 1e-3, 0.05, 0.7, 6.0])
-@pytest.mark.parametrize("middle", [-0.3, 0.0, 2.0])
 @pytest.mark.parametrize("count", [1, 7, 1000])
-def test_ratio_quantiles_match_numpy_within_resolution(spread: float, middle: float, count: int) -> None:
-    log_ratio = middle + spread * np.random.default_rng(count).standard_normal(count).astype(np.float32)
+def test_ratio_quantiles_match_numpy_within_resolution(count: int) -> None:
+    for spread, middle in product((1e-4, 1e-3, 0.05, 0.7, 6.0), (-0.3, 0.0, 2.0)):
+        check_quantiles(middle + spread * np.random.default_rng(count).standard_normal(count).astype(np.float32))
+
+
+def check_quantiles(log_ratio: np.ndarray) -> None:
     for name, metric in measured(torch.from_numpy(log_ratio)).items():
         true = float(np.quantile(log_ratio, QUANTILES[name], method="inverted_cdf"))
         wanted = 0.0 if abs(true) < SMALLEST else true

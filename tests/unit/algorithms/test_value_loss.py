@@ -44,22 +44,6 @@ def test_value_loss_and_gradient_match_ppo2(clip_range, dtype, tolerance):
     assert (clips > 0) == (clip_range is not None)
 
 
-def test_value_loss_with_known_inputs_gives_known_values():
-    one = torch.ones(1, 3)
-    values = torch.tensor([[0.5, 0.1, 0.9]])
-    result = compute_value_loss(values=values, old_values=0 * one, returns=one, mask=one, clip_range=0.2)
-    torch.testing.assert_close(result.loss, torch.tensor([[0.32, 0.405, 0.32]]))
-    assert result.metrics["clip_fraction"] == Mean(2.0, 3.0)
-    assert result.metrics["value_mean"].value == pytest.approx(0.5)
-    assert result.metrics["returns_mean"].value == 1.0
-
-
-def test_value_loss_gradient_matches_finite_differences():
-    given = make(1)
-    values = given.pop("values").requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: compute_value_loss(values=v, **given, clip_range=0.2).loss, values)
-
-
 def test_explained_variance_of_unequal_parts_equals_whole():
     given = make(2)
     given["returns"] = given["returns"] + 100  # an offset, which must not change a variance
@@ -71,6 +55,7 @@ def test_explained_variance_of_unequal_parts_equals_whole():
     returns, old = given["returns"][trained].numpy(), given["old_values"][trained].numpy()
     expected = 1 - np.var(returns - old) / np.var(returns)
     merged = merge_metrics(parts)
+    assert merged["returns_mean"].value == pytest.approx(returns.mean())
     assert merged["explained_variance"].value == pytest.approx(expected, rel=1e-9)
     assert merged["value_mean"].value == pytest.approx(given["values"][trained].mean().item())
     assert merged["explained_variance"] == parts[0]["explained_variance"] + (
