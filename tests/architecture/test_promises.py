@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from mcore_rl.config import load_config
 from mcore_rl.config.reading.unknown_keys import known_keys
 
 ROOT = Path(__file__).parents[2]
@@ -37,11 +34,6 @@ def test_frozen_configuration_keys_exist() -> None:
     assert set(FROZEN_KEYS) <= set(known_keys())
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_shipped_configurations_have_only_known_keys(path: Path) -> None:
-    load_config(str(path), ["data.train=train.jsonl"])
-
-
 def test_files_are_short() -> None:
     lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in python_files()}
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
@@ -51,6 +43,6 @@ def test_names_say_what_is_inside() -> None:
     assert [str(path) for path in python_files() if path.stem in VAGUE_NAMES or path.parent.name in VAGUE_NAMES] == []
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "gpu", "lint", "type", "bench"])
-def test_make_targets_exist(target: str) -> None:
-    assert any(line.startswith(f"{target}:") for line in (ROOT / "Makefile").read_text().splitlines())
+def test_make_targets_exist() -> None:
+    targets = {line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines()}
+    assert {"setup", "demo", "test", "gpu", "lint", "type", "bench"} <= targets
