@@ -139,30 +139,6 @@ def test_load_config_missing_file_is_named() -> None:
         load_config("nowhere.yaml")
 
 
-def test_as_yaml_loads_back_equal(minimal: str, tmp_path: Path) -> None:
-    config = load_config(minimal, ["reward.overlong.enable=true", "actor.optimizer.lr=2.5e-6", "data.val=v.jsonl"])
-    (tmp_path / "resolved.yaml").write_text(as_yaml(config))
-    assert load_config(str(tmp_path / "resolved.yaml")) == config
-
-
-def test_known_keys_contain_the_contract() -> None:
-    promised = """run.dir run.seed trainer.steps trainer.prompts_per_step trainer.prompts_per_update
-        rollout.samples_per_prompt rollout.engine rollout.tp rollout.temperature rollout.max_prompt_tokens
-        rollout.max_response_tokens actor.parallel.tp actor.parallel.pp actor.parallel.vpp actor.parallel.ep
-        actor.parallel.etp actor.parallel.cp actor.parallel.first_stage_layers actor.parallel.last_stage_layers
-        actor.tokens_per_microbatch algorithm.advantage algorithm.policy_loss.name algorithm.loss_aggregation
-        algorithm.dynamic_sampling.enable algorithm.dynamic_sampling.max_batches reward.function
-        reward.overlong.enable reward.overlong.buffer_tokens reward.overlong.penalty data.train data.val
-        data.prompt_key model.hf_path checkpoint.every_steps cluster.nodes cluster.gpus_per_node
-        cluster.gpu_memory_gib cluster.placement"""
-    assert not set(promised.split()) - set(known_keys())
-
-
-@pytest.mark.parametrize("limit", ["12:00:00", "04:30:00", "2-12:00:00"])
-def test_load_config_time_limit_stays_text(minimal: str, limit: str) -> None:
-    assert load_config(minimal, [f"slurm.time_limit={limit}", "trainer.steps=12"]).slurm.time_limit == limit
-
-
 @pytest.mark.slow
 def test_load_config_endless_nesting_is_rejected(minimal: str, tmp_path: Path) -> None:
     path = tmp_path / "deep.yaml"

@@ -184,7 +184,7 @@ def test_load_config_key_unlike_any_other_gets_no_suggestion(minimal: str, overr
 
 
 @pytest.mark.parametrize(
-    "text", ["no", "On", "true", "1.10", "007", "0x10", "1e3", "2026-11-25", "2026-13-45", "!!int x"]
+    "text", ["no", "On", "true", "1.10", "007", "0x10", "1e3", "2026-11-25", "2026-13-45", "!!int x", "04:30:00"]
 )
 def test_load_config_override_of_a_text_keeps_what_is_written(minimal: str, text: str) -> None:
     config = load_config(minimal, [f"data.system_prompt={text}", f"rollout.stop={text}", f"run.dir={text}"])
