@@ -76,6 +76,13 @@ def launch(
                 connection.close()
 
 
+def fork_children() -> None:
+    """Let a rank start its own children as forks, for any start method that its code requests: forks need not import
+    torch again."""
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda *_: fork  # type: ignore[assignment]
+
+
 def _start(function: Callable[..., Any], place: _Rank, args: tuple[Any, ...]) -> tuple[Any, Connection]:
     context: Any = _context if place.device == "cpu" else _spawning
     ours, theirs = context.Pipe(duplex=False)
