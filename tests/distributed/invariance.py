@@ -4,8 +4,7 @@ not depend on the layout."""
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,35 +14,21 @@ from mcore_rl.config.models import ParallelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.layout import train_layout
 from tests.distributed import policy_batch
-
-LR, WARMUP, WEIGHT_DECAY, CLIP_GRAD = 4e-3, 1, 0.1, 0.5
-# Adam divides by the gradient's magnitude. With a tiny eps, entries of pure rounding noise would change by lr.
-EPS = 1e-2
-ONE_MICROBATCH, SMALL = 10_000, 24  # SMALL is slightly longer than the longest sequence
-AXES = ("tp", "pp", "vpp", "ep", "etp", "cp")
+from tests.distributed.gradient_oracle import ONE_MICROBATCH, SMALL
+from tests.distributed.two_updates import make_config
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way to compute the update. math: settings of the actor (dotted keys) that change the result. means: settings
-    that must not change it."""
+    """Division of the update over ranks and micro-batches."""
 
     model: str
     parallel: dict[str, Any] = field(default_factory=dict)
     tokens: int = SMALL
-    math: dict[str, Any] = field(default_factory=dict)
-    means: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def reference(self) -> str:
-        """The case with one rank and one micro-batch, whose results the case must reproduce."""
-        return str(replace(self, parallel={}, tokens=ONE_MICROBATCH, means={}))
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{key}{value}" if key in AXES else f"{key}={value}" for key, value in self.parallel.items())
-        options = " ".join(f"{key}={value}" for key, value in (self.math | self.means).items())
-        cut = "whole" if self.tokens == ONE_MICROBATCH else ""
-        return " ".join(part for part in (self.model, sizes, options, cut) if part)
+        sizes = [f"{key}{value}" for key, value in self.parallel.items()]
+        return " ".join([self.model, *sizes, *["whole"] * (self.tokens == ONE_MICROBATCH)])
 
 
 def layouts(num_ranks: int, hf_config: dict[str, Any]) -> list[dict[str, int]]:
@@ -77,55 +62,37 @@ def measure(rank: int, directories: dict[str, str], checkpoints: dict[str, str],
 def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str, Any]:
     from mcore_rl.megatron.step.objective import RankBatch
 
-    actor = build_actor(rank, directory, case)
+    actor = build_actor(directory, case)
     load_weights(actor, checkpoint)
     place = actor.layout.coordinates(rank)
-    shares = [policy_batch.share(samples, place.dp, actor.layout.dp) for samples in policy_batch.UPDATES]
-    chunks = policy_batch.chunks()
+    shares, chunks = policy_batch.shares(actor), policy_batch.chunks()
     values = {s: found for share in shares for s, found in policy_values(actor, share, chunks).items()}
     old_logp = {
         sample: torch.from_numpy(logp + policy_batch.drift(sample)[held]) for sample, (held, logp, _) in values.items()
     }
     # Like a second update, with old log-probabilities.
     later = RankBatch([shares[1], shares[0]], chunks, old_logp)
-    # An overlapped reduction leaves summed gradients only on the ranks whose optimizer needs them.
-    on_every_replica = not case.means.get("overlap_grad_reduce")
-    with policy_batch.complete_gradients(actor) if on_every_replica else nullcontext():
+    with policy_batch.complete_gradients(actor):
         _, reports = actor.accumulate_gradients(later, 1)
     loss = sum(report.loss for report in reports) if place.tp == 0 else 0.0
-    gradients = pieces(actor, gradients=True) if on_every_replica else []
+    gradients = policy_batch.gradient_pieces(actor)
     batch, _ = actor.recompute_logp(shares, chunks)
     metrics = [actor.update(batch, index) for index in range(len(shares))]
     actor.gather_parameters()
-    speaks = place.tp == 0
     return {
         "loss": loss,
-        "values": values if speaks else {},
+        "values": values if place.tp == 0 else {},
         "gradients": gradients,
-        "weights": pieces(actor, gradients=False),
+        "weights": policy_batch.hf_pieces(actor),
         "norms": {name: metric for name, metric in metrics[0].items() if "grad_norm" in name},
     }
 
 
-def build_actor(rank: int, directory: str, case: Case) -> Any:
+def build_actor(directory: str, case: Case) -> Any:
     """Build an actor with random weights on this rank."""
-    import torch.distributed as dist
-
-    from mcore_rl.megatron.roles.actor import MegatronActor
-
-    config = policy_batch.config(directory, case.parallel, case.tokens)
-    config.model.random_init = True
-    optimizer = config.actor.optimizer
-    optimizer.lr, optimizer.warmup_steps, optimizer.eps = LR, WARMUP, EPS
-    optimizer.weight_decay, optimizer.clip_grad = WEIGHT_DECAY, CLIP_GRAD
-    for key, value in (case.math | case.means).items():
-        *path, name = key.split(".")
-        section: Any = config.actor
-        for part in path:
-            section = getattr(section, part)
-        assert name in {f.name for f in fields(section)}
-        setattr(section, name, value)
-    return MegatronActor(config, rank, dist.get_world_size(), None)
+    config = make_config(directory, case.parallel)
+    config.model.random_init, config.actor.tokens_per_microbatch = True, case.tokens
+    return policy_batch.build_actor(config)
 
 
 def load_weights(actor: Any, checkpoint: str) -> None:
@@ -164,18 +131,3 @@ def policy_values(actor: Any, share: Any, chunks: list[Any]) -> dict[int, tuple[
             held = policy_batch.held(sample, actor.layout, actor.rank)
             values[sample] = held, logp.numpy().copy(), entropy.numpy().copy()
     return values
-
-
-def pieces(actor: Any, *, gradients: bool) -> list[Any]:
-    """Return parameters or gradients as this rank's slices of HF tensors."""
-    from model_converters.mapping.plan import export_pieces
-
-    held = actor.tensors()
-    if gradients:  # the expert bias has no gradient: use its value
-        parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
-        found = {parameter.data_ptr(): parameter.main_grad for parameter in parameters}
-        held = {name: found.get(tensor.data_ptr(), tensor) for name, tensor in held.items()}
-    return [
-        (plan.hf_name, plan.shape, piece.dim, piece.start, view.detach().float().numpy().copy())
-        for plan, piece, view in export_pieces(actor.export_plan(), held, actor.rank)
-    ]

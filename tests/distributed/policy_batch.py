@@ -1,5 +1,5 @@
-"""A small batch of trajectories, divided for any number of data-parallel ranks, and reference results computed with
-plain torch and transformers' model."""
+"""A small batch of trajectories, divided for any number of data-parallel ranks, actors that train on it, and reference
+results computed with plain torch and transformers' model."""
 
 from __future__ import annotations
 
@@ -119,6 +119,12 @@ def share(samples: list[int], dp_rank: int, num_dp_ranks: int) -> RankShare:
     )
 
 
+def shares(model: Any) -> list[RankShare]:
+    """Return this rank's shares of both updates."""
+    dp = model.layout.coordinates(model.rank).dp
+    return [share(samples, dp, model.layout.dp) for samples in UPDATES]
+
+
 def config(directory: str | Path, parallel: dict[str, Any], tokens_per_microbatch: int) -> Config:
     made = Config()
     made.model.hf_path = str(directory)
@@ -131,6 +137,21 @@ def config(directory: str | Path, parallel: dict[str, Any], tokens_per_microbatc
     made.actor.logprob_chunk_tokens = 7
     made.cluster.collective_timeout_seconds = 60
     return made
+
+
+def build_actor(config: Config) -> Any:
+    """Build this rank's actor in the process group of all ranks."""
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.roles.actor import MegatronActor
+
+    return MegatronActor(config, dist.get_rank(), dist.get_world_size(), None)
+
+
+def update_once(actor: Any, index: int = 0) -> None:
+    """Run one of the updates by itself."""
+    batch, _ = actor.recompute_logp([shares(actor)[index % 2]], chunks())
+    actor.update(batch, 0)
 
 
 def reference_model(directory: str | Path) -> torch.nn.Module:
@@ -192,14 +213,22 @@ def reference_gradients(directory: str | Path, samples: list[int]) -> tuple[floa
     return float(loss.detach()), checkpoint_tensors(model, gradients | fixed)
 
 
-def hf_pieces(actor: Any) -> list[Any]:
-    """Return the contents of the parameters as this rank's slices of HF tensors."""
+def hf_pieces(actor: Any, tensors: dict[str, torch.Tensor] | None = None) -> list[Any]:
+    """Return tensors by canonical name, by default the parameters, as this rank's slices of HF tensors."""
     from model_converters.mapping.plan import export_pieces
 
+    held = actor.tensors() if tensors is None else tensors
     return [
-        (plan.hf_name, plan.shape, piece.dim, piece.start, view.float().cpu().numpy().copy())
-        for plan, piece, view in export_pieces(actor.export_plan(), actor.tensors(), actor.rank)
+        (plan.hf_name, plan.shape, piece.dim, piece.start, view.detach().float().cpu().numpy().copy())
+        for plan, piece, view in export_pieces(actor.export_plan(), held, actor.rank)
     ]
+
+
+def gradient_pieces(actor: Any) -> list[Any]:
+    """Return the gradients as this rank's slices of HF tensors. The routers' correction bias has no gradient: it is
+    represented by its value."""
+    gradients = {p.data_ptr(): p.main_grad for chunk in actor.chunks for p in chunk.parameters()}
+    return hf_pieces(actor, {name: gradients.get(t.data_ptr(), t) for name, t in actor.tensors().items()})
 
 
 def assemble(ranks: list[list[Any]]) -> dict[str, torch.Tensor]:

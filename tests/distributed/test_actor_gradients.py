@@ -19,7 +19,6 @@ from tests.distributed.gradient_oracle import (
     accumulate,
     case_parameters,
     check_gradients,
-    gradient_pieces,
     launch_cases,
 )
 from tests.tiny_models import GROUPS, VOCABULARY, YARN, write_tiny_model
@@ -29,21 +28,16 @@ TIGHT = 16
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {}),
-    "mixtral": ("mixtral", {}),
     # Fewer key-value heads than tensor-parallel ranks, and a vocabulary that they do not divide.
     "odd": ("qwen3", {"num_key_value_heads": 1, "vocab_size": VOCABULARY + 1}),
     "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
-    "glm": ("glm4_moe", {}),
 }
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
     1: {
         "dense": ("qwen3", {}, ONE_MICROBATCH),
-        "dense split": ("qwen3", {}, SMALL),
         "dense tight": ("qwen3", {}, TIGHT),
         "moe": ("qwen3_moe", {}, ONE_MICROBATCH),
         "moe split": ("qwen3_moe", {}, SMALL),
-        "moe allgather": ("qwen3_moe", {}, SMALL, {"dispatcher": "allgather"}),
-        "mixtral split": ("mixtral", {}, SMALL),
         "v3 split": ("v3", {}, SMALL),
     },
     2: {
@@ -52,39 +46,24 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "dense pp2": ("qwen3", {"pp": 2}, SMALL),
         "dense pp2 vpp2": ("qwen3", {"pp": 2, "vpp": 2}, SMALL),
         "dense pp2 layout": ("qwen3", {"pp": 2, "pipeline_layout": "Ettt|tL"}, SMALL),
-        "dense pp2 vpp2 layout": ("qwen3", {"pp": 2, "pipeline_layout": "E|tt|t|tL"}, SMALL),
         "dense tp2 without sp": ("qwen3", {"tp": 2, "sequence_parallel": False}, SMALL),
         "odd tp2": ("odd", {"tp": 2}, SMALL),
-        "odd tp2 without sp": ("odd", {"tp": 2, "sequence_parallel": False}, SMALL),
         "moe dp2": ("qwen3_moe", {}, SMALL),
         "moe ep2": ("qwen3_moe", {"ep": 2}, SMALL),
-        "moe ep2 one microbatch": ("qwen3_moe", {"ep": 2}, ONE_MICROBATCH),
         "moe tp2": ("qwen3_moe", {"tp": 2}, SMALL),
         "moe tp2 allgather": ("qwen3_moe", {"tp": 2}, SMALL, {"dispatcher": "allgather"}),
         "moe pp2": ("qwen3_moe", {"pp": 2}, SMALL),
         "moe pp2 vpp3 layout": ("qwen3_moe", {"pp": 2, "pipeline_layout": "E|t|t|t|t|L"}, SMALL),
-        "mixtral tp2": ("mixtral", {"tp": 2}, SMALL),
-        "mixtral pp2": ("mixtral", {"pp": 2}, SMALL),
-        "mixtral ep2": ("mixtral", {"ep": 2}, SMALL),
         "v3 tp2": ("v3", {"tp": 2}, SMALL),
         "v3 ep2": ("v3", {"ep": 2}, SMALL),
-        "glm tp2": ("glm", {"tp": 2}, SMALL),
         "dense cp2": ("qwen3", {"cp": 2}, SMALL),
-        "dense cp2 one microbatch": ("qwen3", {"cp": 2}, ONE_MICROBATCH),
-        "moe cp2": ("qwen3_moe", {"cp": 2}, SMALL),
         "moe cp2 ep2": ("qwen3_moe", {"cp": 2, "ep": 2}, SMALL),
         "v3 cp2": ("v3", {"cp": 2}, SMALL),
     },
     4: {
-        "dense tp2 pp2": ("qwen3", {"tp": 2, "pp": 2}, SMALL),
         "moe tp2 ep4": ("qwen3_moe", {"tp": 2, "ep": 4}, SMALL),
-        "moe pp2 ep2": ("qwen3_moe", {"pp": 2, "ep": 2}, SMALL),
-        "v3 tp2 pp2": ("v3", {"tp": 2, "pp": 2}, SMALL),
         "dense cp4": ("qwen3", {"cp": 4}, SMALL),  # some sequences are shorter than 2 * cp tokens
-        "dense tp2 cp2": ("qwen3", {"tp": 2, "cp": 2}, SMALL),
-        "dense pp2 cp2": ("qwen3", {"pp": 2, "cp": 2}, SMALL),
         "moe dp2 cp2 ep4": ("qwen3_moe", {"cp": 2, "ep": 4}, SMALL),
-        "v3 tp2 cp2": ("v3", {"tp": 2, "cp": 2}, SMALL),
     },
 }
 
@@ -130,15 +109,11 @@ def test_policy_batch_covers_every_branch_of_the_loss() -> None:
 
 
 def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from mcore_rl.megatron.roles.actor import MegatronActor
-
     results = {}
     for name, (kind, parallel, tokens, *moe) in cases.items():
         config = policy_batch.config(directories[kind], parallel, tokens)
         vars(config.actor.moe).update(*moe)
-        actor = MegatronActor(config, rank, dist.get_world_size(), None)
+        actor = policy_batch.build_actor(config)
         loss, _ = accumulate(actor)
-        results[name] = loss, gradient_pieces(actor)
+        results[name] = loss, policy_batch.gradient_pieces(actor)
     return results
