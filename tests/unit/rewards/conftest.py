@@ -1,4 +1,4 @@
-"""Tokenizer of judges and policies."""
+"""Fixtures for tests of reward functions and judges."""
 
 from __future__ import annotations
 
@@ -8,7 +8,22 @@ from typing import Any
 import pytest
 
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.rewards.processes import dispatcher
 from tests.unit.data.conftest import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def functions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """File with the FUNCTIONS of the test module."""
+    path = tmp_path_factory.mktemp("functions") / "mine.py"
+    path.write_text(request.module.FUNCTIONS)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let graders that ignore an interrupt fail sooner."""
+    monkeypatch.setattr(dispatcher, "GRACE_SECONDS", 0.3)
 
 
 @pytest.fixture

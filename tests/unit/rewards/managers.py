@@ -1,4 +1,4 @@
-"""Helpers for tests that start a RewardManager and grade responses."""
+"""Helpers for tests that grade responses, in this process or with a RewardManager."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from contextlib import contextmanager
 import numpy as np
 
 from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.rewards.functions import Sample
+from mcore_rl.rewards.graders.loading import load_grader
 from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.types import Prompt, Score
+
+
+def graded_here(config: RewardConfig, response: str, truth: object = "5", source: str = "aime25") -> Score:
+    """Grade a response in this process."""
+    (score,) = load_grader(config, SandboxConfig()).grade([Sample(source, response, truth, {})])
+    return score
 
 
 @contextmanager

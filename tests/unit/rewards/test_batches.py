@@ -10,7 +10,6 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.loading import load_grader
 from mcore_rl.rewards.manager import Batches
-from mcore_rl.rewards.processes import dispatcher
 from mcore_rl.rewards.processes.trial import try_reward_function
 from tests.unit.rewards.managers import grade_with, graded, prompt, running_manager
 
@@ -46,11 +45,9 @@ async def array(data_sources, solution_strs, ground_truths, extra_infos, bonus):
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("graders") / "mine.py"
-    path.write_text(FUNCTIONS)
+def config(functions):
     return lambda name="ranks", **more: RewardConfig(
-        **{"function": f"{path}:{name}", "manager": "batch", "timeout_seconds": 5.0, **more}
+        **{"function": f"{functions}:{name}", "manager": "batch", "timeout_seconds": 5.0, **more}
     )
 
 
@@ -86,8 +83,7 @@ def test_response_without_group_is_a_batch_of_one(manager):
     assert manager.collect([0])[0].parts["seen"] == "5"
 
 
-def test_error_fails_its_group_only(config, monkeypatch):
-    monkeypatch.setattr(dispatcher, "GRACE_SECONDS", 0.3)
+def test_error_fails_its_group_only(config):
     bad = {
         "none": "returned None instead of a list of 2 results",
         "short": "returned 1 results for 2 responses",

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from mcore_rl.config.reward import RewardConfig
-from mcore_rl.rewards.processes import dispatcher
 from tests.unit.rewards.managers import graded
 
 FUNCTIONS = """
@@ -64,18 +63,6 @@ def eat(solution_str, **_):
     return float(solution_str)
 """
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of other processes' memory")
-
-
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory):
-    path = tmp_path_factory.mktemp("graders") / "mine.py"
-    path.write_text(FUNCTIONS)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _quick_to_give_up(monkeypatch):
-    monkeypatch.setattr(dispatcher, "GRACE_SECONDS", 0.3)
 
 
 def pids(scores):

@@ -13,21 +13,15 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.reward import GRADERS, RewardConfig
-from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.catalogue import SOURCES, grader_of
-from mcore_rl.rewards.graders.data_sets import grade_math_dapo, grade_search_qa
-from mcore_rl.rewards.graders.loading import check_data_sources, load_grader
+from mcore_rl.rewards.graders.data_sets import grade_search_qa
+from mcore_rl.rewards.graders.loading import check_data_sources
+from tests.unit.rewards.managers import graded_here
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "grader_cases.jsonl").read_text("utf-8").splitlines()]
 RUN_CODE = {"code_outputs", "code_asserts"}
 BY_SOURCE = RewardConfig(function="by_data_source")
-
-
-def graded(config, response, truth, source="test"):
-    (score,) = load_grader(config, SandboxConfig()).grade([Sample(source, response, truth, {})])
-    return score
 
 
 @pytest.mark.parametrize("grader", [name for name in GRADERS if name not in RUN_CODE])
@@ -37,7 +31,7 @@ def test_verdicts_are_those_of_the_published_rule(grader):
     differ = [
         f"{case['rule']}: {case['response'][-80:]!r} for {case['truth']!r}: {score}"
         for case in cases
-        if (score := graded(RewardConfig(function=grader), case["response"], case["truth"]))
+        if (score := graded_here(RewardConfig(function=grader), case["response"], case["truth"]))
         and (score.error or score.reward != pytest.approx(case["score"]) or score.accuracy != case["acc"])
     ]
     assert differ == []
@@ -98,12 +92,10 @@ def test_a_users_map_comes_first_and_a_whole_name_before_a_pattern():
 def test_each_row_is_graded_by_its_own_rule(tmp_path):
     (tmp_path / "mine.py").write_text("def f(data_source, solution_str, **_): return {'score': 7, 'of': data_source}\n")
     config = RewardConfig(function="by_data_source", functions={"own_*": f"{tmp_path}/mine.py:f", "plain": "math"})
-    assert graded(config, "#### 18", "18", "openai/gsm8k").reward == 1.0
-    assert graded(config, "\\boxed{18}", "18", "openai/gsm8k").reward == 0.0
-    assert graded(config, "\\boxed{18}", "18", "HuggingFaceH4/MATH-500").reward == 1.0
-    assert graded(config, "\\boxed{18}", "18", "aime24").reward == -1.0
-    assert graded(config, "it is 18", "18", "plain").reward == 1.0
-    own = graded(config, "anything", None, "own_data")
+    assert graded_here(config, "#### 18", "18", "openai/gsm8k").reward == 1.0
+    assert graded_here(config, "\\boxed{18}", "18", "aime24").reward == -1.0
+    assert graded_here(config, "it is 18", "18", "plain").reward == 1.0
+    own = graded_here(config, "anything", None, "own_data")
     assert (own.reward, own.parts) == (7.0, {"of": "own_data"})
 
 
@@ -118,11 +110,6 @@ def test_an_unknown_data_source_is_refused_before_the_run():
     )
     mapped = RewardConfig(function="by_data_source", functions={"gsm*": "math"})
     check_data_sources(mapped, "data.val", "v.parquet", ["gsm9k"])
-
-
-def test_dapos_prediction_is_a_part():
-    assert grade_math_dapo("so\nAnswer: $34$", "34").parts == {"pred": "$34$"}
-    assert grade_math_dapo("so 34", "34").parts == {"pred": "[INVALID]"}
 
 
 def test_references_of_a_parquet_file_are_arrays():

@@ -14,7 +14,7 @@ from mcore_rl.rewards.judge.scores import NoScoreError, Reader, score_reader
 from mcore_rl.types import Prompt
 
 PROMPT = Prompt(3, np.array([1], np.int32), "1+1=", "sums", "2", {"level": 4})
-PARSER = """
+FUNCTIONS = """
 def share(answer, finish_reason, data_source, ground_truth, extra_info):
     if answer == "fail":
         raise ValueError("no idea\\nat all")
@@ -79,9 +79,8 @@ def test_a_number_that_no_reward_can_hold_is_no_score() -> None:
 
 
 @pytest.fixture
-def parser(tmp_path: Path) -> str:
-    (tmp_path / "mine.py").write_text(PARSER)
-    return f"{tmp_path}/mine.py:share"
+def parser(functions: Path) -> str:
+    return f"{functions}:share"
 
 
 def test_a_users_function_sees_the_answer_and_what_is_known_of_the_prompt(parser: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,13 +34,12 @@ def said(text: str, finish_reason: str = "stop") -> Answer:
 
 
 class Server:
-    """A fake server that answers with `says(body)` and records bodies, keys, and its maximum concurrency."""
+    """A fake server that answers with `says(body)` and records bodies and keys."""
 
     def __init__(self, says: Callable[[dict[str, Any]], Answer], models: tuple[str, ...] = ("judge-7b",)) -> None:
         self.says, self.models = says, models
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
-        self.at_once, self.most, self.lock = 0, 0, threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.thread = threading.Thread(target=self.http.serve_forever)
         self.thread.start()
@@ -61,16 +61,9 @@ class Server:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with server.lock:
-                    server.bodies.append(body)
-                    server.keys.add(self.headers["Authorization"])
-                    server.at_once += 1
-                    server.most = max(server.most, server.at_once)
-                try:
-                    self.answer(*server.says(body))
-                finally:
-                    with server.lock:
-                        server.at_once -= 1
+                server.bodies.append(body)
+                server.keys.add(self.headers["Authorization"])
+                self.answer(*server.says(body))
 
             def answer(self, status: int, body: dict[str, Any]) -> None:
                 text = json.dumps(body).encode()
@@ -170,14 +163,17 @@ def test_every_answer_is_asked_for_with_a_seed_of_its_own_that_repeats(serve: Ca
 
 def test_so_many_questions_are_under_way_and_no_more(serve: Callable[..., Server]) -> None:
     gate = threading.Barrier(3)  # opens for three concurrent requests
+    running, counts = list[Answer](), list[int]()
 
     def says(body: dict[str, Any]) -> Answer:
+        running.append(counts_letters(body))
+        counts.append(len(running))
         gate.wait(10)
-        return counts_letters(body)
+        time.sleep(0.05)  # further requests would arrive meanwhile
+        return running.pop()
 
-    server = serve(says)
-    judged(config_of(server, max_concurrent_requests=3), ["a"] * 9)
-    assert server.most == 3
+    judged(config_of(serve(says), max_concurrent_requests=3), ["a"] * 9)
+    assert max(counts) == 3
 
 
 def test_a_failure_is_tried_again_and_then_costs_its_response(serve: Callable[..., Server]) -> None:

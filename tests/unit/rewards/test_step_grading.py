@@ -19,7 +19,7 @@ from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.types import Prompt, Score, Trajectory, TrajectoryBuffers
 from tests.unit.rewards.managers import running_manager
 
-RANKS = """
+FUNCTIONS = """
 def by_rank(data_sources, solution_strs, ground_truths, extra_infos, *, scale="1"):
     order = sorted(solution_strs, key=len)
     return [
@@ -48,10 +48,8 @@ def trajectories(texts: Sequence[str]) -> TrajectoryBuffers:
     )
 
 
-def graded(tmp_path: Path, given: Sequence[TaskPart], texts: Sequence[str], **settings: Any) -> list[list[Score]]:
-    path = tmp_path / "ranks.py"
-    path.write_text(RANKS)
-    config = RewardConfig(function=f"{path}:by_rank", manager="batch", batch="step", workers=2, **settings)
+def graded(functions: Path, given: Sequence[TaskPart], texts: Sequence[str], **settings: Any) -> list[list[Score]]:
+    config = RewardConfig(function=f"{functions}:by_rank", manager="batch", batch="step", workers=2, **settings)
     prompts = {
         name: [Prompt(row, np.array([63, 63], np.int32), "??", "src", truth) for row, truth in enumerate(truths)]
         for name, truths in ROWS.items()
@@ -66,27 +64,27 @@ def task(prompt_set: str, rows: Sequence[int], records: Path | None = None) -> T
     return TaskPart(prompt_set, part, of_task, of_task, prompt_rows, prompt_rows, 0 * of_task)
 
 
-def test_one_call_sees_the_responses_of_all_tasks_with_their_own_rows(tmp_path: Path) -> None:
+def test_one_call_sees_the_responses_of_all_tasks_with_their_own_rows(functions: Path) -> None:
     given = [task("train", [2, 0]), task("val", [0]), task("train", [1])]
-    first, second, third = graded(tmp_path, given, ["aaaa", "b", "ccc", "dd"])
+    first, second, third = graded(functions, given, ["aaaa", "b", "ccc", "dd"])
     assert [score.reward for score in (*first, *second, *third)] == [3, 0, 2, 1]
     assert [score.parts["truth"] for score in (*first, *second, *third)] == ["t2", "t0", "v0", "t1"]
     assert {score.parts["of"] for score in (*first, *second, *third)} == {4}
 
 
-def test_weight_and_the_punishment_of_long_ones_are_in_the_rewards(tmp_path: Path) -> None:
+def test_weight_and_the_punishment_of_long_ones_are_in_the_rewards(functions: Path) -> None:
     overlong = OverlongConfig(enable=True, buffer_tokens=4, penalty=1.0)
-    [scores] = graded(tmp_path, [task("train", [0, 1])], ["aaaa", "b"], weight=10.0, overlong=overlong)
+    [scores] = graded(functions, [task("train", [0, 1])], ["aaaa", "b"], weight=10.0, overlong=overlong)
     assert [score.reward for score in scores] == [pytest.approx(10 - 0.5), 0]  # half of the overlong buffer
     assert [score.accuracy for score in scores] == [1, 0]
 
 
-def test_step_grader_writes_parts_and_errors_to_each_tasks_records(tmp_path: Path) -> None:
+def test_step_grader_writes_parts_and_errors_to_each_tasks_records(functions: Path, tmp_path: Path) -> None:
     parts = [tmp_path / ".step_1.0.0.part", tmp_path / ".step_1.0.1.part"]
     given = [task("train", [0], parts[0]), task("train", [1, 2], parts[1])]
     for part, size in zip(parts, (1, 2), strict=True):
         part.write_text('{"error": null}\n' * size)
-    scores = graded(tmp_path, given, ["aa", "bad", "c"])
+    scores = graded(functions, given, ["aa", "bad", "c"])
     for part, of_task in zip(parts, scores, strict=True):
         grades = grades_of(of_task)
         amend_part(str(part), grades.rewards, grades.accuracies, {})

@@ -9,7 +9,6 @@ import pytest
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rewards.processes import dispatcher
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
 from mcore_rl.types import Prompt
 
@@ -43,12 +42,8 @@ PROMPT = Prompt(0, np.zeros(1, np.int32), "6*12=", "sums", {"answer": 72})
 
 
 @pytest.fixture
-def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dispatcher, "GRACE_SECONDS", 0.3)
-    (tmp_path / "mine.py").write_text(FUNCTIONS)
-    return lambda name: try_reward_function(
-        RewardConfig(function=f"{tmp_path}/mine.py:{name}", timeout_seconds=0.5), PROMPT
-    )
+def tried(functions: Path):
+    return lambda name: try_reward_function(RewardConfig(function=f"{functions}:{name}", timeout_seconds=0.5), PROMPT)
 
 
 def test_trial_passes_a_function_that_grades_the_ground_truth(tried):
@@ -86,9 +81,8 @@ def test_trial_warns_if_only_the_ground_truth_fails(tried):
     assert "in strict" in warning
 
 
-def test_trial_covers_every_user_function_that_rows_choose(tmp_path):
-    (tmp_path / "mine.py").write_text(FUNCTIONS)
-    mine = {name: f"{tmp_path}/mine.py:{name}" for name in ("right", "broken")}
+def test_trial_covers_every_user_function_that_rows_choose(functions):
+    mine = {name: f"{functions}:{name}" for name in ("right", "broken")}
     config = RewardConfig(function="by_data_source", functions={"sums": mine["right"], "other*": mine["broken"]})
     sources = ["openai/gsm8k", "sums", "sums", "other/a", "other/b", "sums"]
     assert rows_to_try(config, sources) == [1, 3]

@@ -67,8 +67,9 @@ def test_shares_cores_large_models_on_cpus_only(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["", "import torch"])
-@pytest.mark.parametrize(("peers", "threads"), [(1, CORES), (CORES, 1), (3 * CORES, 1)])
+@pytest.mark.parametrize(
+    ("first", "peers", "threads"), [("", 1, CORES), ("import torch", CORES, 1), ("", 3 * CORES, 1)]
+)
 def test_share_cores_sets_threads_of_process_and_children(first: str, peers: int, threads: int) -> None:
     code = TELL.format(first=first, peers=peers)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

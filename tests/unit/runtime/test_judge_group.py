@@ -13,7 +13,7 @@ from mcore_rl.runtime.roles.judge import JudgeGroup
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import BuffersRef, Mean, Metric, RolloutScalars, RolloutTask, SamplingOptions
 from tests.unit.rollouts import scalars_of
-from tests.unit.runtime.made import chunk
+from tests.unit.runtime.made import EndedWatch, chunk
 
 
 @dataclass
@@ -38,13 +38,6 @@ class Judge:
         return None, [(key, of_chunk.tolist()) for key, of_chunk in zip(request.keys.tolist(), rows, strict=True)]
 
 
-class Waiting:
-    dependent_seconds = 1.0
-
-    def get(self, found: Sequence[object], needs: Sequence[object] = ()) -> list[object]:
-        return list(found)
-
-
 def _numbered(part: TaskPart) -> list[tuple[int, int]]:
     return list(zip(part.numbers.tolist(), part.rows.tolist(), strict=True))
 
@@ -59,7 +52,7 @@ def given(prompt_set: str, sizes: Sequence[int]) -> tuple[list[RolloutTask], lis
 
 
 def group_of(num_judges: int) -> JudgeGroup:
-    return JudgeGroup([Judge() for _ in range(num_judges)], Waiting(), Stages())  # type: ignore[arg-type]
+    return JudgeGroup([Judge() for _ in range(num_judges)], EndedWatch(), Stages())  # type: ignore[arg-type]
 
 
 def test_score_returns_scores_by_task() -> None:

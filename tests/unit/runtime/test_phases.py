@@ -95,6 +95,7 @@ def test_phases_step_moves_memory_once_and_in_order() -> None:
         "wake weights",
         "sync",
     ]
+    assert device.metrics == {"memory/offloaded_bytes": Total(3), "memory/engine_released_bytes": Total(2)}
 
 
 def test_phases_never_overlap() -> None:
@@ -110,14 +111,6 @@ def test_phases_never_overlap() -> None:
                 break
             getattr(device, call)()
             stale = call == "update" or (stale and call != "publish")
-
-
-def test_phases_record_moved_bytes() -> None:
-    device = Device()
-    device.publish()
-    device.run()
-    device.update()
-    assert device.metrics == {"memory/offloaded_bytes": Total(3), "memory/engine_released_bytes": Total(2)}
 
 
 @pytest.mark.parametrize("phase", list(Phase))

@@ -17,7 +17,6 @@ import pytest
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.tasks import GivenUp
 from mcore_rl.runtime.delivery import Chunk
-from mcore_rl.runtime.engines.balance import TaskPiece
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.phases import Phase, Stages
@@ -102,27 +101,6 @@ def test_run_waits_for_the_last_engine_and_supplies_it() -> None:
     assert pool.fleet.engines[0].has_weights
 
 
-def test_up_waits_for_a_starting_engine_only_without_others() -> None:
-    pool, watch = pool_of(3, {1: ["engine 1"], 2: ["engine 0"]})
-    pool.run(tasks_of(12))
-    watch.slow = {"engine 1"}
-    engines = pool.fleet.engines
-    assert pool.fleet.up() == [engines[0], engines[2]]
-    assert not engines[0].has_weights
-    pool.fleet.mark_supplied([engines[0], engines[2]])
-    assert [engine.serves for engine in pool.fleet.engines] == [True, False, True]
-    assert watch.slow == {"engine 1"}
-    watch.slow = set()
-    assert pool.fleet.up() == engines
-    assert not engines[1].has_weights
-    for engine in engines:
-        pool.fleet.max_restarts = 9
-        pool.fleet.lose(engine, "lost")
-    watch.slow = {"engine 0", "engine 1", "engine 2"}
-    assert pool.fleet.up() == engines
-    assert not watch.slow
-
-
 def test_run_after_too_many_losses_raises_reason_and_key() -> None:
     said: list[str] = []
     pool, _ = pool_of(2, {1: ["engine 0"], 2: ["engine 1"]}, max_restarts=1, note=said.append)
@@ -178,28 +156,13 @@ def test_run_waits_for_the_answers_to_its_steals(tmp_path: Path) -> None:
     assert all(process.asked == process.answers for process in processes)
 
 
-def test_end_of_a_piece_does_not_read_the_other_pieces_of_its_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stolen_requests_are_counted_and_renewed_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task has a piece per engine: reading all pieces at the end of each would be quadratic."""
-    pool, _ = pool_of(3, slots_per_engine=100, seed=2)
-    reads, of_task = list[int](), pool._balance.of_task
-
-    def recorded(task: int) -> list[TaskPiece]:
-        reads.append(task)
-        return of_task(task)
-
-    monkeypatch.setattr(pool._balance, "of_task", recorded)
-    results = pool.run([task_of(number, tmp_path, num_groups=6) for number in range(10)])
-    assert sum(len(cast(Chunk, chunk).parts) for chunk, _ in results) > 10
-    assert sorted(reads) == list(range(10))
-
-
-def test_stolen_requests_are_counted_and_renewed_part_by_part(tmp_path: Path) -> None:
-    """Engines that finish first take unstarted requests from others."""
     pool, watch = pool_of(3, slots_per_engine=120, seed=1)
-    tasks = [task_of(number, tmp_path, num_groups=6) for number in range(10)]
-    results = pool.run(tasks)
+    reads, of_task = list[int](), pool._balance.of_task
+    monkeypatch.setattr(pool._balance, "of_task", lambda task: reads.append(task) or of_task(task))
+    results = pool.run([task_of(number, tmp_path, num_groups=6) for number in range(10)])
+    assert sorted(reads) == list(range(10))
     assert cast(Total, pool.fleet.take_metrics()["engine/requests_stolen"]).value > 0
     chunks = [cast(Chunk, chunk) for chunk, _ in results]
     producers = {part.place.producer for chunk in chunks for part in chunk.parts}

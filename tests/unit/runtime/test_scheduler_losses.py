@@ -28,31 +28,6 @@ from tests.unit.runtime.streams import (
 )
 
 
-def test_death_in_another_wait_moves_nothing_before_the_scheduler_waits() -> None:
-    stream, watch = stream_of(2)
-    results = Once()
-    tasks = begin(stream, [1] * 4, results)
-    lost = watch.present("engine 0")
-    watch.kill("engine 0")
-    for _ in range(3):  # the driver waits for the trainer
-        stream.ended([call for call in stream.calls() if call.process_id == id(lost)])
-    assert [len(engine.all) for engine in watch.engines] == [1, 1]
-    assert tickets(watch) == [[0, 2], [1, 3]]
-    assert lost.runs == 1  # dead engines get no further calls
-    assert not results
-    assert stream.fleet.num_restarts == 0
-    stream.wait()
-    assert stream.fleet.num_restarts == 1
-    given = watch.present("engine 1").given
-    assert [(task.group_ids[0], task.journals) for task in given] == [
-        (1, ()), (3, ()), (0, ("engine 0.1",)), (2, ("engine 0.1",)),
-    ]  # fmt: skip
-    watch.random = random.Random(0)
-    while len(results) < len(tasks):
-        stream.wait()
-    assert set(producers(results).values()) == {"engine 1"}
-
-
 def test_begin_after_a_noticed_death_avoids_the_dead_engine() -> None:
     stream, watch = stream_of(2)
     begin(stream, [2, 5], {})

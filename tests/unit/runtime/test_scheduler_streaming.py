@@ -16,7 +16,7 @@ from mcore_rl.runtime.engines import scheduler
 from mcore_rl.runtime.engines.balance import EngineKey
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.types import RolloutResult, Total
-from tests.unit.runtime.engines import Begin, Engine, groups, scalars_of
+from tests.unit.runtime.engines import Begin, Engine, scalars_of
 from tests.unit.runtime.streams import Once, begin, finish_all, stream_of, supply, task_of, tickets
 
 
@@ -83,47 +83,6 @@ def test_memory_of_loads_does_not_grow_with_tasks() -> None:
     assert blocks_after(1000) - before < 500
 
 
-def test_run_while_streaming_returns_its_own_results() -> None:
-    stream, _ = stream_of(2, seed=3)
-    mine, heard = Once(), cast("list[int]", [])
-    stream.attend(lambda: heard.append(len(mine)))
-    tasks = begin(stream, [2] * 6, mine)
-    asked = [task_of(100 + number, 3, "validation") for number in range(5)]
-    came = stream.run(asked)
-    assert groups(came) == [[100 + number] * 3 for number in range(5)]
-    assert mine  # some streaming tasks ended while `run` waited
-    assert len(mine) in heard
-    assert heard == sorted(heard)
-    while len(mine) < len(tasks):
-        stream.wait()
-    assert {ticket: scalars.group_ids.tolist() for ticket, (_, scalars) in mine.items()} == {
-        ticket: task.group_ids.tolist() * 2 for ticket, task in tasks.items()
-    }
-    assert heard[-1] == len(mine)
-    for result in (*came, *mine.values()):
-        [part] = cast(Chunk, result[0]).parts
-        assert (part.first, part.last) == part.responses == (0, len(result[1].group_ids))
-        assert part.place.process.given[part.place.key].group_ids[0] == result[1].group_ids[0]
-    assert stream.running_requests == 0
-
-
-def test_callback_may_begin_tasks() -> None:
-    stream, watch = stream_of(2)
-    results = Once()
-
-    def refill() -> None:
-        if len(results) < 3:
-            stream.begin(task_of(9), results)
-
-    stream.attend(refill)
-    begin(stream, [1, 1], results)
-    stream.ended([watch.finish("engine 1", 0)])
-    assert tickets(watch) == [[0], [2]]
-    finish_all(stream, watch)
-    assert sorted(results) == [0, 1, 2]
-    assert stream.running_requests == 0
-
-
 def test_one_run_call_per_engine_and_begin_calls_meanwhile() -> None:
     stream, watch = stream_of(2)
     results = Once()
@@ -168,6 +127,9 @@ def test_task_begun_in_the_callback_goes_with_the_next_run_call() -> None:
     assert tickets(watch) == [[2], [3]]
     assert [process.runs for process in processes] == [2, 2]
     assert [process.begins for process in processes] == before
+    finish_all(stream, watch)
+    assert sorted(results) == list(range(4))
+    assert stream.running_requests == 2
 
 
 def test_unreferenced_trajectories_are_released_once_with_the_next_call() -> None:

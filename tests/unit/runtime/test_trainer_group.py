@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import Batch, Mean, RankShare, TokenRefs, Total
 from tests.unit.rollouts import batch_of
-from tests.unit.runtime.made import chunk
+from tests.unit.runtime.made import EndedWatch, chunk
 
 CHUNKS = (("a 7 [0, 3]",), ("a 7 [1, 2]",))
 """Trajectories that each rank receives."""
@@ -94,22 +94,11 @@ class Rank(ProcessHandle[object]):
         return None, f"{producer} {key} {request.rows.tolist()}"
 
 
-@dataclass
-class Ready:
-    """Fake Watch; all calls have ended."""
-
-    names: dict[object, str] = field(default_factory=dict)
-    dependent_seconds: float = 1.0
-
-    def get(self, references: list[object], needs: Sequence[object] = ()) -> list[object]:
-        return list(references)
-
-
 def make() -> tuple[TrainerGroup, list[str], list[list[tuple[object, ...]]]]:
     """Return a group of two data-parallel ranks, the names of calls (one per rank), and the calls of each rank."""
     rounds: list[str] = []
     handles = [Rank(rounds), Rank(rounds)]
-    group = TrainerGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)), Stages())  # type: ignore[arg-type]
+    group = TrainerGroup(handles, (0, 1), EndedWatch(), RankMap((0, 1), (0, 1)), Stages())  # type: ignore[arg-type]
     return group, rounds, [handle.process.actor.calls for handle in handles]
 
 
@@ -195,7 +184,7 @@ def test_critic_update_uses_the_batch_of_its_values() -> None:
     handles = [Rank(rounds, CriticProcess), Rank(rounds, CriticProcess)]
     for handle in handles:
         handle.process.critic = RecordedCritic()
-    critic = CriticGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)), Stages(), lambda batch: batch)  # type: ignore[arg-type]
+    critic = CriticGroup(handles, (0, 1), EndedWatch(), RankMap((0, 1), (0, 1)), Stages(), lambda batch: batch)  # type: ignore[arg-type]
     first, second = critic.values(batch(2)), critic.values(batch(1))
     assert critic.update(second, TokenRefs(second.columns, 0)) == {"updated": Mean(2.0, 2)}
     assert handles[0].process.critic.calls == [[[0], [3]], [[0, 3]], ([0, 3], [0, 3])]

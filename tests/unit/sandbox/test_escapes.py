@@ -70,17 +70,7 @@ def test_files_outside_tmp_are_not_writable(sandbox: LocalSandbox) -> None:
 def test_host_directories_are_invisible(sandbox: LocalSandbox, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s3cret")
     tmp_path.chmod(0o755)
-    paths = (
-        "/root",
-        "/home",
-        "/sys",
-        "/etc/passwd",
-        "/etc/shadow",
-        "/var",
-        "/run",
-        str(tmp_path / "secret"),
-        os.getcwd(),
-    )
+    paths = [*"/root /home /sys /etc/passwd /etc/shadow /var /run".split(), str(tmp_path / "secret"), os.getcwd()]
     results = answers(sandbox, f"{{path: os.path.exists(path) for path in {paths!r}}}")
     assert not any(results.values()), results
     assert answers(sandbox, "sorted(os.listdir('/etc'))") == [
@@ -185,15 +175,12 @@ MANY = (
 )
 
 
-def test_processes_over_total_memory_end_the_run(sandbox: LocalSandbox) -> None:
-    outcome = run(sandbox, MANY)
-    assert (outcome.why, outcome.return_code) == ("memory", 137)
-
-
-def test_without_control_groups_a_watcher_ends_the_run(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_rl.sandbox.confinement.memory._parent_group", lambda: None)
-    outcome = run(sandbox, MANY)
-    assert (outcome.why, outcome.return_code) == ("memory", 137)
+def test_processes_over_total_memory_end_the_run(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without control groups, a watcher ends the run."""
+    outcomes = [run(sandbox, MANY)]
+    monkeypatch.setattr(memory, "_parent_group", lambda: None)
+    outcomes.append(run(sandbox, MANY))
+    assert [(outcome.why, outcome.return_code) for outcome in outcomes] == [("memory", 137)] * 2
 
 
 def test_dangerous_system_calls_are_refused(sandbox: LocalSandbox) -> None:
@@ -291,12 +278,11 @@ def test_sockets_inside_the_sandbox_work(sandbox: LocalSandbox) -> None:
 
 def test_setuid_programs_have_no_effect(sandbox: LocalSandbox) -> None:
     code = (
-        "import glob, os, subprocess\n"
-        "print(len([p for p in glob.glob('/usr/bin/*') if os.path.exists(p) and os.stat(p).st_mode & 0o4000]))\n"
+        "import subprocess\n"
         "done = subprocess.run(['su', '-c', 'id -u'], capture_output=True, text=True, stdin=subprocess.DEVNULL)\n"
         "print(done.returncode != 0, repr(done.stdout))"
     )
-    assert run(sandbox, code).stdout.splitlines()[1] == "True ''"
+    assert run(sandbox, code).stdout == "True ''\n"
 
 
 def test_endless_output_is_truncated_at_the_limit(sandbox: LocalSandbox) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from mcore_rl.sandbox.interface import Program
 from mcore_rl.sandbox.local import LocalSandbox
-from tests.unit.sandbox.conftest import limited
 from tests.unit.sandbox.test_escapes import FORK_BOMB, MANY, all_refused, answers
 
 
@@ -78,8 +77,7 @@ def test_processes_and_memory_have_limits(landlock: LocalSandbox) -> None:
     assert landlock.run(Program(MANY)).why == "memory"
 
 
-def test_interpreter_keeps_state_under_landlock() -> None:
-    sandbox = LocalSandbox(limited("landlock"))
-    with sandbox.interpreter() as interpreter:
+def test_interpreter_keeps_state_under_landlock(landlock: LocalSandbox) -> None:
+    with landlock.interpreter() as interpreter:
         assert interpreter.cell("x = 6").ok
         assert interpreter.cell("x * 7").output == "42\n"
