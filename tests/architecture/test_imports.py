@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "errors": set(),
     "parent_death": set(),
     "durable_files": set(),
-    "config": {"types"},
+    "config": set(),
     "types": set(),
     "resolved": {"types", "config", "data", "model_converters"},
     "ports": {"types", "config"},
