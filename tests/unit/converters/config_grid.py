@@ -155,7 +155,7 @@ def facts_of_transformers(fields: dict[str, object]) -> dict[str, object]:
     if config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
     layer = trunk.layers[-1]
-    attention = layer.self_attn
+    attention, whole_window = layer.self_attn, config.model_type in ("mixtral", "qwen3_moe")
     return {
         "shapes": shapes,
         "tied": config.tie_word_embeddings,
@@ -163,21 +163,12 @@ def facts_of_transformers(fields: dict[str, object]) -> dict[str, object]:
         "latent epsilon": attention.kv_a_layernorm.variance_epsilon if hasattr(attention, "kv_a_layernorm") else None,
         "activation": type(layer.mlp.act_fn if hasattr(layer.mlp, "act_fn") else layer.mlp.experts.act_fn).__name__,
         "attention scale": attention.scaling,
-        "window": _window(config, attention),
+        "window": config.sliding_window if whole_window else getattr(attention, "sliding_window", None),
         "frequencies": trunk.rotary_emb.inv_freq,
         "cosine scale": float(trunk.rotary_emb.attention_scaling),
-        "neighbours paired": _pairs_neighbours(config),
+        "neighbours paired": config.model_type == "deepseek_v2" or bool(getattr(config, "rope_interleave", False)),
         "routing": _routing(layer.mlp.gate) if hasattr(layer.mlp, "gate") else None,
     }
-
-
-def _window(config: Any, attention: Any) -> int | None:
-    whole_model = config.model_type in ("mixtral", "qwen3_moe")
-    return config.sliding_window if whole_model else getattr(attention, "sliding_window", None)
-
-
-def _pairs_neighbours(config: Any) -> bool:
-    return config.model_type == "deepseek_v2" or (config.model_type == "deepseek_v3" and bool(config.rope_interleave))
 
 
 def _routing(gate: Any) -> dict[str, object]:

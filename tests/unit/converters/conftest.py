@@ -221,25 +221,21 @@ def _local_mcore(hf: Tensors, config: dict[str, object], layout: TrainLayout, ra
             local["embedding.word_embeddings.weight"] = _vocabulary(copy, at.tp, layout.tp)
             local[f"{ours}enorm.weight"] = hf[f"{theirs}enorm.weight"]
             local[f"{ours}hnorm.weight"] = hf[f"{theirs}hnorm.weight"]
-            local[f"{ours}eh_proj.weight"] = _rows(hf[f"{theirs}eh_proj.weight"], at.tp, layout.tp)
+            local[f"{ours}eh_proj.weight"] = _part(hf[f"{theirs}eh_proj.weight"], 0, at.tp, layout.tp)
             local[f"{ours}final_layernorm.weight"] = hf[f"{theirs}shared_head.norm.weight"]
             local |= _local_layer(hf, config, theirs, f"{ours}transformer_layer.", layout, at)
     return local
 
 
-def _rows(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
-    return tensor.chunk(size, dim=0)[index]
-
-
-def _columns(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
-    return tensor.chunk(size, dim=1)[index]
+def _part(tensor: torch.Tensor, dim: int, index: int, size: int) -> torch.Tensor:
+    return tensor.chunk(size, dim)[index]
 
 
 def _vocabulary(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
     """Append zero rows until the ranks' shares are equal, and return one share."""
     while len(tensor) % size:
         tensor = torch.cat([tensor, torch.zeros_like(tensor[:1])])
-    return _rows(tensor, index, size)
+    return _part(tensor, 0, index, size)
 
 
 def _local_layer(
@@ -269,8 +265,8 @@ def _latent_attention(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, 
     local = {f"{ours}{mine}.weight": hf.get(f"{theirs}{name}.weight") for mine, name in whole.items()}
     for mine, name in by_heads.items():
         if f"{theirs}{name}.weight" in hf:
-            local[f"{ours}{mine}.weight"] = _rows(hf[f"{theirs}{name}.weight"], at.tp, layout.tp)
-    local[f"{ours}linear_proj.weight"] = _columns(hf[f"{theirs}o_proj.weight"], at.tp, layout.tp)
+            local[f"{ours}{mine}.weight"] = _part(hf[f"{theirs}{name}.weight"], 0, at.tp, layout.tp)
+    local[f"{ours}linear_proj.weight"] = _part(hf[f"{theirs}o_proj.weight"], 1, at.tp, layout.tp)
     return {name: tensor for name, tensor in local.items() if tensor is not None}
 
 
@@ -279,11 +275,11 @@ def _grouped_attention(
 ) -> Tensors:
     """Fuse q, k and v in Megatron's order: for each group its q heads, its k head, its v head."""
     groups = config["num_key_value_heads"]
-    local = {f"{ours}linear_proj.weight": _columns(hf[f"{theirs}o_proj.weight"], at.tp, layout.tp)}
+    local = {f"{ours}linear_proj.weight": _part(hf[f"{theirs}o_proj.weight"], 1, at.tp, layout.tp)}
     for kind in ("weight", "bias"):
         if f"{theirs}q_proj.{kind}" in hf:
             parts = [hf[f"{theirs}{part}_proj.{kind}"].unflatten(0, (groups, -1)) for part in "qkv"]
-            local[f"{ours}linear_qkv.{kind}"] = _rows(torch.cat(parts, 1).flatten(0, 1), at.tp, layout.tp)
+            local[f"{ours}linear_qkv.{kind}"] = _part(torch.cat(parts, 1).flatten(0, 1), 0, at.tp, layout.tp)
     for part in "qk":
         if f"{theirs}{part}_norm.weight" in hf:
             local[f"{ours}{part}_layernorm.weight"] = hf[f"{theirs}{part}_norm.weight"]
@@ -294,8 +290,8 @@ def _mlp(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, at: Coordinat
     def gated(name: str, fc1: str, fc2: str, index: int, size: int) -> Tensors:
         parts = MIXTRAL_PARTS if f"{theirs}{name}w1.weight" in hf else LLAMA_PARTS
         gate, up, down = (hf[f"{theirs}{name}{part}.weight"] for part in parts)
-        joined = torch.cat([_rows(gate, index, size), _rows(up, index, size)])
-        return {f"{ours}{fc1}": joined, f"{ours}{fc2}": _columns(down, index, size)}
+        joined = torch.cat([_part(gate, 0, index, size), _part(up, 0, index, size)])
+        return {f"{ours}{fc1}": joined, f"{ours}{fc2}": _part(down, 1, index, size)}
 
     if f"{theirs}gate.weight" not in hf:
         return gated("", "linear_fc1.weight", "linear_fc2.weight", at.tp, layout.tp)

@@ -20,6 +20,7 @@ from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement, local_shape, segments_of
 from model_converters.mapping.table import BoundRow, Row, bind
 from tests.tiny_models import tiny_fields
+from tests.unit.converters.hf_models import bound_rows
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -77,7 +78,7 @@ def test_adapter_rows_unsupported_target_raises_reason(kind: str, target: str, w
 def held(kind: str, targets: list[str], layout: TrainLayout, rank: int, **changes: object) -> Iterator[object]:
     """Yield (adapter row, shard, num_shards, base row) for the adapters on a rank."""
     rows, config = rows_of(kind, **changes)
-    base = bind(rows, config, torch.float32)
+    base = bound_rows(config)
     bound = bind(adapter_rows(rows, targets, RANK), config, torch.float32)
     placement, by_name = Placement([*base, *bound], layout), {row.mcore: row for row in base}
     for row in bound:

@@ -121,15 +121,14 @@ def test_exported_config_matches_tensor_dtypes():
 def test_fp8_export_plans_divided_weights_whole():
     config = tiny_fields("qwen3_moe")
     bound = bound_rows(config, torch.bfloat16)
-    chosen = Fp8Export(config, bound)
-    plans = {plan.hf_name: plan for plan in chosen.plans(export_plan(bound, TrainLayout(4, tp=2, ep=2)))}
+    plans = Fp8Export(config, bound).plans(export_plan(bound, TrainLayout(4, tp=2, ep=2)))
+    by_name = {plan.hf_name: plan for plan in plans}
     name = "model.layers.0.self_attn.o_proj.weight"
-    assert plans[name].shape == (32, 64)
-    (piece,) = plans[name].pieces
-    assert (piece.dim, piece.start, piece.length) == (0, 0, 32)
-    assert plans[name + "_scale_inv"].shape == (1, 1)
-    assert plans["model.embed_tokens.weight"].dtype == torch.bfloat16
-    assert len(plans["model.embed_tokens.weight"].pieces) == 2
+    assert by_name[name].shape == (32, 64)
+    assert [(piece.dim, piece.start, piece.length) for piece in by_name[name].pieces] == [(0, 0, 32)]
+    assert by_name[name + "_scale_inv"].shape == (1, 1)
+    embedding = by_name["model.embed_tokens.weight"]
+    assert (embedding.dtype, len(embedding.pieces)) == (torch.bfloat16, 2)
 
 
 def test_writer_unquantised_fp8_weight_is_rejected(tmp_path):

@@ -61,7 +61,7 @@ def test_lora_merge_equals_peft(options, tmp_path):
             assert torch.equal(checkpoint.stored(name)[0], original[name])
 
 
-def write_adapter(directory, pairs, **config):
+def write_adapter(directory, pairs, whole=None, **config):
     directory.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "bias": "none", "target_modules": ["x"]} | config
     (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -71,6 +71,7 @@ def write_adapter(directory, pairs, **config):
         for side, tensor in zip("AB", pair, strict=True)
         if tensor is not None
     }
+    tensors |= {f"base_model.model.{name}": tensor for name, tensor in (whole or {}).items()}
     save_file(tensors, directory / "adapter_model.safetensors")
     return directory
 
@@ -173,50 +174,35 @@ def test_saved_modules_replace_base_tensors_like_peft(dtype, tmp_path):
             assert torch.equal(wanted, original[name]) == (".self_attn." in name and "_norm" not in name), name
 
 
-@pytest.mark.parametrize(
-    ("saved", "message"),
-    [
-        ({"lm_head.weight": (24, 12)}, "lm_head.weight alone would untie embedding and head"),
-        ({"model.embed_tokens.weight": (24, 12)}, "embed_tokens.weight alone would untie embedding and head"),
-        ({"model.embed_tokens.weight": (24, 12), "lm_head.weight": (24, 12)}, None),
-    ],
-)
-def test_saved_modules_that_untie_embeddings_are_rejected(saved, message, tmp_path, dense_config, random_hf):
+def test_saved_modules_that_untie_embeddings_are_rejected(tmp_path, dense_config, random_hf):
     config = dense_config | {"tie_word_embeddings": True, "vocab_size": 24}
     directory = write_hf(tmp_path / "hf", config, random_hf(config))
-    modules = [name.split(".")[-2] for name in saved]
-    adapter = write_adapter(tmp_path / "adapter", {Q: random_pair((48, 12))}, modules_to_save=modules)
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    save_file(
-        tensors | {f"base_model.model.{name}": torch.full(shape, 3.0) for name, shape in saved.items()},
-        adapter / "adapter_model.safetensors",
-    )
-    if message is not None:
-        with pytest.raises(ConversionError, match=message):
+    whole = {f"{name}.weight": torch.full((24, 12), 3.0) for name in ("model.embed_tokens", "lm_head")}
+    for name, tensor in whole.items():
+        adapter = write_adapter(tmp_path / "adapter", {}, {name: tensor}, modules_to_save=[name.split(".")[-2]])
+        with pytest.raises(ConversionError, match=f"{name} alone would untie embedding and head"):
             HFCheckpoint(directory, lora=adapter)
-        return
+    adapter = write_adapter(tmp_path / "adapter", {}, whole, modules_to_save=["embed_tokens", "lm_head"])
     with HFCheckpoint(directory, lora=adapter) as checkpoint:
         assert (checkpoint.read("model.embed_tokens.weight") == 3).all()
 
 
-def test_saved_modules_of_wrong_shape_are_named(merged_moe):
-    directory, adapter, _ = merged_moe
-    write_adapter(adapter, {Q: random_pair((48, 12))}, modules_to_save=["lm_head", "q_proj", "absent"])
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    tensors |= {
-        "base_model.model.lm_head.weight": torch.zeros(25, 12),
-        f"base_model.model.{Q}.weight": torch.zeros(48, 12),
-        "base_model.model.absent.weight": torch.zeros(1),
-    }
-    save_file(tensors, adapter / "adapter_model.safetensors")
+def assert_refused(directory, adapter, messages):
     with pytest.raises(ConversionError) as error:
         HFCheckpoint(directory, lora=adapter)
-    for message in (
+    assert [message for message in messages if message not in str(error.value)] == []
+
+
+def test_saved_modules_of_wrong_shape_are_named(merged_moe):
+    directory, adapter, _ = merged_moe
+    whole = {"lm_head.weight": torch.zeros(25, 12), f"{Q}.weight": torch.zeros(48, 12), "absent.weight": torch.zeros(1)}
+    write_adapter(adapter, {Q: random_pair((48, 12))}, whole, modules_to_save=["lm_head", "q_proj", "absent"])
+    messages = (
         "lm_head.weight of modules_to_save is torch.float32 (25, 12), in the base model (23, 12)",
         f"{Q}.weight is saved whole and adapted",
         "modules_to_save names absent.weight, which the model does not have",
-    ):
-        assert message in str(error.value)
+    )
+    assert_refused(directory, adapter, messages)
 
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -258,14 +244,12 @@ def test_lora_adapter_all_problems_are_in_one_message(merged_moe):
         "model.layers.0.input_layernorm": (a, b),
         Q.replace("0", "2"): (a, b[1:]),
     }
-    write_adapter(adapter, pairs, use_dora=True)
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(3, 24)
-    tensors["base_model.model.lm_head.base_layer.weight"] = torch.zeros(24, 12)
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    with pytest.raises(ConversionError) as error:
-        HFCheckpoint(directory, lora=adapter)
-    for message in (
+    whole = {
+        "model.embed_tokens.lora_embedding_A": torch.zeros(3, 24),
+        "lm_head.base_layer.weight": torch.zeros(24, 12),
+    }
+    write_adapter(adapter, pairs, whole, use_dora=True)
+    messages = (
         "use_dora True",
         f"{Q} lacks lora_B",
         f"{Q.replace('0', '1')}.lora_A torch.float8_e4m3fn (3, 12)",
@@ -274,8 +258,8 @@ def test_lora_adapter_all_problems_are_in_one_message(merged_moe):
         f"{Q.replace('0', '2')}.lora_B torch.float32 (47, 3) instead of (48, 3)",
         "embed_tokens.lora_embedding_A is neither lora_A nor lora_B of a linear layer",
         "lm_head.base_layer.weight is neither lora_A nor lora_B of a linear layer (save the adapter with save_embed",
-    ):
-        assert message in str(error.value)
+    )
+    assert_refused(directory, adapter, messages)
 
 
 @pytest.mark.parametrize(
@@ -283,10 +267,6 @@ def test_lora_adapter_all_problems_are_in_one_message(merged_moe):
     [
         (lambda d: (d / "adapter_config.json").unlink(), r"adapter_config.json does not exist"),
         (lambda d: (d / "adapter_config.json").write_text("{"), r"adapter_config.json cannot be read as JSON"),
-        (
-            lambda d: (d / "adapter_config.json").write_text("[" * 100_000),
-            r"adapter_config.json cannot be read as JSON",
-        ),
         (lambda d: (d / "adapter_model.safetensors").unlink(), r"adapter_model.safetensors does not exist"),
         (lambda d: write_adapter(d, {}), "it contains no tensor"),
     ],

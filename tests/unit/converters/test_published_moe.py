@@ -1,4 +1,4 @@
-"""Published DeepSeek, Kimi and GLM models: effect of every field of config.json, and a row for every tensor."""
+"""Published models: parameter counts, effect of every field of config.json, and a row for every tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.mapping.table import BoundRow, bind
+from model_converters.families.parts.rotary import RotarySettings
+from tests.unit.converters.hf_models import bound_rows
 
 YARN = {
     "type": "yarn",
@@ -110,6 +111,17 @@ BILLIONS = {
     "moonshotai--Kimi-K2-Instruct": 1026.408,
     "glm-4.5-355b": 352.798,
 }
+OTHER_BILLIONS = {
+    "Qwen--Qwen3-0.6B": 0.596,
+    "Qwen--Qwen3-8B": 8.191,
+    "Qwen--Qwen3-30B-A3B": 30.532,
+    "Qwen--Qwen3-235B-A22B": 235.094,
+    "Qwen2.5-7B": 7.616,
+    "Qwen2.5-32B": 32.764,
+    "meta-llama--Meta-Llama-3.1-8B": 8.030,
+    "mistralai--Mixtral-8x7B-v0.1": 46.703,
+    "mistralai--Mixtral-8x22B-v0.1": 140.621,
+}
 
 
 def published(name: str) -> dict[str, object]:
@@ -121,10 +133,6 @@ def published(name: str) -> dict[str, object]:
     return json.loads((SHARED / "hf_configs" / f"{name}_config.json").read_text()) | HUB.get(name, {})
 
 
-def bound_rows(config: Mapping[str, object]) -> list[BoundRow]:
-    return bind(family_for(config).rows(config), config, torch.bfloat16)
-
-
 def meaning(config: Mapping[str, object]) -> object:
     """Return everything that depends on a configuration, or its error message."""
     try:
@@ -133,10 +141,15 @@ def meaning(config: Mapping[str, object]) -> object:
         return str(error)
 
 
-@pytest.mark.parametrize("name", BILLIONS)
-def test_published_config_has_published_parameter_count(name):
-    bound = bound_rows(published(name))
-    assert round(sum(prod(shape) for row in bound for shape in row.row.shapes) / 1e9, 3) == BILLIONS[name]
+@pytest.mark.parametrize(("name", "billions"), (BILLIONS | OTHER_BILLIONS).items())
+def test_published_config_has_published_parameter_count(name, billions):
+    config = published(name)
+    bound = bound_rows(config, torch.bfloat16)
+    elements = {name: prod(shape) for row in bound for name, shape in zip(row.hf, row.row.shapes, strict=True)}
+    assert round(sum(elements.values()) / 1e9, 3) == billions
+    if name in OTHER_BILLIONS:
+        rotary = RotarySettings(5e5, scaling_factor=8.0) if "Llama" in name else RotarySettings(1e6)
+        assert family_for(config).model_arguments(config).rotary == rotary
 
 
 def other_values(value: object) -> list[object]:
@@ -190,7 +203,7 @@ def expanded(rows: list[dict[str, object]]) -> dict[str, tuple[int, ...]]:
 def test_deepseek_v3_published_index_matches_table():
     table = json.loads((SHARED / "tensor_tables" / "deepseek_v3_671b.json").read_text())["rows"]
     weights = [row for row in table if not row["pattern"].endswith("weight_scale_inv")]
-    bound = bound_rows(published("deepseek-ai--DeepSeek-V3"))
+    bound = bound_rows(published("deepseek-ai--DeepSeek-V3"), torch.bfloat16)
     found = [(name, shape) for row in bound for name, shape in zip(row.hf, row.row.shapes, strict=True)]
     assert len(found) == 46_183
     assert dict(found) == expanded(weights)

