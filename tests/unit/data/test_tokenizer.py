@@ -23,11 +23,8 @@ def test_load_tokenizer_single_file_matches_library_and_gpt2_eos(tokenizer_file)
     assert eos_token_ids(tokenizer, bare) == (256,)
 
 
-def test_load_tokenizer_directory_with_only_tokenizer_json(tokenizer_file):
-    assert load_tokenizer(tokenizer_file.parent).eos_token_id == 256
-
-
 def test_load_tokenizer_config_eos_precedes_known_names(tokenizer_file):
+    assert load_tokenizer(tokenizer_file.parent).eos_token_id == 256
     write(tokenizer_file.parent / "config.json", model_type="qwen3", eos_token_id=33)
     assert load_tokenizer(tokenizer_file.parent).eos_token_id == 33
     write(tokenizer_file.parent / "generation_config.json", eos_token_id=[44, 33])
@@ -36,23 +33,20 @@ def test_load_tokenizer_config_eos_precedes_known_names(tokenizer_file):
     assert eos_token_ids(tokenizer, tokenizer_file.parent) == (44, 33)
 
 
-@pytest.mark.parametrize("name_the_file", [False, True])
-def test_load_tokenizer_directory_keeps_eos_and_chat_template(tokenizer_file, name_the_file):
-    write(
-        tokenizer_file.parent / "tokenizer_config.json",
-        tokenizer_class="PreTrainedTokenizerFast",
-        eos_token="!",
-        chat_template="{{ messages[0].content }}",
-    )
+def test_load_tokenizer_directory_keeps_eos_and_chat_template(tokenizer_file):
+    template = "{{ messages[0].content }}"
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "!", "chat_template": template}
+    write(tokenizer_file.parent / "tokenizer_config.json", **values)
     write(tokenizer_file.parent / "generation_config.json", eos_token_id=256)
-    path = tokenizer_file if name_the_file else tokenizer_file.parent
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.eos_token == "!"
-    assert tokenizer.chat_template is not None
-    assert eos_token_ids(tokenizer, tokenizer_file.parent) == (tokenizer.convert_tokens_to_ids("!"), 256)
+    for path in (tokenizer_file, tokenizer_file.parent):
+        tokenizer = load_tokenizer(path)
+        assert (tokenizer.eos_token, tokenizer.chat_template) == ("!", template)
+        assert eos_token_ids(tokenizer, tokenizer_file.parent) == (tokenizer.convert_tokens_to_ids("!"), 256)
 
 
-def test_load_tokenizer_without_eos_is_rejected(tokenizer_file):
+def test_load_tokenizer_without_eos_or_file_is_rejected(tokenizer_file, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer_path.*contains no tokenizer"):
+        load_tokenizer(tmp_path)
     content = tokenizer_file.read_text().replace("<|endoftext|>", "<|stop|>")
     tokenizer_file.write_text(content)
     with pytest.raises(ConfigError, match=r"model\.tokenizer_path.*no end-of-sequence token"):
@@ -75,11 +69,6 @@ def test_load_tokenizer_unreadable_file_is_named(tmp_path, content, message):
         path.write_text(content)
     with pytest.raises(ConfigError, match=f"model.tokenizer_path.*{message}"):
         load_tokenizer(path)
-
-
-def test_load_tokenizer_directory_without_tokenizer_is_rejected(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.tokenizer_path.*contains no tokenizer"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.skipif(not SHARED_GPT2.is_dir(), reason="GPT-2's tokenizer file is not at hand")

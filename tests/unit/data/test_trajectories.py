@@ -92,9 +92,8 @@ def sampled_at(*temperatures: np.ndarray | float | None) -> list[TrajectoryBuffe
 )
 def test_join_rows_temperatures_get_shortest_form(given: Any, expected: Any) -> None:
     joined = join_rows(sampled_at(*given)).temperatures
-    if expected is None:
-        assert joined is None
-    else:
+    assert (joined is None) == (expected is None)
+    if joined is not None:
         assert joined.dtype == np.float32
         np.testing.assert_array_equal(joined, np.float32(expected))
 
