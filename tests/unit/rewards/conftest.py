@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.rewards.processes import dispatcher
-from tests.unit.data.conftest import byte_tokenizer
+from tests.unit.data.chat.made import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -30,5 +30,5 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 def tokenizer(tmp_path: Path) -> Any:
     """Tokenizer with one token per byte."""
     path = tmp_path / "tokenizer.json"
-    byte_tokenizer().save(str(path))
+    byte_tokenizer(["<|endoftext|>"]).save(str(path))
     return load_tokenizer(path)

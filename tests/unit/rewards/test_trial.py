@@ -37,6 +37,12 @@ def nothing(**_):
 
 def strict(solution_str, **_):
     return 0.0 if not solution_str else 1 / 0
+
+def by_turns(solution_str, extra_info, **_):
+    return 1.0 / extra_info["num_turns"] + sum(extra_info["tool_rewards"]) + extra_info["level"]
+
+def by_tools(extra_info, **_):
+    return float(sum(extra_info["episode_rewards_of_tools"].values()))
 """
 PROMPT = Prompt(0, np.zeros(1, np.int32), "6*12=", "sums", {"answer": 72})
 
@@ -96,18 +102,8 @@ def test_trial_covers_every_user_function_that_rows_choose(functions):
         try_reward_function(config, other)
 
 
-TURNS = """
-def by_turns(solution_str, extra_info, **_):
-    return 1.0 / extra_info["num_turns"] + sum(extra_info["tool_rewards"]) + extra_info["level"]
-
-def by_tools(extra_info, **_):
-    return float(sum(extra_info["episode_rewards_of_tools"].values()))
-"""
-
-
-def test_trial_passes_the_extra_info_of_a_run(tmp_path):
-    (tmp_path / "turns.py").write_text(TURNS)
-    by_turns, by_tools = (RewardConfig(function=f"{tmp_path}/turns.py:{name}") for name in ("by_turns", "by_tools"))
+def test_trial_passes_the_extra_info_of_a_run(functions):
+    by_turns, by_tools = (RewardConfig(function=f"{functions}:{name}") for name in ("by_turns", "by_tools"))
     prompt = Prompt(0, np.zeros(1, np.int32), "q", "sums", "5", {"level": 3})
     for config, multi_turn in ((by_turns, False), (by_turns, True), (by_tools, True)):
         assert try_reward_function(config, prompt, multi_turn=multi_turn) is None

@@ -25,20 +25,16 @@ def left_by(parent: Path, pid: int) -> Path:
     return directory
 
 
-def test_private_directory_is_private_and_removed() -> None:
-    with private_directory() as directory:
-        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        (directory / "r").mkdir()
-    assert not directory.exists()
-
-
-def test_private_directory_leaves_room_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_directory_is_private_and_has_room_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert len(str(tmp_path)) > MAX_PARENT_CHARACTERS
     with private_directory() as directory:
         assert directory.parent == Path("/tmp")
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        (directory / "r").mkdir()
         socket = directory / "r" / "session_2026-11-22_14-58-42_728515_4194304" / "sockets" / "plasma_store"
         assert len(str(socket)) <= 107
+    assert not directory.exists()
 
 
 def test_remove_abandoned_directories_of_dead_processes_only(tmp_path: Path) -> None:

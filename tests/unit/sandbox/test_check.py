@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,22 +77,13 @@ def test_check_sandbox_names_missing_python(sandbox: LocalSandbox) -> None:
         check_sandbox(limited(python="/opt/none/python"))
 
 
-@pytest.fixture
-def own() -> Iterator[Path]:
-    """Directory that every user may enter; pytest's temporary directories can be entered by their owner only."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
-def test_python_in_read_only_directory_runs(sandbox: LocalSandbox, own: Path) -> None:
-    (own / "python").symlink_to("/usr/bin/python3")
-    (own / "note").write_text("read only")
-    config = limited(python=str(own / "python"), read_only=[str(own)])
+def test_python_in_read_only_directory_runs(sandbox: LocalSandbox, programs: Path) -> None:
+    (programs / "python").symlink_to("/usr/bin/python3")
+    (programs / "note").write_text("read only")
+    config = limited(python=str(programs / "python"), read_only=[str(programs)])
     check_sandbox(config)
-    code = (
-        f"p = {str(own / 'note')!r}\nprint(open(p).read())\ntry: open(p, 'w')\nexcept OSError as e: print(e.strerror)"
-    )
+    path = str(programs / "note")
+    code = f"print(open({path!r}).read())\ntry: open({path!r}, 'w')\nexcept OSError as e: print(e.strerror)"
     outcome = LocalSandbox(config).run(Program(code))
     assert outcome.stdout == "read only\nRead-only file system\n", outcome
 

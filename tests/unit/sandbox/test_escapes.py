@@ -49,9 +49,11 @@ def answers(sandbox: LocalSandbox, expression: str) -> Any:
     return json.loads(outcome.stdout)
 
 
-def all_refused(results: dict[str, list[Any]]) -> None:
-    assert results
+def all_refused(sandbox: LocalSandbox, attempts: dict[str, str]) -> dict[str, list[Any]]:
+    """Evaluate expressions inside and assert that each was refused; returns their results by name."""
+    results = answers(sandbox, "{" + ", ".join(f"{name!r}: {code}" for name, code in attempts.items()) + "}")
     assert {name: result for name, result in results.items() if result[0] != "refused"} == {}
+    return results
 
 
 def test_files_outside_tmp_are_not_writable(sandbox: LocalSandbox) -> None:
@@ -59,12 +61,9 @@ def test_files_outside_tmp_are_not_writable(sandbox: LocalSandbox) -> None:
     kernel = ("kernel/core_pattern", "vm/drop_caches", "vm/swappiness")
     existing = [program, "/proc/sysrq-trigger", *(f"/proc/sys/{name}" for name in kernel)]
     created = ("/usr/x", "/x", "/dev/x", "/etc/x", "/usr/bin/x", "/proc/x", "/bin/x", "/etc/alternatives/x")
-    attempts = (
-        f"{{path: write_to(path) for path in {existing!r}}}"
-        f" | {{path: write_to(path, os.O_CREAT) for path in {created!r}}}"
-        f" | {{'chmod': attempt(lambda: os.chmod({program!r}, 0o777))}}"
-    )
-    all_refused(answers(sandbox, attempts))
+    attempts = {path: f"write_to({path!r})" for path in existing}
+    attempts |= {path: f"write_to({path!r}, os.O_CREAT)" for path in created}
+    all_refused(sandbox, attempts | {"chmod": f"attempt(lambda: os.chmod({program!r}, 0o777))"})
 
 
 def test_host_directories_are_invisible(sandbox: LocalSandbox, tmp_path: Path) -> None:
@@ -206,9 +205,7 @@ def test_dangerous_system_calls_are_refused(sandbox: LocalSandbox) -> None:
     }
     if os.uname().machine != "x86_64":
         pytest.skip("numbers are those of x86-64; test_confinement.py has the other table")
-    body = ", ".join(f"{name!r}: {code}" for name, code in calls.items())
-    results = answers(sandbox, f"{{{body}}}")
-    all_refused(results)
+    results = all_refused(sandbox, calls)
     assert {name: words for name, (_, words) in results.items() if words != "Operation not permitted"} == {
         "clone3": "Function not implemented"
     }
@@ -232,17 +229,15 @@ def test_network_is_unreachable(sandbox: LocalSandbox) -> None:
         tcp.listen()
         abstract.bind(f"\0mcore_rl_sandbox_{os.getpid()}")
         abstract.listen()
-        port, name = tcp.getsockname()[1], f"mcore_rl_sandbox_{os.getpid()}"
-        all_refused(
-            answers(
-                sandbox,
-                f"{{'tcp': attempt(lambda: socket.create_connection(('127.0.0.1', {port}), 2)), "
-                "'outside': attempt(lambda: socket.create_connection(('192.0.2.1', 53), 2)), "
-                "'udp': attempt(lambda: socket.socket(2, 2).sendto(b'x', ('192.0.2.1', 53))), "
-                "'raw': attempt(lambda: socket.socket(2, 3, 1)), 'packet': attempt(lambda: socket.socket(17, 3)), "
-                f"'abstract': attempt(lambda: socket.socket(1).connect('\\0' + {name!r}))}}",
-            )
-        )
+        calls = {
+            "tcp": f"socket.create_connection(('127.0.0.1', {tcp.getsockname()[1]}), 2)",
+            "outside": "socket.create_connection(('192.0.2.1', 53), 2)",
+            "udp": "socket.socket(2, 2).sendto(b'x', ('192.0.2.1', 53))",
+            "raw": "socket.socket(2, 3, 1)",
+            "packet": "socket.socket(17, 3)",
+            "abstract": f"socket.socket(1).connect('\\0mcore_rl_sandbox_{os.getpid()}')",
+        }
+        all_refused(sandbox, {name: f"attempt(lambda: {call})" for name, call in calls.items()})
 
 
 def test_other_socket_families_are_refused(sandbox: LocalSandbox) -> None:
@@ -260,7 +255,7 @@ def test_other_socket_families_are_refused(sandbox: LocalSandbox) -> None:
         "pair of TCP": "attempt(lambda: socket.socketpair(2, 1) and None)",
         "unknown call": "call(467, 0, 0, 0, 0)",
     }
-    all_refused(answers(sandbox, "{" + ", ".join(f"{name!r}: {code}" for name, code in calls.items()) + "}"))
+    all_refused(sandbox, calls)
 
 
 def test_sockets_inside_the_sandbox_work(sandbox: LocalSandbox) -> None:
