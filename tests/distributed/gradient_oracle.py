@@ -43,22 +43,12 @@ def accumulate(actor: Any) -> tuple[float, dict[str, Metric]]:
     """Accumulate the gradients of the first update, as if it were the second one: its old log-probabilities differ from
     the current ones by policy_batch.drift. Returns this rank's part of the loss, and metrics."""
     place = actor.layout.coordinates(actor.rank)
-    shares = [policy_batch.share(samples, place.dp, actor.layout.dp) for samples in reversed(policy_batch.UPDATES)]
-    batch, _ = actor.recompute_logp(shares, policy_batch.chunks())
+    batch, _ = actor.recompute_logp(policy_batch.shares(actor)[::-1], policy_batch.chunks())
     for sample, logp in batch.old_logp.items():
         logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, actor.rank)])
     with policy_batch.complete_gradients(actor):
         _, reports = actor.accumulate_gradients(batch, 1)
     return sum(report.loss for report in reports) * (place.tp == 0), merge_metrics([r.metrics for r in reports])
-
-
-def gradient_pieces(actor: Any) -> list[Any]:
-    """Return the gradients as this rank's slices of HF tensors. They replace the parameters."""
-    with torch.no_grad():
-        for chunk in actor.chunks:
-            for parameter in chunk.parameters():
-                parameter.copy_(parameter.main_grad)
-    return policy_batch.hf_pieces(actor)
 
 
 def reference_update(

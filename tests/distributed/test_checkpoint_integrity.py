@@ -28,21 +28,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def _actor(rank: int, directory: str, layout: dict[str, int], dtype: str = "float32") -> Any:
-    import torch.distributed as dist
-
-    from mcore_rl.megatron.roles.actor import MegatronActor
-
+def _actor(directory: str, layout: dict[str, int], dtype: str = "float32") -> Any:
     config = policy_batch.config(directory, layout, 24)
     config.model.dtype, config.actor.optimizer.lr = dtype, 4e-3
-    return MegatronActor(config, rank, dist.get_world_size(), None)
-
-
-def _update(actor: Any) -> None:
-    dp = actor.layout.coordinates(actor.rank).dp
-    share = policy_batch.share(policy_batch.UPDATES[0], dp, actor.layout.dp)
-    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
-    actor.update(batch, 0)
+    return policy_batch.build_actor(config)
 
 
 def _state(actor: Any) -> list[torch.Tensor]:
@@ -72,19 +61,20 @@ def _all(rank: int, root: str) -> dict[str, Any]:
     from tests.distributed.saving import save_checkpoint
 
     found: dict[str, Any] = {}
-    actor = _actor(rank, f"{root}/moe", {"ep": 2})
-    found["before any update"] = _before_any_update(actor, _directory(root, "first", rank))
+    actor = _actor(f"{root}/moe", {"ep": 2})
+    found["before any update"] = _before_any_update(actor, f"{root}/first")
     found["isolated"] = _isolated(actor, _directory(root, "isolated", rank))
-    directory = _directory(root, "whole", rank)
+    directory = f"{root}/whole"
     files = _shared(save_checkpoint(directory, actor)).files
     found["files"] = files
     found["random"] = _random_streams(actor, directory)
+    found["random of a GPU"] = _restored_from_gpu(actor)
     found["damaged"] = [_refused(actor, directory, _damaged(files, name)) for name in ("__0_0.distcp", "__1_0.distcp")]
     found["unwritable"] = _unwritable(actor, f"{root}/nowhere")
     load_checkpoint(directory, actor, files)
     for name, layout in (("deeper", {"ep": 2}), ("shallower", {"pp": 2})):
-        found[name] = _refused(_actor(rank, f"{root}/{name}", layout), directory, files)
-    found["bfloat16"] = _refused(_actor(rank, f"{root}/moe", {"tp": 2}, "bfloat16"), directory, files)
+        found[name] = _refused(_actor(f"{root}/{name}", layout), directory, files)
+    found["bfloat16"] = _refused(_actor(f"{root}/moe", {"tp": 2}, "bfloat16"), directory, files)
     return found
 
 
@@ -118,10 +108,10 @@ def _isolated(actor: Any, directory: str) -> tuple[bool, bool]:
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from mcore_rl.megatron.checkpoint.writer import CheckpointWriter
 
-    _update(actor)
+    policy_batch.update_once(actor)
     before = _state(actor)
     writer = CheckpointWriter(directory, actor, snapshot=True)
-    _update(actor)
+    policy_batch.update_once(actor)
     after = _state(actor)
     reports: list[Any] = [None, None]
     dist.all_gather_object(reports, writer.write())
@@ -145,6 +135,29 @@ def _random_streams(actor: Any, directory: str) -> bool:
     load_checkpoint(directory, actor)
     drawn.append(torch.rand(8))
     return torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+
+
+class _SavedOnGpu:
+    """Reader of a checkpoint written by a rank on a GPU."""
+
+    def read_object(self, key: str) -> dict[str, Any]:
+        # In the format of torch.cuda.get_rng_state: seed and offset, 8 bytes each.
+        state = torch.zeros(16, dtype=torch.uint8)
+        host = torch.Generator().manual_seed(77).get_state()
+        return {"host": host, "device": state, "named": {"model-parallel-rng": state}}
+
+
+def _restored_from_gpu(actor: Any) -> list[list[float]]:
+    """Random numbers after restoring, after seeding for 3 updates, and after seeding for 4."""
+    from mcore_rl.megatron.checkpoint.objects import _UPDATES_BETWEEN_SEEDS, restore_random_state
+    from mcore_rl.megatron.model import parallel
+
+    restore_random_state(actor, _SavedOnGpu(), same_layout=True, updates_done=3)  # type: ignore[arg-type]
+    drawn = [torch.rand(4).tolist()]
+    for updates in (3, 4):
+        parallel.seed_streams(actor.config.run.seed + _UPDATES_BETWEEN_SEEDS * updates)
+        drawn.append(torch.rand(4).tolist())
+    return drawn
 
 
 def _damaged(files: tuple[SavedFile, ...], name: str) -> tuple[SavedFile, ...]:
@@ -192,6 +205,14 @@ def test_checkpoint_reports_every_file_with_its_bytes(outcome: list[dict[str, An
 
 def test_checkpoint_same_layout_restores_random_state(outcome: list[dict[str, Any]]) -> None:
     assert all(rank["random"] for rank in outcome)
+
+
+def test_checkpoint_of_gpu_on_cpu_seeds_random_state_anew(outcome: list[dict[str, Any]]) -> None:
+    """Streams are seeded as in another layout; a CPU generator does not accept the state of a GPU."""
+    for rank in outcome:
+        restored, seeded, later = rank["random of a GPU"]
+        assert restored == seeded
+        assert restored != later
 
 
 def test_checkpoint_damaged_file_is_named_and_not_loaded(outcome: list[dict[str, Any]]) -> None:

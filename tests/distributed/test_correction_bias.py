@@ -55,26 +55,18 @@ def test_expert_bias_and_groups_of_tiny_models_change_routing(directory: str) ->
 
 def _bias_through_an_update(rank: int, directory: str, root: str) -> dict[str, Any]:
     """Values of the bias at every stage of a bfloat16 run, on the rank that holds it."""
-    import torch.distributed as dist
-
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
-    from mcore_rl.megatron.roles.actor import MegatronActor
     from mcore_rl.megatron.roles.export import export_hf
     from tests.distributed.saving import save_checkpoint
 
     config = policy_batch.config(directory, {"ep": 2}, 24)
     config.model.dtype = "bfloat16"
     config.actor.optimizer.lr = 1e-2
-    actor = MegatronActor(config, rank, dist.get_world_size(), None)
+    actor = policy_batch.build_actor(config)
     name = "decoder.layers.1.mlp.router.expert_bias"
     seen = {"loaded": actor.tensors()[name].clone()}
-    share = policy_batch.share(policy_batch.UPDATES[0], actor.layout.coordinates(rank).dp, actor.layout.dp)
-    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
-    actor.update(batch, 0)
+    policy_batch.update_once(actor)
     seen["updated"] = actor.tensors()[name].clone()
-    if rank == 0:
-        Path(root, "checkpoint").mkdir()
-    dist.barrier()
     save_checkpoint(f"{root}/checkpoint", actor)
     actor.tensors()[name].zero_()
     load_checkpoint(f"{root}/checkpoint", actor)

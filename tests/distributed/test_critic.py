@@ -149,11 +149,6 @@ def _critic(rank: int, directory: str, parallel: dict[str, Any], tokens: int, **
     return MegatronCritic(config, rank, dist.get_world_size(), None)
 
 
-def _shares(critic: Any) -> list[Any]:
-    dp = critic.layout.coordinates(critic.rank).dp
-    return [policy_batch.share(samples, dp, critic.layout.dp) for samples in policy_batch.UPDATES]
-
-
 def _pieces(critic: Any, *, gradients: bool = False) -> list[Any]:
     """Return parameters or gradients as this rank's slices of HF tensors."""
     from model_converters.families import family_for
@@ -174,8 +169,6 @@ def _pieces(critic: Any, *, gradients: bool = False) -> list[Any]:
 
 
 def _train(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> dict[str, Any]:
-    import torch.distributed as dist
-
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.distributed.saving import save_checkpoint
 
@@ -183,7 +176,7 @@ def _train(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> di
     saved = Path(directories["checkpoints"])
     for name, (model, parallel, tokens) in cases.items():
         critic = _critic(rank, directories[model], parallel, tokens)
-        chunks, shares = policy_batch.chunks(), _shares(critic)
+        chunks, shares = policy_batch.chunks(), policy_batch.shares(critic)
         batch = critic.values(shares, chunks)
         result = found[name] = {"values": dict(batch.values)}
         batch = replace(batch, values={s: values + policy_batch.drift(s) for s, values in batch.values.items()})
@@ -195,9 +188,6 @@ def _train(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> di
         critic.gather_parameters()
         result["weights"] = _pieces(critic)
         if name == SAVED:
-            if rank == 0:
-                saved.mkdir()
-            dist.barrier()
             save_checkpoint(str(saved), critic)
             critic.update(batch, 0, wanted)
             result["third"] = _pieces(critic)
@@ -289,7 +279,7 @@ def test_critic_checkpoint_of_tp2_resumes_in_pp2(results: Any) -> None:
 def _causal(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:
     """Build a critic from a causal model with tied embeddings, before any update."""
     critic = _critic(rank, directories["causal"], {"pp": size}, SMALL)
-    values = dict(critic.values(_shares(critic), policy_batch.chunks()).values)
+    values = dict(critic.values(policy_batch.shares(critic), policy_batch.chunks()).values)
     return {"values": values, "weights": _pieces(critic)}
 
 
@@ -318,7 +308,7 @@ def _learn(rank: int, directories: dict[str, str], size: int) -> list[dict[str, 
     """Return the metrics of steps on the same responses; all tokens of a response have the same return."""
     critic = _critic(rank, directories["causal"], {"pp": size}, ONE_MICROBATCH)
     wanted = {sample: np.full(len(returns(sample)), sample % 3 - 0.5, np.float32) for sample in SAMPLES}
-    chunks, shares, found = policy_batch.chunks(), _shares(critic), []
+    chunks, shares, found = policy_batch.chunks(), policy_batch.shares(critic), []
     for _ in range(LEARNING_STEPS):
         batch = critic.values(shares, chunks)
         found.append(merge_metrics([critic.update(batch, index, wanted) for index in range(len(shares))]))
@@ -338,7 +328,6 @@ def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, An
     """Return the errors of invalid cases on one rank."""
     from mcore_rl.errors import McoreRLError
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
-    from mcore_rl.megatron.roles.actor import MegatronActor
     from tests.distributed.saving import save_checkpoint
 
     def said(call: Any) -> str:
@@ -349,11 +338,11 @@ def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, An
         return ""
 
     found = {}
-    save_checkpoint(root, MegatronActor(policy_batch.config(directories["policy"], {}, SMALL), rank, 1, None))
+    save_checkpoint(root, policy_batch.build_actor(policy_batch.config(directories["policy"], {}, SMALL)))
     critic = _critic(rank, directories["dense"], {}, SMALL)
     found["policy's checkpoint"] = said(lambda: load_checkpoint(root, critic))
     wanted = {sample: returns(sample) for sample in SAMPLES}
-    batch = critic.values(_shares(critic), policy_batch.chunks())
+    batch = critic.values(policy_batch.shares(critic), policy_batch.chunks())
     found["no values"] = said(lambda: critic.update(replace(batch, values={}), 0, wanted))
     found["short"] = said(lambda: critic.update(batch, 0, wanted | {2: wanted[2][1:]}))
     before = _pieces(critic)

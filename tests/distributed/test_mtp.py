@@ -59,19 +59,14 @@ def test_model_with_mtp_layers_loads_and_exports_bitwise(sizes: dict[str, int], 
 
 
 def _train_and_export(rank: int, directory: str, target: str) -> tuple[list[str], list[str]]:
-    import torch.distributed as dist
-
-    from mcore_rl.megatron.roles.actor import MegatronActor
     from mcore_rl.megatron.roles.export import export_hf
 
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mcore_rl.megatron.roles.actor").addHandler(handler)
-    actor = MegatronActor(policy_batch.config(directory, {"tp": 2}, 24), rank, dist.get_world_size(), None)
-    share = policy_batch.share(policy_batch.UPDATES[0], 0, 1)
-    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
-    actor.update(batch, 0)
+    actor = policy_batch.build_actor(policy_batch.config(directory, {"tp": 2}, 24))
+    policy_batch.update_once(actor)
     export_hf(actor, target, directory)
     return sorted(actor.tensors()), records
 
@@ -91,25 +86,17 @@ def test_trainer_without_mtp_skips_layers_and_logs_once(directory: str, tmp_path
 
 def _train_and_keep(rank: int, directory: str, root: str) -> list[bool]:
     """Return True if an update changed this rank's part of the layers and a checkpoint restored it."""
-    import torch.distributed as dist
-
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
-    from mcore_rl.megatron.roles.actor import MegatronActor
     from mcore_rl.megatron.roles.export import export_hf
     from tests.distributed.saving import save_checkpoint
 
     config = policy_batch.config(directory, {"pp": 2}, 24)
     config.actor.mtp_loss_coefficient, config.actor.optimizer.lr = 0.3, 1e-2
-    actor = MegatronActor(config, rank, dist.get_world_size(), None)
+    actor = policy_batch.build_actor(config)
     held = {name: tensor for name, tensor in actor.tensors().items() if name.startswith("mtp.")}
     loaded = {name: tensor.clone() for name, tensor in held.items()}
-    share = policy_batch.share(policy_batch.UPDATES[0], 0, 1)
-    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
-    actor.update(batch, 0)
+    policy_batch.update_once(actor)
     updated = {name: tensor.clone() for name, tensor in held.items()}
-    if rank == 0:
-        Path(root, "checkpoint").mkdir()
-    dist.barrier()
     save_checkpoint(f"{root}/checkpoint", actor)
     for tensor in held.values():
         tensor.zero_()

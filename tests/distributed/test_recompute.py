@@ -32,15 +32,11 @@ MODES: dict[str, list[dict[str, Any]]] = {
         *(_selective(norms) for norms in NORMS),
         _selective("core_attn", "mlp", *NORMS),
     ],
-    "qwen3_moe": [FULL, _selective("core_attn"), _selective("moe"), _selective("layernorm")],
     "deepseek_v3": [
         FULL,
-        _selective("core_attn"),
         _selective("mla_up_proj"),
-        _selective("mlp"),
         _selective("moe"),
         _selective("shared_experts"),
-        _selective("layernorm"),
         _selective("mla_up_proj", "shared_experts", "mlp", "layernorm"),
     ],
 }
@@ -58,9 +54,6 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _gradients(rank: int, directories: dict[str, str]) -> dict[str, list[tuple[dict[str, Any], int]]]:
-    from mcore_rl.megatron.roles.actor import MegatronActor
-
-    samples = policy_batch.UPDATES[0]
     found: dict[str, list[tuple[dict[str, Any], int]]] = {}
     for kind, directory in directories.items():
         found[kind] = []
@@ -68,9 +61,8 @@ def _gradients(rank: int, directories: dict[str, str]) -> dict[str, list[tuple[d
             config = policy_batch.config(directory, {}, 24)
             for name, value in mode.items():
                 setattr(config.actor, name, value)
-            actor = MegatronActor(config, rank, 1, None)
-            share = policy_batch.share(samples, 0, 1)
-            batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+            actor = policy_batch.build_actor(config)
+            batch, _ = actor.recompute_logp(policy_batch.shares(actor)[:1], policy_batch.chunks())
             saved = 0
 
             def count(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,12 @@ import torch
 
 from mcore_rl.algorithms import estimator
 from mcore_rl.types import merge_metrics
-from tests.distributed import policy_batch
+from tests.distributed import converting, policy_batch
 from tests.distributed.gradient_oracle import (
     ONE_MICROBATCH,
     SMALL,
     case_parameters,
     check_gradients,
-    gradient_pieces,
     launch_cases,
 )
 from tests.distributed.launch import launch
@@ -38,14 +36,13 @@ SAME = 5e-6
 IN_LOSS, IN_REWARD = 0.7, 0.3
 Case = tuple[str, dict[str, Any], int]
 CASES: dict[int, dict[str, Case]] = {
-    1: {"dense": ("dense", {}, ONE_MICROBATCH), "moe": ("moe", {}, SMALL)},
+    1: {"moe": ("moe", {}, ONE_MICROBATCH)},
     2: {
         "dense dp2": ("dense", {}, SMALL),
         "dense tp2": ("dense", {"tp": 2}, SMALL),
         "dense pp2": ("dense", {"pp": 2}, SMALL),
         "dense cp2": ("dense", {"cp": 2}, SMALL),
         "moe ep2": ("moe", {"ep": 2}, SMALL),
-        "moe tp2": ("moe", {"tp": 2}, SMALL),
     },
 }
 SAMPLES = sorted(s for update in policy_batch.UPDATES for s in update)
@@ -90,22 +87,13 @@ def expected(directories: dict[str, str]) -> dict[str, _Expected]:
     return {name: _Expected(directories[name]) for name in ("dense", "moe")}
 
 
-def _actor(rank: int, directory: str, parallel: dict[str, Any], tokens: int, **reference: Any) -> Any:
-    import torch.distributed as dist
-
-    from mcore_rl.megatron.roles.actor import MegatronActor
-
+def _actor(directory: str, parallel: dict[str, Any], tokens: int, **reference: Any) -> Any:
     config = policy_batch.config(directory, parallel, tokens)
     config.algorithm.kl.in_loss, config.algorithm.kl.in_reward = IN_LOSS, IN_REWARD
     config.actor.optimizer.lr = 4e-3
     for key, value in reference.items():
         setattr(config.reference, key, value)
-    return MegatronActor(config, rank, dist.get_world_size(), None)
-
-
-def _shares(actor: Any) -> list[Any]:
-    dp = actor.layout.coordinates(actor.rank).dp
-    return [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
+    return policy_batch.build_actor(config)
 
 
 def _measure(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> dict[str, Any]:
@@ -113,8 +101,8 @@ def _measure(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> 
 
 
 def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: dict[str, Any], tokens: int) -> Any:
-    actor = _actor(rank, directories[model], parallel, tokens, hf_path=directories[f"{model} reference"])
-    shares, chunks = _shares(actor), policy_batch.chunks()
+    actor = _actor(directories[model], parallel, tokens, hf_path=directories[f"{model} reference"])
+    shares, chunks = policy_batch.shares(actor), policy_batch.chunks()
     batch = actor.reference_logp(actor.recompute_logp(shares, chunks)[0])
     ref = {s: (policy_batch.held(s, actor.layout, rank), logp.numpy().copy()) for s, logp in batch.ref_logp.items()}
     penalized, metrics = actor.kl_penalties(batch, IN_REWARD)
@@ -132,7 +120,7 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
     counts = actor.counts_tokens
     found["loss"] = sum(report.loss for report in reports) if counts else 0.0
     found["metrics"] = merge_metrics([report.metrics for report in reports]) if counts else {}
-    found["gradients"] = gradient_pieces(actor)
+    found["gradients"] = policy_batch.gradient_pieces(actor)
     return found
 
 
@@ -202,16 +190,13 @@ def test_loss_contains_kl_and_its_gradient(size: int, case: str, results: Any, e
 
 def _live(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:
     """A reference with the policy's initial weights over updates, refreshes and a checkpoint of another layout."""
-    import torch.distributed as dist
-
     from mcore_rl.errors import OffloadedError
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.distributed.saving import save_checkpoint
 
-    keys: dict[str, Any] = {"dtype": "bfloat16"}
     case, other = (CASES[size][name] for name in (SAVED, RESUMED))
-    actor = _living(rank, directories, case, **keys)
-    chunks, shares = policy_batch.chunks(), _shares(actor)
+    actor = _living(directories, case)
+    chunks, shares = policy_batch.chunks(), policy_batch.shares(actor)
     found: dict[str, Any] = {}
 
     def distance() -> float:
@@ -237,27 +222,20 @@ def _live(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:
     found["refreshed"] = distance()
     actor.update(actor.reference_logp(actor.recompute_logp(shares, chunks)[0]), 0)
     found["left behind"] = distance()
-    path = Path(directories["checkpoints"])
-    if rank == 0:
-        path.mkdir()
-    dist.barrier()
+    path = directories["checkpoints"]
     actor.gather_parameters()
-    save_checkpoint(str(path), actor)
+    save_checkpoint(path, actor)
     found["saved"] = _weights(actor)
-    actor = _living(rank, directories, other, **keys)
-    shares = _shares(actor)
-    load_checkpoint(str(path), actor)
+    actor = _living(directories, other)
+    shares = policy_batch.shares(actor)
+    load_checkpoint(path, actor)
     found["loaded"] = _weights(actor)
     found["resumed"] = distance()
-    plain = Path(f"{path} without")
-    if rank == 0:
-        plain.mkdir()
-    dist.barrier()
-    actor = _living(rank, directories, case, **keys, kept=False)
-    found["not kept"] = _refusal(lambda: load_checkpoint(str(path), actor))
-    save_checkpoint(str(plain), actor)
-    actor = _living(rank, directories, case, **keys)
-    found["not found"] = _refusal(lambda: load_checkpoint(str(plain), actor))
+    actor = _living(directories, case, kept=False)
+    found["not kept"] = _refusal(lambda: load_checkpoint(path, actor))
+    save_checkpoint(f"{path} without", actor)
+    actor = _living(directories, case)
+    found["not found"] = _refusal(lambda: load_checkpoint(f"{path} without", actor))
     return found
 
 
@@ -271,18 +249,14 @@ def _refusal(call: Callable[[], Any]) -> str:
     return ""
 
 
-def _living(rank: int, directories: dict[str, str], case: Case, dtype: str, *, kept: bool = True) -> Any:
-    import torch.distributed as dist
-
-    from mcore_rl.megatron.roles.actor import MegatronActor
-
+def _living(directories: dict[str, str], case: Case, *, kept: bool = True) -> Any:
     model, parallel, tokens = case
     config = policy_batch.config(directories[model], parallel, tokens)
-    config.model.dtype = dtype
+    config.model.dtype = "bfloat16"
     config.algorithm.kl.in_reward = IN_REWARD
     config.reference.refresh_every_steps = int(kept)
     config.actor.optimizer.lr = 4e-3
-    return MegatronActor(config, rank, dist.get_world_size(), None)
+    return policy_batch.build_actor(config)
 
 
 def _storages(weights: list[torch.Tensor]) -> list[Any]:
@@ -293,14 +267,9 @@ def _storages(weights: list[torch.Tensor]) -> list[Any]:
 def _weights(actor: Any) -> list[Any]:
     """Weights of the reference as this rank's slices of HF tensors."""
     from mcore_rl.megatron.model.names import canonical_tensors
-    from model_converters.mapping.plan import export_pieces
 
     actor.reference.memory.load("params")
-    held = canonical_tensors(actor.reference.chunks)
-    return [
-        (plan.hf_name, plan.shape, piece.dim, piece.start, view.float().numpy().copy())
-        for plan, piece, view in export_pieces(actor.export_plan(), held, actor.rank)
-    ]
+    return policy_batch.hf_pieces(actor, canonical_tensors(actor.reference.chunks))
 
 
 @pytest.fixture(scope="module")
@@ -330,8 +299,6 @@ def test_reference_weights_missing_on_one_side_raise(lives: list[dict[str, Any]]
 
 
 def test_refreshed_reference_resumes_in_another_layout(lives: list[dict[str, Any]], directories: Any) -> None:
-    from model_converters.__main__ import main
-
     saved, loaded = (policy_batch.assemble([rank[when] for rank in lives]) for when in ("saved", "loaded"))
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
@@ -339,4 +306,4 @@ def test_refreshed_reference_resumes_in_another_layout(lives: list[dict[str, Any
     assert resumed == pytest.approx(before, rel=0.3)
     # The checkpoint still contains the policy.
     target = f"{directories['checkpoints']}.hf"
-    assert main(["to-hf", "--ckpt", directories["checkpoints"], "--out", target]) == 0
+    assert converting.cli("to-hf", "--ckpt", directories["checkpoints"], "--out", target)[0] == 0

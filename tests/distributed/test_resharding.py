@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ import torch
 
 from tests.distributed import policy_batch
 from tests.distributed.launch import launch
-from tests.selection import EVERY_TEST
 from tests.tiny_models import add_mtp_layer, write_tiny_model
 
 MODELS = {
@@ -54,18 +52,13 @@ def describe(ranks: int, layout: dict[str, int]) -> str:
     return "".join(f"{key}{size}" for key, size in layout.items()) + f"of{ranks}"
 
 
-# On demand: the same number of ranks on both sides, and replicas of tensor-parallel ranks.
-MORE = [(4, {"ep": 2, "tp": 2, "etp": 2})] if EVERY_TEST else []
 CASES = [
-    Case("dense", 1, {}, ((2, {"tp": 2}), (2, {}))),
+    Case("dense", 1, {}, ((2, {"tp": 2}),)),
     Case("dense", 2, {"tp": 2}, ((2, {"pp": 2}),)),
     Case("dense", 2, {"pp": 2, "vpp": 2}, ((2, {}), (2, {"pp": 2, "vpp": 2}))),
-    Case("tied", 2, {"pp": 2}, ((1, {}), (2, {"tp": 2}))),
-    Case("moe", 1, {}, ((2, {"tp": 2, "ep": 2}),)),
+    Case("tied", 2, {"pp": 2}, ((1, {}),)),
     Case("moe", 2, {"tp": 2, "ep": 2}, ((4, {"ep": 4}),)),
-    Case("moe", 4, {"ep": 2, "pp": 2}, ((1, {}), *MORE)),
-    *([Case("dense", 4, {"tp": 2}, ((1, {}),))] if MORE else []),
-    Case("v3", 2, {"tp": 2, "ep": 2}, ((1, {}), (2, {"pp": 2, "ep": 1}))),
+    Case("v3", 2, {"tp": 2, "ep": 2}, ((2, {"pp": 2, "ep": 1}),)),
     Case("mtp", 2, {"pp": 2}, ((1, {}), (2, {"tp": 2}))),
     Case("dense bf16", 2, {}, ((2, {"tp": 2}),)),
     Case("replicated", 2, {}, ((2, {}),), other="dense"),
@@ -86,11 +79,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def _actor(rank: int, root: str, model: str, layout: dict[str, int]) -> Any:
-    import torch.distributed as dist
-
-    from mcore_rl.megatron.roles.actor import MegatronActor
-
+def _actor(root: str, model: str, layout: dict[str, int]) -> Any:
     config = policy_batch.config(f"{root}/{model}", layout, 24)
     optimizer = config.actor.optimizer
     # eps and warm-up: see test_actor_update.
@@ -98,30 +87,15 @@ def _actor(rank: int, root: str, model: str, layout: dict[str, int]) -> Any:
     for key, value in MODELS[model][1].items():
         section, name = key.split(".")
         setattr(getattr(config, section), name, value)
-    return MegatronActor(config, rank, dist.get_world_size(), None)
-
-
-def _update(actor: Any, index: int) -> None:
-    dp = actor.layout.coordinates(actor.rank).dp
-    share = policy_batch.share(policy_batch.UPDATES[index % 2], dp, actor.layout.dp)
-    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
-    actor.update(batch, 0)
+    return policy_batch.build_actor(config)
 
 
 def _pieces(actor: Any) -> dict[str, list[Any]]:
     """This rank's slices of HF tensors: weights and optimizer state."""
     found = {"weight": policy_batch.hf_pieces(actor)}
     for name, tensors in _optimizer_tensors(actor).items():
-        found[name] = policy_batch.hf_pieces(_Stand(actor, tensors))
+        found[name] = policy_batch.hf_pieces(actor, {**actor.tensors(), **tensors})
     return found
-
-
-class _Stand:
-    """Stand-in for an actor with other tensors instead of its weights, for hf_pieces."""
-
-    def __init__(self, actor: Any, tensors: Tensors) -> None:
-        self.rank, self.export_plan = actor.rank, actor.export_plan
-        self.tensors = lambda: {**actor.tensors(), **tensors}
 
 
 def _optimizer_tensors(actor: Any) -> dict[str, Tensors]:
@@ -168,22 +142,16 @@ def _steps(actor: Any) -> set[float]:
 
 def _save(rank: int, root: str, cases: list[Case]) -> dict[str, Any]:
     """Run two updates, save a checkpoint, and run a third update."""
-    import torch.distributed as dist
-
     from tests.distributed.saving import save_checkpoint
 
     found = {}
     for case in cases:
-        actor = _actor(rank, root, case.model, case.layout)
-        _update(actor, 0)
-        _update(actor, 1)
-        directory = Path(root, case.name)
-        if rank == 0:
-            directory.mkdir()
-        dist.barrier()
-        save_checkpoint(str(directory), actor)
+        actor = _actor(root, case.model, case.layout)
+        policy_batch.update_once(actor, 0)
+        policy_batch.update_once(actor, 1)
+        save_checkpoint(f"{root}/{case.name}", actor)
         before = _pieces(actor)
-        _update(actor, 2)
+        policy_batch.update_once(actor, 2)
         found[case.name] = before, _pieces(actor), len(_optimizers(actor))
     return found
 
@@ -193,10 +161,10 @@ def _load(rank: int, root: str, resumed: list[tuple[Case, dict[str, int]]]) -> l
 
     found = []
     for case, layout in resumed:
-        actor = _actor(rank, root, case.other or case.model, layout)
+        actor = _actor(root, case.other or case.model, layout)
         load_checkpoint(f"{root}/{case.name}", actor)
         loaded, steps, rate = _pieces(actor), _steps(actor), actor.optimizer.param_groups[0]["lr"]
-        _update(actor, 2)
+        policy_batch.update_once(actor, 2)
         found.append((loaded, _pieces(actor), steps | {s - 1 for s in _steps(actor)}, rate, len(_optimizers(actor))))
     return found
 
@@ -269,12 +237,11 @@ def _norm(tensors: Iterable[torch.Tensor]) -> float:
     return float(sum(tensor.square().sum() for tensor in tensors)) ** 0.5
 
 
-@pytest.mark.parametrize("precision", ["", " bf16"])
-def test_resharding_from_one_optimizer_to_two(precision: str, saved: Any, loaded: Any) -> None:
+def test_resharding_from_one_optimizer_to_two(saved: Any, loaded: Any) -> None:
     """megatron-core 0.16.1 has a separate optimizer for experts if ep > 1, and its state_dict of one optimizer cannot
     be loaded into two ("Expected 2 entries in state dict, but got 4")."""
-    before, _, optimizers = saved[f"moe{precision}-of1"]
-    found, *_, optimizers_then = loaded[f"moe{precision}-of1-to-tp2ep2of2"]
+    before, _, optimizers = saved["moe bf16-of1"]
+    found, *_, optimizers_then = loaded["moe bf16-of1-to-tp2ep2of2"]
     assert (optimizers, optimizers_then) == (1, 2)
     experts = [name for name in before["exp_avg"] if ".experts." in name]
     assert len(experts) > 10

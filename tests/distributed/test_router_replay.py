@@ -22,7 +22,7 @@ ALIKE = 3
 LAYERS = 4
 # By number of ranks: layout, recomputation.
 CASES: dict[int, dict[str, tuple[dict[str, int], str]]] = {
-    1: {"one": ({}, "none"), "recomputed": ({}, "full")},
+    1: {"one": ({}, "full")},
     2: {
         "tp2": ({"tp": 2}, "full"),
         "ep2": ({"ep": 2}, "none"),
@@ -57,15 +57,10 @@ def _worker(rank: int, directory: str, cases: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: str) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from mcore_rl.megatron.roles.actor import MegatronActor
-
     config = policy_batch.config(directory, parallel, SMALL)
     config.actor.moe.router_replay, config.actor.recompute = "policy", recompute
-    actor = MegatronActor(config, rank, dist.get_world_size(), None)
-    place, chunks = actor.layout.coordinates(rank), policy_batch.chunks()
-    shares = [policy_batch.share(samples, place.dp, actor.layout.dp) for samples in policy_batch.UPDATES]
+    actor = policy_batch.build_actor(config)
+    shares, chunks = policy_batch.shares(actor), policy_batch.chunks()
     batch, _ = actor.recompute_logp(shares, chunks)
     recorded = {sample: ids.numpy().copy() for sample, ids in actor.routing.by_sample.items()}
     actor.update(batch, 0)  # its forward pass is the old policy's pass for its samples
@@ -123,13 +118,7 @@ def _restore(actor: Any) -> None:
 def _gradients(actor: Any, batch: Any) -> list[Any]:
     with policy_batch.complete_gradients(actor):
         actor.accumulate_gradients(batch, 1)
-    parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
-    with torch.no_grad():
-        weights = [parameter.clone() for parameter in parameters]
-        torch._foreach_copy_(parameters, [parameter.main_grad for parameter in parameters])
-        pieces = policy_batch.hf_pieces(actor)
-        torch._foreach_copy_(parameters, weights)
-    return pieces
+    return policy_batch.gradient_pieces(actor)
 
 
 class GivenExpertsRouter:
@@ -254,11 +243,11 @@ def test_replay_differences_are_counted_in_a_free_pass(case: str, results: Any, 
 
 
 def _unrecorded(rank: int, directory: str) -> None:
-    from mcore_rl.megatron.roles.actor import MegatronActor, RankBatch
+    from mcore_rl.megatron.roles.actor import RankBatch
 
     config = policy_batch.config(directory, {}, SMALL)
     config.actor.moe.router_replay = "policy"
-    actor = MegatronActor(config, rank, 1, None)
+    actor = policy_batch.build_actor(config)
     share = policy_batch.share(SAMPLES, 0, 1)
     actor.accumulate_gradients(RankBatch([share, share], policy_batch.chunks(), replays=True), 1)
 

@@ -22,8 +22,8 @@ SUITES: dict[str, list[str]] = {
     "other losses and heads": ["critic", "router_losses", "reward_model"],
     "memory": ["host_optimizer", "offload"],
     "the rest": [
-        *("actor_gradients", "actor_update", "checkpoint_integrity", "correction_bias", "decoupled_loss", "logprobs"),
-        *("lora_run", "microbatches", "model_parity", "resharding", "whole_sequence_loss"),
+        *("actor_gradients", "actor_update", "checkpoint_integrity", "correction_bias", "logprobs"),
+        *("lora_run", "microbatches", "model_parity", "resharding", "special_losses"),
     ],
 }
 """Modules of tests/distributed."""
