@@ -246,39 +246,35 @@ def test_tests_that_are_not_python_raise_an_error(truth: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "truth",
+    ("program", "truth"),
     [
-        {"entry_point": "task", "test": "import unittest\nclass TestCases(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(task(1), 3)\n"},
-        {"entry_point": "task", "test": "assert candidate(1) == 3"},
-        {"test": "from solution import task\ndef test_f():\n    assert task(1) == 3"},
+        ("def task(x): return x + 1", {"entry_point": "task", "test": "import unittest\nclass TestCases(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(task(1), 3)\n"}),
+        ("def task(x): return x + 1", {"entry_point": "task", "test": "assert candidate(1) == 3"}),
+        ("def task(x): return x + 1", {"test": "from solution import task\ndef test_f():\n    assert task(1) == 3"}),
+        ("def f(x): return x", {"test": FIXTURES}),
+        ("def f(x): return 2 * x + (x == 4)", {"test": FIXTURES}),
+        ("def f(x): return 2 * x", {"test": FIXTURES}),
     ],
 )  # fmt: skip
-def test_program_that_is_wrong_fails_asserts(truth: Any) -> None:
-    assert grade_asserts(fenced("def task(x): return x + 1"), truth).accuracy == 0.0
+def test_program_that_is_wrong_fails_asserts(program: str, truth: Any) -> None:
+    assert grade_asserts(fenced(program), truth).accuracy == 0.0
 
 
 @pytest.mark.parametrize(
-    "program", ["def f(x): return x", "def f(x): return 2 * x + (x == 4)", "def f(x): return 2 * x"]
-)
-def test_program_wrong_in_one_test_with_fixtures_fails(program: str) -> None:
-    assert grade_asserts(fenced(program), {"test": FIXTURES}).accuracy == 0.0
-
-
-def test_unknown_fixture_is_an_error_that_names_it() -> None:
-    truth = {"test": "from solution import f\ndef test_f(monkeypatch):\n    assert f()"}
-    with pytest.raises(RuntimeError, match="fixture monkeypatch, which this grader does not provide"):
+    ("truth", "message"),
+    [
+        ({"test": "from solution import f\ndef test_f(monkeypatch):\n    assert f()"}, "fixture monkeypatch, which this grader does not provide"),
+        ({"test_list": ["assert f() == 1"], "test_imports": ["import no_such_module.part"]}, r"import no_such_module, which sandbox\.python lacks"),
+    ],
+)  # fmt: skip
+def test_tests_that_need_more_are_an_error_that_names_it(truth: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
         grade_asserts(fenced("def f(): return 1"), truth)
 
 
 def test_tests_without_a_check_are_an_error_of_the_row() -> None:
     with pytest.raises(ValueError, match="neither check, test functions nor assertions"):
         grade_asserts(fenced("def f(): pass"), {"entry_point": "f", "test": "def verify(candidate): return 1"})
-
-
-def test_tests_that_import_a_missing_module_are_an_error() -> None:
-    truth = {"test_list": ["assert f() == 1"], "test_imports": ["import no_such_module.part"]}
-    with pytest.raises(RuntimeError, match=r"import no_such_module, which sandbox\.python lacks"):
-        grade_asserts(fenced("def f(): return 1"), truth)
 
 
 @pytest.mark.parametrize(

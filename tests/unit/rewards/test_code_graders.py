@@ -25,15 +25,9 @@ MBPP = {
 }
 
 
-class Recorder:
-    """Runner of trusted programs that records its calls."""
-
-    def __init__(self):
-        self.programs = []
-
-    def __call__(self, program):
-        self.programs.append(program)
-        return run_trusted(program)
+def recorded(programs):
+    """Return a runner of trusted programs that adds them to `programs`."""
+    return lambda program: programs.append(program) or run_trusted(program)
 
 
 def outputs(response, truth, run=run_trusted):
@@ -67,9 +61,9 @@ def test_tests_come_as_verl_writes_them():
     for truth in (json.dumps(DOUBLES), {key: np.array(value, object) for key, value in DOUBLES.items()}):
         assert outputs(DOUBLE, truth).reward == 1.0
     many = {"inputs": [f"{n}\n" for n in range(12)], "outputs": [str(2 * n) for n in range(10)] + ["wrong"] * 2}
-    run = Recorder()
-    assert outputs(DOUBLE, many, run).parts["tests"] == 10
-    assert [program.stdin for program in run.programs] == many["inputs"][:10]
+    programs = []
+    assert outputs(DOUBLE, many, recorded(programs)).parts["tests"] == 10
+    assert [program.stdin for program in programs] == many["inputs"][:10]
 
 
 @pytest.mark.parametrize(
@@ -135,10 +129,10 @@ def test_asserts_may_be_json_or_arrays():
 
 
 def test_all_tests_share_the_time_of_a_response():
-    run = Recorder()
-    score = grade_outputs(fenced("import time\ntime.sleep(60)"), DOUBLES, run, 1.0)
+    programs = []
+    score = grade_outputs(fenced("import time\ntime.sleep(60)"), DOUBLES, recorded(programs), 1.0)
     assert (score.reward, score.parts["tests"]) == (0.0, 3.0)
-    assert sum(program.seconds for program in run.programs) <= 1.0
+    assert sum(program.seconds for program in programs) <= 1.0
 
 
 def test_a_sandbox_that_fails_is_not_the_programs_fault():

@@ -44,16 +44,11 @@ NO_NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("value", HALVES)
-def test_a_number_of_any_library_is_a_score(value: object) -> None:
-    assert score_of(value).reward == 0.5
+@pytest.mark.parametrize(("value", "number"), [*((half, 0.5) for half in HALVES), *((one, 1.0) for one in ONES)])
+def test_a_number_of_any_library_is_a_score(value: object, number: float) -> None:
+    assert score_of(value).reward == number
     score = score_of({"score": value, "acc": value, "part": value})
-    assert (score.error, score.reward, score.accuracy, score.parts) == (None, 0.5, 0.5, {"part": 0.5})
-
-
-@pytest.mark.parametrize("value", ONES)
-def test_booleans_and_integers_are_scores(value: object) -> None:
-    assert score_of(value).reward == 1.0
+    assert (score.error, score.reward, score.accuracy, score.parts) == (None, number, number, {"part": number})
 
 
 @pytest.mark.parametrize(
