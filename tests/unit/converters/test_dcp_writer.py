@@ -61,9 +61,19 @@ def test_write_file_is_read_by_torch_and_reader(tmp_path):
     whole = torch.randn(8, 3)
     files = planned(chunk("a", 0, 5), chunk("b", 5, 3))
     parts = {"a": whole[:5].clone(), "b": whole[5:].clone()}
-    told = []
+    told, written = [], []
     metadata = plan_metadata(files)
-    spans = {file.name: write_file(tmp_path, file, lambda one: parts[one.mcore_name], told.append) for file in files}
+    spans = {
+        file.name: write_file(
+            tmp_path,
+            file,
+            lambda one: parts[one.mcore_name],
+            told.append,
+            on_write=lambda data: written.append(bytes(data)),
+        )
+        for file in files
+    }
+    assert b"".join(written) == b"".join((tmp_path / file.name).read_bytes() for file in files)
     write_metadata(tmp_path, metadata, files, spans)
     assert told == [60, 36]
     assert torch.serialization.get_crc32_options()
@@ -84,12 +94,3 @@ def test_write_file_full_disk_raises_oserror(tmp_path, numbers):
     (tmp_path / file.name).symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         write_file(tmp_path, file, lambda _: torch.zeros(numbers), lambda _: None)
-
-
-def test_write_file_on_write_receives_all_bytes_in_order(tmp_path):
-    (file,) = planned(chunk("a", 0, 8))
-    seen = []
-    write_file(
-        tmp_path, file, lambda _: torch.randn(8, 3), lambda _: None, on_write=lambda data: seen.append(bytes(data))
-    )
-    assert b"".join(seen) == (tmp_path / file.name).read_bytes()

@@ -112,34 +112,29 @@ def test_fp8_source_scale_dtypes_are_accepted(tmp_path):
 
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
+SCALES = f"{NAME}_scale_inv"
+VECTOR = torch.zeros(3)
 MISFITS = {
-    "weight without scale": (lambda t: t.pop(NAME + SCALE), f"{NAME} has no {NAME}_scale_inv"),
-    "scale without weight": (lambda t: t.pop(NAME), f"{NAME}_scale_inv has no float8 weight {NAME}"),
-    "weight is not FP8": (
-        lambda t: t.update({NAME: t[NAME].bfloat16()}),
-        f"{NAME}_scale_inv has no float8 weight {NAME}",
-    ),
+    "weight without scale": ({SCALES: None}, f"{NAME} has no {SCALES}"),
+    "scale without weight": ({NAME: None}, f"{SCALES} has no float8 weight {NAME}"),
+    "weight is not FP8": ({NAME: torch.Tensor.bfloat16}, f"{SCALES} has no float8 weight {NAME}"),
     "scale of another shape": (
-        lambda t: t.update({NAME + SCALE: t[NAME + SCALE][:-1]}),
-        rf"{NAME}_scale_inv \(9, 4\) instead of \(10, 4\) \(blocks of \(5, 3\)\)",
+        {SCALES: lambda scales: scales[:-1]},
+        rf"{SCALES} \(9, 4\) instead of \(10, 4\) \(blocks of \(5, 3\)\)",
     ),
-    "scale of integers": (
-        lambda t: t.update({NAME + SCALE: t[NAME + SCALE].int()}),
-        f"{NAME}_scale_inv is torch.int32",
-    ),
-    "e5m2": (lambda t: t.update(z=torch.zeros(3).to(torch.float8_e5m2)), "z is torch.float8_e5m2"),
-    "a vector": (
-        lambda t: t.update(z=torch.zeros(3).to(FP8), z_scale_inv=torch.ones(1)),
-        r"z \(3,\) is float8, but not a matrix",
-    ),
+    "scale of integers": ({SCALES: torch.Tensor.int}, f"{SCALES} is torch.int32"),
+    "e5m2": ({"z": VECTOR.to(torch.float8_e5m2)}, "z is torch.float8_e5m2"),
+    "a vector": ({"z": VECTOR.to(FP8), "z_scale_inv": torch.ones(1)}, r"z \(3,\) is float8, but not a matrix"),
 }
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_fp8_source_mismatched_scales_are_named(misfit, fp8_model, moe_config):
     directory, stored, _ = fp8_model
-    change, message = MISFITS[misfit]
-    change(stored)
+    changes, message = MISFITS[misfit]
+    for name, change in changes.items():
+        stored[name] = change(stored[name]) if callable(change) else change
+    stored = {name: tensor for name, tensor in stored.items() if tensor is not None}
     with pytest.raises(ConversionError, match=message):
         HFCheckpoint(write(directory, moe_config, stored))
 

@@ -40,19 +40,17 @@ def test_load_prompts_plain_and_verl_files_in_one_run(tmp_path: Path, tokenizer:
         assert ("2 rows have no column 'question': verl's column prompt is used" in str(report)) == noted
 
 
-def test_columns_missing_prompt_key_lists_nearest_column_first() -> None:
-    row = {"id": 1, "answer": "2", "question": "1+1?"}
-    with pytest.raises(
-        DataError, match=r"line 1 has no prompt in column 'questions': the columns are question, .*set data\.prompt_key"
-    ):
-        read(row, prompt_key="questions")
-
-
-def test_columns_missing_prompt_key_does_not_use_other_column() -> None:
-    with pytest.raises(DataError, match="no prompt in column 'prompt'"):
-        read(PLAIN, prompt_key="prompt")
-    with pytest.raises(DataError, match=r"no prompt in column 'question'.*or to null"):
-        read({"prompt": "1+1?", "answer": "2"}, prompt_key="question")
+@pytest.mark.parametrize(
+    ("row", "key", "message"),
+    [
+        ({"id": 1, **PLAIN}, "questions", r"in column 'questions': the columns are question, .*set data\.prompt_key"),
+        (PLAIN, "prompt", "in column 'prompt'"),
+        ({"prompt": "1+1?", "answer": "2"}, "question", r"in column 'question'.*or to null"),
+    ],
+)
+def test_columns_missing_prompt_key_is_rejected(row: dict[str, Any], key: str, message: str) -> None:
+    with pytest.raises(DataError, match=f"line 1 has no prompt {message}"):
+        read(row, prompt_key=key)
 
 
 @pytest.mark.parametrize("key", ["prompt_key", "answer_key"])

@@ -91,6 +91,8 @@ def test_load_prompts_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
     assert [prompts[i].ground_truth for i in range(len(prompts))] == ["5", "8"]
     assert (report.kept, report.dropped, report.longest_tokens) == (2, 2, 20)
     assert "2 dropped (longer than rollout.max_prompt_tokens=8)" in str(report)
+    with pytest.raises(DataError, match=r"data\.val: all 4 .*=4 \(5 to 20 tokens\); raise rollout\.max_prompt_tokens"):
+        load(jsonl(tmp_path, rows), tokenizer, limit=4, key="data.val")
 
 
 @pytest.mark.parametrize(
@@ -106,12 +108,6 @@ def test_load_prompts_truncates_after_chat_template(tmp_path, chat_tokenizer, ho
     assert "1 truncated (longer than rollout.max_prompt_tokens=25)" in str(report)
 
 
-def test_load_prompts_all_too_long_names_key_to_raise(tmp_path, tokenizer):
-    rows = [{"question": "x" * n, "answer": ""} for n in (20, 30)]
-    with pytest.raises(DataError, match=r"data\.val: all 2 .*=8 \(20 to 30 tokens\); raise rollout\.max_prompt_tokens"):
-        load(jsonl(tmp_path, rows), tokenizer, limit=8, key="data.val")
-
-
 @pytest.mark.parametrize(
     ("how", "kept", "dropped", "truncated"), [("drop", ["5", "6"], 2, 0), ("truncate_left", ["20", "5"], 0, 1)]
 )
@@ -120,13 +116,6 @@ def test_load_prompts_max_prompts_counts_only_rows_until_then(tmp_path, tokenize
     limits, data = RolloutConfig(max_prompt_tokens=8), DataConfig(long_prompts=how)
     prompts, report = load_prompts(path, tokenizer, data, limits, max_prompts=2)
     assert (prompts.columns["ground_truth"], report.dropped, report.truncated) == (kept, dropped, truncated)
-
-
-def test_load_prompts_several_blocks_keep_order(tmp_path, tokenizer):
-    rows = [{"question": f"question {n}", "answer": str(n)} for n in range(2500)]
-    prompts, _ = load(parquet(tmp_path, rows), tokenizer)
-    assert prompts.columns["ground_truth"] == [str(n) for n in range(2500)]
-    assert tokenizer.decode(prompts[2499].token_ids) == "question 2499"
 
 
 def test_prompt_set_pickles_and_take_renumbers(tmp_path, tokenizer):
@@ -164,16 +153,13 @@ def test_load_prompts_malformed_row_names_file_and_line(tmp_path, tokenizer, bad
         load(path, tokenizer)
 
 
-def test_load_prompts_row_rejected_by_template_is_named(tmp_path, chat_tokenizer):
-    rows = [GOOD, {"prompt": [{"role": "tool", "content": "x"}], "answer": "a"}]
-    with pytest.raises(DataError, match=r"line 2: the tokenizer's chat template rejects the prompt: no tools here"):
-        load(jsonl(tmp_path, rows), chat_tokenizer)
-
-
-def test_load_prompts_malformed_parquet_row_is_named(tmp_path, tokenizer):
-    rows = [{"question": "q", "answer": "a"}] * 1100 + [{"question": None, "answer": "a"}]
-    with pytest.raises(DataError, match=r"prompts\.parquet, row 1101 has no prompt"):
-        load(parquet(tmp_path, rows), tokenizer)
+def test_load_prompts_several_blocks_keep_order_and_rows(tmp_path, tokenizer):
+    rows = [{"question": f"question {n}", "answer": str(n)} for n in range(2500)]
+    prompts, _ = load(parquet(tmp_path, rows), tokenizer)
+    assert prompts.columns["ground_truth"] == [str(n) for n in range(2500)]
+    assert tokenizer.decode(prompts[2499].token_ids) == "question 2499"
+    with pytest.raises(DataError, match=r"prompts\.parquet, row 2501 has no prompt"):
+        load(parquet(tmp_path, [*rows, {"question": None, "answer": "a"}]), tokenizer)
 
 
 def test_load_prompts_unusable_files_are_rejected(tmp_path, tokenizer):
@@ -266,9 +252,12 @@ def test_load_prompts_parquet_tool_calls_have_no_nulls(tmp_path, chat_tokenizer)
     assert called == [{"name": "look", "arguments": {"q": "a"}}, {"name": "look", "arguments": {"n": 1}}]
 
 
-def test_load_prompts_dropped_message_names_file_and_line(tmp_path, chat_tokenizer):
+def test_load_prompts_message_rejected_by_template_names_line(tmp_path, chat_tokenizer):
+    path = jsonl(tmp_path, [GOOD, {"prompt": [{"role": "tool", "content": "x"}], "answer": "a"}])
+    with pytest.raises(DataError, match=r"line 2: the tokenizer's chat template rejects the prompt: no tools here"):
+        load(path, chat_tokenizer)
     chat_tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    path = jsonl(tmp_path, [PLAIN[0], {**VERL, "prompt": [{"role": "critic", "content": "no"}, *VERL["prompt"]]}])
+    path = jsonl(tmp_path, [GOOD, {**VERL, "prompt": [{"role": "critic", "content": "no"}, *VERL["prompt"]]}])
     with pytest.raises(DataError, match=r"prompts\.jsonl, line 2: .* drops or changes message 1 \(role 'critic'\)"):
         load(path, chat_tokenizer)
 

@@ -47,18 +47,13 @@ def answer(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize("text", TEXTS)
-def test_conversation_ids_equal_rendering_of_whole_history(history: list[dict[str, Any]], text: str) -> None:
+def test_conversation_ids_equal_rendering_of_whole_history(history: list[dict[str, Any]]) -> None:
     talk = conversation()
-    calls = [{"name": "look", "arguments": {"q": "it"}}]
+    turn = talk.turn("", calls=[{"name": "look", "arguments": {"q": "it"}}])
     sampled = talk.tokenizer(CALL + CLOSE)["input_ids"]
-    grown = talk.prompt_ids(history) + sampled + talk.ids_after_turn([answer(text)], sampled[-1])
-    turn = talk.turn("", calls=calls)
-    assert grown == talk.prompt_ids([*history, turn, {**answer(text), "tool_call_id": "call00000"}])
-
-
-@pytest.mark.parametrize("history", HISTORIES)
-def test_conversation_user_message_follows_sampled_turn(history: list[dict[str, Any]]) -> None:
+    for text in TEXTS:
+        grown = talk.prompt_ids(history) + sampled + talk.ids_after_turn([answer(text)], sampled[-1])
+        assert grown == talk.prompt_ids([*history, turn, {**answer(text), "tool_call_id": "call00000"}])
     talk = conversation(tools=False)
     sampled = talk.tokenizer(f"There.{CLOSE}")["input_ids"]
     new = [{"role": "user", "content": "thanks"}]
