@@ -8,16 +8,6 @@ ENGINES = [EngineKey(number) for number in range(3)]
 FIRST, SECOND, THIRD = ENGINES
 
 
-def balance(num_engines: int, room: int | None, sizes: list[int]) -> LoadBalancer:
-    """One task per size; all engines are candidates without work."""
-    made = LoadBalancer(room)
-    for task, size in enumerate(sizes):
-        made.add(task, 0, size)
-    for engine in ENGINES[:num_engines]:
-        made.join(engine)
-    return made
-
-
 class Reports:
     """Received requests of engines, as their reports count them."""
 
@@ -37,11 +27,17 @@ class Reports:
 
 
 def reports(num_engines: int, room: int | None, sizes: list[int]) -> Reports:
-    return Reports(balance(num_engines, room, sizes))
+    """One task per size; all engines are candidates without work."""
+    made = LoadBalancer(room)
+    for task, size in enumerate(sizes):
+        made.add(task, 0, size)
+    for engine in ENGINES[:num_engines]:
+        made.join(engine)
+    return Reports(made)
 
 
 def test_assign_prefers_the_engine_with_fewest_requests() -> None:
-    assert balance(2, 100, [50, 20, 20, 20, 5]).assign() == {FIRST: [0, 4], SECOND: [1, 2, 3]}
+    assert reports(2, 100, [50, 20, 20, 20, 5]).assign() == {FIRST: [0, 4], SECOND: [1, 2, 3]}
 
 
 def test_assign_fills_engines_evenly_and_again_after_reports() -> None:
@@ -85,8 +81,8 @@ def test_pieces_of_a_lost_engine_come_first() -> None:
 
 
 def test_lost_candidate_gets_nothing() -> None:
-    made = balance(2, 4, [2])
-    made.leave([FIRST])
+    made = reports(2, 4, [2])
+    made.balance.leave([FIRST])
     assert made.assign() == {SECOND: [0]}
 
 
