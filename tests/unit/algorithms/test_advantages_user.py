@@ -188,10 +188,7 @@ print(loss.function.__name__, loss.options)
     ("function", "message"),
     [
         ("by_tokens", r"returned torch.float32 \[2\].*\[2, 2\]"),
-        (
-            "short",
-            r"returned torch.float32 \[1, 1\].*\[2, 1\]: it is called with one number per response; set its attrib",
-        ),
+        ("short", r"returned torch.float32 \[1, 1\].*\[2, 1\]: it is called with one number per response; set its"),
         ("whole", r"returned torch.int64 \[2, 1\]; it must be floating point"),
         ("none", r"returned NoneType instead of a tensor \[2, 1\]"),
         ("groups_and_values", "needs per-token values and also whole groups, but the ranks with the values"),

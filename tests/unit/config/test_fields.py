@@ -84,11 +84,7 @@ def test_check_domains_nan_and_infinity_are_rejected(value: float) -> None:
         ("rollout.gpu_memory_fraction", 1.5, "rollout.gpu_memory_fraction=1.5 must be at most 1"),
         ("actor.optimizer.beta2", 1.0, "actor.optimizer.beta2=1.0 must be below 1"),
         ("critic.parallel.cp", 0, "critic.parallel.cp=0 must be at least 1"),
-        (
-            "algorithm.advantage",
-            "grop",
-            "algorithm.advantage=grop must be one of gae, reinforce_plus_plus, grpo, ",
-        ),
+        ("algorithm.advantage", "grop", "algorithm.advantage=grop must be one of gae, reinforce_plus_plus, grpo, "),
         ("reward.function", "maths", "reward.function=maths must be one of math, by_data_source, gsm8k, "),
     ],
 )

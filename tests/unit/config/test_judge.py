@@ -59,24 +59,12 @@ def test_validate_judge_errors_name_its_keys(base: str, judge: str, overrides: l
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["judge.url=host:8000"],
-            r"^judge\.url=host:8000 is not the address of a server; write it as http://host:8000/v1",
-        ),
+        (["judge.url=host:8000"], r"^judge\.url=host:8000 is not .* a server; write it as http://host:8000/v1"),
         (["judge.url=http://"], r"^judge\.url=http:// is not the address of a server"),
-        (
-            ["judge.url=http://a/v1", "judge.hf_path=/models/judge"],
-            r"^judge\.hf_path=\S+ has no effect with judge\.url",
-        ),
-        (
-            ["judge.url=http://a/v1", "judge.tp=2"],
-            r"^judge\.tp=2 has no effect; set judge\.hf_path instead of judge\.url",
-        ),
+        (["judge.url=http://a/v1", "judge.hf_path=/models/j"], r"^judge\.hf_path=\S+ has no effect with judge\.url"),
+        (["judge.url=http://a/v1", "judge.tp=2"], r"^judge\.tp=2 has no effect; set judge\.hf_path instead of judge"),
         (["judge.url=http://a/v1", "judge.engine=vllm"], r"^judge\.engine=vllm has no effect"),
-        (
-            ["judge.hf_path=/models/judge", "judge.max_retries=9"],
-            r"^judge\.max_retries=9 has no effect; set judge\.url",
-        ),
+        (["judge.hf_path=/models/j", "judge.max_retries=9"], r"^judge\.max_retries=9 has no effect; set judge\.url"),
         (
             ["judge.url=http://a/v1", "judge.max_prompt_tokens=99"],
             r"^judge\.max_prompt_tokens=99 has no effect; set judge\.tokenizer_path, or leave",

@@ -43,75 +43,48 @@ PUBLISHED_PARAMETERS = {
     "Qwen3-235B-A22B": 235.1e9,
     "Qwen3-30B-A3B": 30.5e9,
 }
-VERL_671B: dict[str, Any] = {
-    "model.dtype": "bfloat16",
-    "data.long_prompts": "truncate_left",
-    "rollout.engine": "vllm",
-    "rollout.tp": 32,
-    "rollout.gpu_memory_fraction": 0.6,
-    "rollout.max_batched_tokens": 10_240,
-    "rollout.temperature": 1.0,
-    "rollout.top_p": 1.0,
-    "rollout.top_k": -1,
-    "rollout.validation_temperature": 1.0,
-    "rollout.validation_top_p": 0.7,
-    "rollout.validation_samples": 1,
-    "rollout.max_prompt_tokens": 2_048,
-    "rollout.max_response_tokens": 8_192,
-    "rollout.samples_per_prompt": 16,
-    "algorithm.advantage": "grpo",
-    "algorithm.policy_loss.name": "ppo_clip",
-    "algorithm.policy_loss.clip_low": 0.2,
-    "algorithm.policy_loss.clip_high": 0.28,
-    "algorithm.policy_loss.dual_clip": 10.0,
-    "algorithm.loss_aggregation": "token-mean",
-    "algorithm.entropy_coefficient": 0.0,
-    "algorithm.dynamic_sampling.enable": False,
-    "reward.overlong.enable": False,
-    "reward.overlong.buffer_tokens": 4_096,
-    "reward.overlong.penalty": 0.1,
-    "actor.tokens_per_microbatch": 2 * 10_240,
-    "actor.optimizer.lr": 1e-6,
-    "actor.optimizer.weight_decay": 0.1,
-    "actor.optimizer.clip_grad": 1.0,
-    "actor.mtp_loss_coefficient": 0.0,
-    "actor.offload.params": True,
-    "actor.offload.grads": True,
-    "actor.offload.optimizer": True,
-    "trainer.steps": 10,
-    "trainer.prompts_per_step": 256,
-    "trainer.prompts_per_update": 32,
-    "trainer.validate_every_steps": 5,
-    "trainer.validate_before": False,
-    "checkpoint.every_steps": 5,
-    "cluster.nodes": 64,
-    "cluster.gpus_per_node": 8,
-    "cluster.gpu_memory_gib": 96,
-    "cluster.placement": "colocated",
-}
-ALL_FOUR_PARTS = {
-    "algorithm.policy_loss.clip_low": 0.2,
-    "algorithm.policy_loss.clip_high": 0.28,
-    "algorithm.loss_aggregation": "token-mean",
-    "algorithm.dynamic_sampling.enable": True,
-    "algorithm.dynamic_sampling.metric": "accuracy",
-    "reward.overlong.enable": True,
-    "reward.overlong.buffer_tokens": 4_096,
-    "reward.overlong.penalty": 1.0,
-    "reward.correct": 1.0,
-    "reward.incorrect": -1.0,
-}
-PAPER_32B = ALL_FOUR_PARTS | {
-    "rollout.samples_per_prompt": 16,
-    "rollout.max_response_tokens": 16_384 + 4_096,
-    "rollout.temperature": 1.0,
-    "rollout.validation_samples": 32,
-    "rollout.validation_temperature": 1.0,
-    "rollout.validation_top_p": 0.7,
-    "actor.optimizer.lr": 1e-6,
-    "actor.optimizer.schedule": "constant",
-    "trainer.prompts_per_step": 512,
-}
+
+
+def flat(text: str) -> dict[str, Any]:
+    """Parse lines of one section each, `rollout: {tp: 32}`, to values by full key."""
+    sections = yaml.safe_load(text)
+    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+
+
+VERL_671B = flat("""
+model: {dtype: bfloat16}
+data: {long_prompts: truncate_left}
+rollout:
+  {engine: vllm, tp: 32, gpu_memory_fraction: 0.6, max_batched_tokens: 10240, temperature: 1.0, top_p: 1.0, top_k: -1,
+   validation_temperature: 1.0, validation_top_p: 0.7, validation_samples: 1, max_prompt_tokens: 2048,
+   max_response_tokens: 8192, samples_per_prompt: 16}
+algorithm: {advantage: grpo, loss_aggregation: token-mean, entropy_coefficient: 0.0}
+algorithm.policy_loss: {name: ppo_clip, clip_low: 0.2, clip_high: 0.28, dual_clip: 10.0}
+algorithm.dynamic_sampling: {enable: false}
+reward.overlong: {enable: false, buffer_tokens: 4096, penalty: 0.1}
+actor: {tokens_per_microbatch: 20480, mtp_loss_coefficient: 0.0}
+actor.optimizer: {lr: 0.000001, weight_decay: 0.1, clip_grad: 1.0}
+actor.offload: {params: true, grads: true, optimizer: true}
+trainer:
+  {steps: 10, prompts_per_step: 256, prompts_per_update: 32, validate_every_steps: 5, validate_before: false}
+checkpoint: {every_steps: 5}
+cluster: {nodes: 64, gpus_per_node: 8, gpu_memory_gib: 96, placement: colocated}
+""")
+ALL_FOUR_PARTS = flat("""
+algorithm: {loss_aggregation: token-mean}
+algorithm.policy_loss: {clip_low: 0.2, clip_high: 0.28}
+algorithm.dynamic_sampling: {enable: true, metric: accuracy}
+reward.overlong: {enable: true, buffer_tokens: 4096, penalty: 1.0}
+reward: {correct: 1.0, incorrect: -1.0}
+""")
+# The longest response has 16,384 tokens, and 4,096 more that are punished.
+PAPER_32B = ALL_FOUR_PARTS | flat("""
+rollout:
+  {samples_per_prompt: 16, max_response_tokens: 20480, temperature: 1.0, validation_samples: 32,
+   validation_temperature: 1.0, validation_top_p: 0.7}
+actor.optimizer: {lr: 0.000001, schedule: constant}
+trainer: {prompts_per_step: 512}
+""")
 
 
 @pytest.fixture(autouse=True)

@@ -43,10 +43,7 @@ def test_hard_staleness_null_adds_the_default_slack(given: dict[str, Any], bound
             config_of({"max_staleness": 1, "swap": "finish", "partial_tokens": 64}),
             r"^rollout\.partial_tokens=64 pauses .*rollout\.swap=finish .*; set rollout\.swap=keep or recompute",
         ),
-        (
-            config_of({"replay_schedule": "runs/a"}),
-            r"^rollout\.replay_schedule=runs/a has no effect; set rollout\.max",
-        ),
+        (config_of({"replay_schedule": "runs/a"}), r"^rollout\.replay_schedule=runs/a has no effect"),
         (
             config_of({"max_staleness": 1, "replay_schedule": "runs/a"}),
             r"^rollout\.replay_schedule=runs/a supports .*rollout\.swap is keep.*; set rollout\.swap=recompute",
@@ -62,10 +59,7 @@ def test_hard_staleness_null_adds_the_default_slack(given: dict[str, Any], bound
             ),
             r"^checkpoint\.drain=true .*rollout\.replay_schedule=runs/a .*; set checkpoint\.drain=false",
         ),
-        (
-            config_of({"max_staleness": 3, "max_staleness_hard": 2}),
-            r"^rollout\.max_staleness_hard=2 is below rollout\.max_staleness=3",
-        ),
+        (config_of({"max_staleness": 3, "max_staleness_hard": 2}), r"^rollout\.\S+_hard=2 is below rollout\.\S+=3"),
         (
             config_of({"max_staleness": 1}, cluster=ClusterConfig()),
             r"^rollout\.max_staleness=1 generates while .*; set cluster\.placement=disaggregated",

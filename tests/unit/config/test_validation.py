@@ -25,16 +25,9 @@ EXPERT_PARALLEL = ["rollout.expert_parallel=true", "rollout.tp=2"]
 ENGINE_REPLAY = "actor.moe.router_replay=engine"
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> str:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(HF))
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"run: {{dir: {tmp_path}/run}}\nmodel: {{hf_path: {tmp_path}/model}}\ndata: {{train: t.jsonl}}\n"
-        "cluster: {gpus_per_node: 4}\n"
-    )
-    return str(path)
+@pytest.fixture(autouse=True)
+def _mixture_of_experts(base: str, tmp_path: Path) -> None:
+    model_of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +73,7 @@ def base(tmp_path: Path) -> str:
         (["rollout.tool_parser=hermes"], "rollout.tool_parser=hermes has no effect; set rollout.tools, or leave"),
         (["rollout.max_tool_seconds=5"], "rollout.max_tool_seconds=5.0 has no effect; set rollout.tools"),
         (["rollout.tools=tools.yaml", "rollout.max_tool_seconds=0"], "rollout.max_tool_seconds=0.0 must be above 0"),
-        (
-            ["rollout.tools=tools.yaml", "rollout.tool_parser=xml"],
-            "rollout.tool_parser=xml must be one of auto, hermes",
-        ),
+        (["rollout.tools=t.yaml", "rollout.tool_parser=xml"], "rollout.tool_parser=xml must be one of auto, hermes"),
         (["rollout.tools=tools.yaml", "rollout.tool_answer_keep=left"], "must be one of start, end, both"),
         (["actor.overlap_param_gather=true"], "actor.overlap_grad_reduce=true"),
         (

@@ -122,11 +122,7 @@ def test_choose_latent_attention_selects_unfused_rope() -> None:
     [
         ({"deep_ep": False}, {"dispatcher": "deepep"}, r"actor\.moe\.dispatcher=deepep needs the package deep_ep"),
         ({"cuda": False}, {"dispatcher": "deepep"}, r"actor\.moe\.dispatcher=deepep needs a CUDA device"),
-        (
-            {},
-            {"dispatcher": "deepep", "layout": {"ep": 1}},
-            r"moe\.dispatcher=deepep needs actor\.parallel\.ep > 1",
-        ),
+        ({}, {"dispatcher": "deepep", "layout": {"ep": 1}}, r"moe\.dispatcher=deepep needs actor\.parallel\.ep > 1"),
         ({}, {"dispatcher": "allgather"}, r"actor\.moe\.dispatcher=allgather.*packed rows differ"),
         ({}, {"dispatcher": "allgather", "layout": {"ep": 1, "pp": 2}}, r"actor\.moe\.dispatcher=allgather.*pipeline"),
         ({"cuda": False}, {"fp8": "delayed"}, r"actor\.fp8=delayed needs a CUDA device"),
@@ -135,11 +131,7 @@ def test_choose_latent_attention_selects_unfused_rope() -> None:
         ({"capability": (8, 0)}, {"fp8": "delayed"}, r"compute capability 8\.9 or newer, but this one has 8\.0"),
         ({"capability": (9, 0)}, {"fp8": "mxfp8"}, r"compute capability 10\.0 or newer, before 12\.0, .* has 9\.0"),
         ({"capability": (12, 0)}, {"fp8": "mxfp8"}, r"actor\.fp8=mxfp8 .* before 12\.0, but this one has 12\.0"),
-        (
-            {"cuda_version": (12, 8)},
-            {"fp8": "blockwise"},
-            r"blockwise needs a torch for CUDA 12\.9 .* not 12\.8",
-        ),
+        ({"cuda_version": (12, 8)}, {"fp8": "blockwise"}, r"blockwise needs a torch for CUDA 12\.9 .* not 12\.8"),
         ({}, {"dtype": "float32"}, r"model\.dtype=float32: attention on GPUs .* set model\.dtype=bfloat16"),
         ({"transformer_engine": None}, {"layout": {"cp": 2}}, r"actor\.parallel\.cp=2: .* install transformer-engine"),
         ({}, {"layout": {"cp": 2}, "adapters": True}, r"actor\.parallel\.cp=2: .* set actor\.lora\.rank=0 or actor"),

@@ -26,12 +26,7 @@ DENSE, SPARSE, LATENT = tiny_fields("qwen3"), tiny_fields("qwen3_moe"), tiny_fie
         (DENSE, 2, {"tp": 2, "etp": 1}, r"actor\.parallel\.etp=1.*no experts"),
         (DENSE, 3, {"tp": 2}, r"actor\.parallel\.tp"),
         (DENSE | {"intermediate_size": 49}, 2, {"tp": 2}, r"actor\.parallel\.tp=2.*49 units"),
-        (
-            LATENT | {"moe_intermediate_size": 25},
-            2,
-            {"tp": 2},
-            r"actor\.parallel\.tp=2.*25 units of the shared experts",
-        ),
+        (LATENT | {"moe_intermediate_size": 25}, 2, {"tp": 2}, r"actor\.parallel\.tp=2.*25 units of the shared"),
         (LATENT, 8, {"tp": 8}, r"actor\.parallel\.tp=8.*4 attention heads"),
         (DENSE, 3, {"pp": 3}, r"actor\.parallel\.pp 3.*4 layers"),
         (DENSE, 2, {"pp": 2, "vpp": 3}, r"actor\.parallel\.vpp 3 .* 2 layers"),

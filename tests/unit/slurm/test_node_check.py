@@ -27,17 +27,22 @@ def names(attempt: Path) -> list[str]:
     return [path.name for path in (attempt / "checked").iterdir()]
 
 
-def test_node_check_of_working_node_creates_its_file(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check(attempt, monkeypatch) == 0
-    assert names(attempt) == ["n7"]
-
-
 def nvidia_smi(directory: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     program = directory / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\n{text}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/bin")
+
+
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_node_check_of_working_node_creates_its_file(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int
+) -> None:
+    if num_gpus:
+        nvidia_smi(attempt, monkeypatch, "echo GPU-1; echo GPU-2")
+    assert check(attempt, monkeypatch, num_gpus) == 0
+    assert names(attempt) == ["n7"]
 
 
 @pytest.mark.parametrize(
@@ -56,22 +61,12 @@ def test_node_check_without_gpus_fails(
     assert names(attempt) == []
 
 
-def test_node_check_with_all_gpus_passes(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvidia_smi(attempt, monkeypatch, "echo GPU-1; echo GPU-2")
-    assert check(attempt, monkeypatch, 2) == 0
-
-
-def test_node_check_with_another_file_system_fails(
+def test_node_check_without_packages_or_shared_files_fails(
     attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (attempt / "token").unlink()
     assert check(attempt, monkeypatch) == 1
     assert "storage that all nodes share" in capsys.readouterr().out
-
-
-def test_node_check_without_packages_fails(
-    attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setattr(node_check, "NEEDED", ("torch", "megatron.absent"))
     assert check(attempt, monkeypatch) == 1
     assert "megatron.absent is not installed" in capsys.readouterr().out
