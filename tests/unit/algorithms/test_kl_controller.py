@@ -11,6 +11,12 @@ from mcore_rl.errors import NonFiniteError
 ADAPTIVE = KLConfig(in_reward=0.5, controller="adaptive", target=0.04, horizon=640)
 
 
+def built(config: KLConfig = ADAPTIVE) -> KLController:
+    controller = KLController.from_config(config)
+    assert controller is not None
+    return controller
+
+
 @pytest.mark.parametrize(
     ("kl", "responses", "expected"),
     [
@@ -23,16 +29,13 @@ ADAPTIVE = KLConfig(in_reward=0.5, controller="adaptive", target=0.04, horizon=6
     ],
 )
 def test_kl_controller_step_matches_calculation_by_hand(kl: float, responses: int, expected: float) -> None:
-    controller = KLController.from_config(ADAPTIVE)
-    assert controller is not None
+    controller = built()
     controller.update(kl, responses)
     assert controller.coefficient == pytest.approx(expected, rel=1e-12)
 
 
 def test_kl_controller_multiplies_steps_and_resumes() -> None:
-    first, second = KLController.from_config(ADAPTIVE), KLController.from_config(ADAPTIVE)
-    assert first is not None
-    assert second is not None
+    first, second = built(), built()
     first.update(1.0, 64)
     second.load_state_dict(first.state_dict())
     for controller in (first, second):
@@ -41,16 +44,14 @@ def test_kl_controller_multiplies_steps_and_resumes() -> None:
 
 
 def test_kl_controller_when_fixed_or_absent() -> None:
-    fixed = KLController.from_config(KLConfig(in_reward=0.1))
-    assert fixed is not None
+    fixed = built(KLConfig(in_reward=0.1))
     fixed.update(100.0, 10_000)
     assert fixed.coefficient == 0.1
     assert KLController.from_config(KLConfig(in_loss=0.1)) is None
 
 
 def test_kl_controller_with_nan_raises_and_keeps_coefficient() -> None:
-    controller = KLController.from_config(ADAPTIVE)
-    assert controller is not None
+    controller = built()
     with pytest.raises(NonFiniteError):
         controller.update(float("nan"), 64)
     assert controller.coefficient == 0.5

@@ -36,15 +36,9 @@ def judge(base: str) -> str:
         ([GOOD, r"judge.score_pattern='(\d+)/(\d+)'"], r"^judge\.score_pattern=\S+ has 2 groups; put one"),
         ([GOOD, "judge.parser=mine.py:f", "judge.score_pattern='(x)'"], r"^judge\.score_pattern=\(x\) has no effect"),
         ([GOOD, "judge.samples=2"], r"^judge\.samples=2 greedy answers .* set judge\.temperature above 0"),
-        ([GOOD, "judge.samples=0"], r"^judge\.samples=0 must be at least 1"),
         ([GOOD, "judge.min_score=1", "judge.max_score=1"], r"^judge\.min_score=1\.0 must be below judge\.max_score"),
-        ([GOOD, "judge.unparsable=.nan"], r"^judge\.unparsable=nan must be a finite number"),
-        ([GOOD, "judge.weight=.inf"], r"^judge\.weight=inf must be a finite number"),
         ([GOOD, "judge.dtype=float16"], r"^judge\.dtype=float16 must be one of float32, bfloat16, or null"),
         ([GOOD, "judge.tp=3"], r"^judge\.tp=3 must divide the model's 4 attention heads"),
-        ([GOOD, "judge.num_engines=0"], r"^judge\.num_engines=0 must be at least 1"),
-        ([GOOD, "judge.temperature=-1"], r"^judge\.temperature=-1\.0 must be 0 or more"),
-        ([GOOD, "judge.top_p=1.5"], r"^judge\.top_p=1\.5 must be at most 1"),
         ([GOOD, "judge.max_prompt_tokens=8000"], r"^judge\.max_prompt_tokens \+ judge\.max_response_tokens = 8512 exc"),
         ([GOOD, "judge.hf_path=/nowhere"], r"^judge\.hf_path=/nowhere: no config\.json there"),
     ],
@@ -69,7 +63,6 @@ def test_validate_judge_errors_name_its_keys(base: str, judge: str, overrides: l
             ["judge.url=http://a/v1", "judge.max_prompt_tokens=99"],
             r"^judge\.max_prompt_tokens=99 has no effect; set judge\.tokenizer_path, or leave",
         ),
-        (["judge.url=http://a/v1", "judge.timeout_seconds=0"], r"^judge\.timeout_seconds=0\.0 must be above 0"),
     ],
 )
 def test_validate_judge_server_and_engines_exclude_each_other(base: str, overrides: list[str], message: str) -> None:

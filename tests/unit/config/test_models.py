@@ -19,7 +19,6 @@ ADAPTIVE = [f"{KL}.controller=adaptive", f"{KL}.in_reward=0.1", f"{KL}.target=0.
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["actor.lora.rank=-1"], r"^actor\.lora\.rank=-1 must be 0 or more"),
         (["actor.lora.alpha=8"], r"^actor\.lora\.alpha=8\.0 has no effect.*set actor\.lora\.rank above 0"),
         (["actor.lora.rslora=true"], r"^actor\.lora\.rslora=True has no effect"),
         (["actor.lora.target_modules=[q_proj]"], r"^actor\.lora\.target_modules=\['q_proj'\] has no effect"),
@@ -43,9 +42,6 @@ ADAPTIVE = [f"{KL}.controller=adaptive", f"{KL}.in_reward=0.1", f"{KL}.target=0.
         (["reference.hf_path=/other"], r"^reference\.hf_path=/other has no effect; set algorithm\.kl\.in_loss or"),
         (["reference.offload=false"], r"^reference\.offload=False has no effect"),
         (["reference.refresh_every_steps=5"], r"^reference\.refresh_every_steps=5 has no effect"),
-        ([f"{KL}.in_loss=0.1", "reference.refresh_every_steps=-1"], r"^reference\.refresh_every_steps=-1 must be 0"),
-        ([f"{KL}.in_loss=-0.1"], r"^algorithm\.kl\.in_loss=-0\.1 must be 0 or more"),
-        ([f"{KL}.in_reward=-0.1"], r"^algorithm\.kl\.in_reward=-0\.1 must be 0 or more"),
         ([f"{KL}.in_loss=0.1", f"{KL}.loss_kind=k4"], r"^algorithm\.kl\.loss_kind=k4 must be one of k1, abs"),
         ([f"{KL}.in_reward=0.1", f"{KL}.loss_kind=abs"], r"^algorithm\.kl\.loss_kind=abs.*set algorithm\.kl\.in_loss"),
         ([f"{KL}.in_loss=0.1", f"{KL}.reward_kind=k3"], r"^algorithm\.kl\.reward_kind=k3.*algorithm\.kl\.in_reward"),
@@ -53,7 +49,6 @@ ADAPTIVE = [f"{KL}.controller=adaptive", f"{KL}.in_reward=0.1", f"{KL}.target=0.
         ([f"{KL}.in_reward=0.1", f"{KL}.horizon=9"], r"^algorithm\.kl\.horizon=9 has no.*controller=adaptive"),
         ([*ADAPTIVE, f"{KL}.in_reward=0"], r"set algorithm\.kl\.in_reward to an initial value above 0"),
         ([*ADAPTIVE, f"{KL}.target=null"], r"needs algorithm\.kl\.target above 0, not null"),
-        ([*ADAPTIVE, f"{KL}.horizon=0"], r"^algorithm\.kl\.horizon=0 must be at least 1, or null"),
         ([f"{KL}.controller=pid"], r"^algorithm\.kl\.controller=pid must be one of fixed, adaptive"),
         (["reward.function=none"], r"^reward\.function=none leaves responses without a reward; set reward_model\.hf_"),
         (["reward_model.weight=2"], r"^reward_model\.weight=2\.0 has no effect; set reward_model\.hf_path, or leave"),
@@ -113,17 +108,10 @@ def test_check_rewards_reward_model_with_and_without_rule(base: str) -> None:
     "override",
     [
         "optimizer.lr=1e-3",
-        "optimizer.cpu_offload=true",
         "recompute=full",
-        "recompute_layers=2",
-        "distributed_optimizer=false",
-        "overlap_grad_reduce=true",
         "mtp_loss_coefficient=0.1",
-        "logprob_chunk_tokens=5",
         "moe.router_replay=policy",
-        "moe.aux_loss_coefficient=0.1",
         "offload.grads=true",
-        "offload.optimizer=true",
         "lora.rank=4",
     ],
 )

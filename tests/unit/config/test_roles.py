@@ -50,14 +50,11 @@ def test_num_critic_ranks_defaults_to_the_policy(base: str) -> None:
     [
         (["critic.parallel.tp=3"], r"critic\.parallel\.tp=3.*does not divide the 4 trainer ranks \(critic\.num_ranks"),
         (["critic.recompute=some"], r"^critic\.recompute=some must be one of"),
-        (["critic.optimizer.eps=0"], r"^critic\.optimizer\.eps"),
         (["critic.tokens_per_microbatch=10"], r"^critic\.tokens_per_microbatch=10 must be at least"),
         (["critic.overlap_param_gather=true"], r"^critic\.overlap_param_gather=true needs critic\."),
         (["critic.hf_path=/nowhere"], r"^critic\.hf_path=/nowhere: no config\.json there"),
         (["critic.mtp_loss_coefficient=0.1"], r"^critic\.mtp_loss_coefficient=0\.1 has no effect"),
         (["critic.moe.router_replay=policy"], r"^critic\.moe\.router_replay=policy has no effect"),
-        (["critic.clip_range=0"], r"^critic\.clip_range=0\.0 must be above 0"),
-        (["critic.update_epochs=0"], r"^critic\.update_epochs=0 must be at least 1"),
         (["critic.clip_rnge=1"], r"unknown key critic\.clip_rnge; did you mean critic\.clip_range\?"),
     ],
 )

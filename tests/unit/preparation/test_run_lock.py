@@ -47,6 +47,13 @@ class Lock(RunLock):
         self.lost.set()
 
 
+def taken_and_released(directory: Path) -> Lock:
+    lock = Lock(directory)
+    lock.take()
+    lock.release()
+    return lock
+
+
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("SECONDS_BETWEEN_BEATS", 0.05), ("STALE_AFTER_SECONDS", 1.0), ("SECONDS_TO_SETTLE", 0.2)):
@@ -109,9 +116,7 @@ def test_run_lock_after_release_leaves_no_record(tmp_path: Path) -> None:
     lock.take()
     lock.release()
     assert read_holder(tmp_path / FILE_NAME) is None
-    again = Lock(tmp_path)
-    again.take()
-    again.release()
+    taken_and_released(tmp_path)
 
 
 def test_run_lock_of_a_live_remote_holder_is_refused(tmp_path: Path, fast: None) -> None:
@@ -136,26 +141,20 @@ def test_run_lock_of_a_live_remote_holder_is_refused(tmp_path: Path, fast: None)
 
 def test_run_lock_of_a_silent_remote_holder_is_taken_after_a_wait(tmp_path: Path, fast: None) -> None:
     elsewhere(tmp_path, age_seconds=0)
-    lock = Lock(tmp_path)
-    lock.take()
-    lock.release()
+    lock = taken_and_released(tmp_path)
     assert "host n3" in lock.notices[0]
 
 
 def test_run_lock_of_a_stale_remote_holder_is_taken_at_once(tmp_path: Path) -> None:
     elsewhere(tmp_path, age_seconds=3600)
-    lock = Lock(tmp_path)
-    lock.take()
-    lock.release()
+    lock = taken_and_released(tmp_path)
     assert not lock.notices
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"{", b"[]", b'{"host": 1}', b"[" * 10_000])
 def test_run_lock_with_a_damaged_record_is_taken(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(content)
-    lock = Lock(tmp_path)
-    lock.take()
-    lock.release()
+    taken_and_released(tmp_path)
 
 
 def test_run_lock_without_kernel_locks_admits_one_of_two(

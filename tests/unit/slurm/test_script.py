@@ -145,8 +145,6 @@ def test_seconds_parses_time_limits_like_slurm(text: str, expected: int | None) 
         ({"pass_environment": ["A"], "environment": {"A": "1"}}, r"slurm\.environment\.A .*slurm\.pass_environment"),
         ({"job_name": "two\nlines"}, "slurm.job_name"),
         ({"extra": ["constraint=x"]}, "slurm.extra"),
-        ({"cpus_per_node": 0}, "slurm.cpus_per_node"),
-        ({"start_timeout_seconds": 0}, "slurm.start_timeout_seconds"),
         ({"fabric_slow_percent": 101}, "slurm.fabric_slow_percent"),
     ],
 )
