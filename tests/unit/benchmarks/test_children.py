@@ -34,12 +34,6 @@ def child(target: Any, *arguments: Any) -> Iterator[PipedChild]:
         assert not started._process.is_alive()
 
 
-def test_child_answers_until_it_is_ended() -> None:
-    with child(answer, 3) as started:
-        started.send(2)
-        assert started.recv(int) == 6
-
-
 def test_child_that_sends_another_type_is_named() -> None:
     with child(answer, "ab") as started:
         started.send(2)
@@ -47,8 +41,10 @@ def test_child_that_sends_another_type_is_named() -> None:
             started.recv(int)
 
 
-def test_child_that_raises_brings_its_own_error() -> None:
+def test_child_answers_until_it_raises_its_own_error() -> None:
     with child(answer, 3) as started:
+        started.send(2)
+        assert started.recv(int) == 6
         started.send(-1)
         with pytest.raises(ChildError) as raised:
             started.recv(int)

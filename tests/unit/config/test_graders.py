@@ -17,13 +17,6 @@ SEVERAL = "reward.weighted=[{function: math, weight: 2}, {function: mine.py:shor
 WHOLE_STEPS = ["reward.manager=batch", "reward.function=mine.py:f", "reward.batch=step"]
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> str:
-    path = tmp_path / "config.yaml"
-    path.write_text("run: {dir: run}\nmodel: {hf_path: model}\ndata: {train: t.jsonl}\n")
-    return str(path)
-
-
 def checked(base: str, overrides: list[str]) -> Config:
     config = load_config(base, overrides)
     check_domains(config)

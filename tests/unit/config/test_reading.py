@@ -12,11 +12,10 @@ from mcore_rl.config.load import as_yaml
 from mcore_rl.errors import ConfigError
 
 REQUIRED = ("run.dir", "model.hf_path", "data.train")
-NULLABLE = [
-    leaf.key for leaf in leaves(Config()) if leaf.may_be_null and leaf.key not in ("data.val_sets", "rollout.history")
-]
-PATHS = [leaf for leaf in leaves(Config()) if leaf.domain.path and leaf.key not in ("data.weights", "data.val_sets")]
-FUNCTIONS = [leaf.key for leaf in leaves(Config()) if leaf.domain.function and isinstance(leaf.value, str | None)]
+LEAVES = list(leaves(Config()))
+NULLABLE = [leaf.key for leaf in LEAVES if leaf.may_be_null and leaf.key not in ("data.val_sets", "rollout.history")]
+PATHS = [leaf for leaf in LEAVES if leaf.domain.path and leaf.key not in ("data.weights", "data.val_sets")]
+FUNCTIONS = [leaf.key for leaf in LEAVES if leaf.domain.function and isinstance(leaf.value, str | None)]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from mcore_rl.algorithms.registry import POLICY_LOSSES
 from mcore_rl.config.reward import WeightedFunctionConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.observe.signs import UPPER_CLIPS, CollapseSigns, signs_for
+from tests.unit.config.test_fields import config_with
 
 HEALTHY = {
     "actor/entropy": 1.0,
@@ -100,16 +101,6 @@ LEFT_OUT: list[tuple[dict[str, float], str, str, object]] = [
     ({"rollout__logp_diff_fresh_mean": 0.3}, "actor.fp8=none", "actor.fp8", "blockwise"),
     ({"rollout__logp_diff_fresh_mean": 0.3}, "rollout.max_logp_gap=auto", "rollout.max_logp_gap", None),
 ]
-
-
-def config_with(key: str, value: object) -> Config:
-    config = Config()
-    *sections, name = key.split(".")
-    section: object = config
-    for each in sections:
-        section = getattr(section, each)
-    setattr(section, name, value)
-    return config
 
 
 @pytest.mark.parametrize(("change", "remedy", "key", "value"), REMEDIES)

@@ -81,12 +81,3 @@ def test_for_engines_subset_keeps_numbers_and_shares_buffers() -> None:
         "rollout engine 3, rank 1 on B",
     ]
     assert topology.for_engines(range(4)).buffers == topology.buffers
-
-
-def test_name_contains_rank_and_host() -> None:
-    topology = Topology(at("A B"), at("A B C D"), 2)
-    assert [topology.name(member) for member in (1, 2, 5)] == [
-        "trainer rank 1 on B",
-        "rollout engine 0, rank 0 on A",
-        "rollout engine 1, rank 1 on D",
-    ]

@@ -67,7 +67,7 @@ def check_update(processes: Processes, seed: int) -> None:
     assert received == [by_buffer[plan.topology.buffer_of(rank)] for rank in range(len(received))]
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("num_slots", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_transfer_three_updates_arrive_exactly(store: dist.TCPStore, case: str, num_slots: int) -> None:
     plan = sync_plan(*CASES[case], num_slots=num_slots)
