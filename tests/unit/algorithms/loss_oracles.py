@@ -1,7 +1,7 @@
 """Reference implementations of the policy losses, written from the papers: float64, one token at a time, plain loops.
 
 Every function takes lists of rows of scalars (logp: 0-dimensional tensors, so that autograd computes the gradient) and
-returns the loss of each trained token as {(row, column): scalar tensor}. `sg` is the stop-gradient.
+returns the loss of each trained token as {(row, column): scalar tensor}.
 """
 
 from __future__ import annotations
@@ -9,10 +9,6 @@ from __future__ import annotations
 import math
 
 import torch
-
-
-def sg(x):
-    return x.detach()
 
 
 def tokens(mask):
@@ -23,13 +19,9 @@ def row_tokens(mask, i):
     return [t for t, m in enumerate(mask[i]) if m]
 
 
-def clip(x, low, high):
-    return torch.clamp(x, low, high)
-
-
 def ppo_objective(ratio, advantage, low, high, dual):
     """Compute eq. 7 of PPO, to be maximized; the dual clip is max(., c A) for A < 0."""
-    objective = min(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage, key=lambda x: x.item())
+    objective = min(ratio * advantage, torch.clamp(ratio, 1 - low, 1 + high) * advantage, key=lambda x: x.item())
     if dual is not None and advantage < 0:
         objective = max(objective, torch.tensor(dual * advantage, dtype=torch.float64), key=lambda x: x.item())
     return objective
@@ -50,8 +42,8 @@ def reinforce(logp, given, mask):
 def cispo(logp, given, mask, clip_low=1.0, clip_high=4.0):
     losses = {}
     for i, t in tokens(mask):
-        weight = clip(torch.exp(logp[i][t] - given["old_logp"][i][t]), 1 - clip_low, 1 + clip_high)
-        losses[i, t] = -sg(weight) * given["advantages"][i][t] * logp[i][t]
+        weight = torch.clamp(torch.exp(logp[i][t] - given["old_logp"][i][t]), 1 - clip_low, 1 + clip_high)
+        losses[i, t] = -weight.detach() * given["advantages"][i][t] * logp[i][t]
     return losses
 
 
@@ -67,7 +59,7 @@ def gspo(logp, given, mask, clip_low=3e-4, clip_high=4e-4):
         s = product ** (1 / len(trained))
         for t in trained:
             probability = torch.exp(row[t])
-            ratio = sg(s) * probability / sg(probability)
+            ratio = s.detach() * probability / probability.detach()
             losses[i, t] = -ppo_objective(ratio, given["advantages"][i][t], clip_low, clip_high, None)
     return losses
 
@@ -81,7 +73,7 @@ def gmpo(logp, given, mask, clip_low=0.4, clip_high=0.4):
         for t in trained:
             rho = torch.exp(row[t] - given["old_logp"][i][t])
             sign = math.copysign(1.0, given["advantages"][i][t])
-            bounded = clip(rho, math.exp(-clip_low), math.exp(clip_high))
+            bounded = torch.clamp(rho, math.exp(-clip_low), math.exp(clip_high))
             product = product * min(rho**sign, bounded**sign, key=lambda x: x.item()) ** sign
         for t in trained:
             losses[i, t] = -given["advantages"][i][t] * product ** (1 / len(trained))

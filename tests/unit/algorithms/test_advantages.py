@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean, stdev
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,13 +20,8 @@ from mcore_rl.errors import ConfigError
 GROUPED = ["grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
 
 
-def mean(values):
-    return math.fsum(values) / len(values)
-
-
 def sample_std(values):
-    center = mean(values)
-    return math.sqrt(math.fsum((v - center) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+    return stdev(values) if len(values) > 1 else 0.0
 
 
 def members(ids, i):
@@ -34,11 +30,11 @@ def members(ids, i):
 
 def grpo(i, rewards, ids, lengths):
     group = [rewards[j] for j in members(ids, i)]
-    return (rewards[i] - mean(group)) / (sample_std(group) + 1e-6)
+    return (rewards[i] - fmean(group)) / (sample_std(group) + 1e-6)
 
 
 def dr_grpo(i, rewards, ids, lengths):
-    return rewards[i] - mean([rewards[j] for j in members(ids, i)])
+    return rewards[i] - fmean([rewards[j] for j in members(ids, i)])
 
 
 def gain_over_others(i, rewards, ids, lengths):
@@ -54,7 +50,7 @@ def grpo_passk(i, rewards, ids, lengths):
 
 def rloo(i, rewards, ids, lengths):
     others = [rewards[j] for j in members(ids, i) if j != i]
-    return rewards[i] - mean(others) if others else 0.0
+    return rewards[i] - fmean(others) if others else 0.0
 
 
 def opo(i, rewards, ids, lengths):
@@ -73,7 +69,7 @@ def reinforce_plus_plus_baseline(i, rewards, ids, lengths):
     if not every_token:
         return 0.0
     variance = sample_std(every_token) ** 2
-    return (dr_grpo(i, rewards, ids, lengths) - mean(every_token)) / math.sqrt(variance + 1e-8)
+    return (dr_grpo(i, rewards, ids, lengths) - fmean(every_token)) / math.sqrt(variance + 1e-8)
 
 
 CASES = [

@@ -11,7 +11,7 @@ from mcore_rl.algorithms import Correction
 from mcore_rl.config import load_config
 from mcore_rl.config.algorithm import CorrectionConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.types import EffectiveFraction, Max, Mean, merge_metrics
+from mcore_rl.types import EffectiveFraction, Mean, merge_metrics
 
 
 def correction(*section, **keys):
@@ -92,16 +92,6 @@ def test_correction_metrics_of_parts_sum_to_whole(level):
     merged = merge_metrics(parts)
     for name, metric in whole.items():
         assert merged[name].value == pytest.approx(metric.value, rel=1e-12), name
-
-
-def test_correction_with_equal_policies_has_weight_one():
-    given = make(2, spread=0.0)
-    for level in LEVELS:
-        result = correction("mask", level)(**given)
-        assert torch.equal(result.weights, given["mask"])
-        assert result.metrics["effective_sample_fraction"].value == 1.0
-        assert result.metrics["weight_max"] == Max(1.0)
-        assert result.metrics["masked_fraction"].value == 0.0
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -86,22 +86,6 @@ def test_reinforce_plus_plus_whitens_discounted_returns(seed, size, length, gamm
     np.testing.assert_allclose(result.advantages, whitened(returns, mask), rtol=1e-9, atol=1e-9)
 
 
-def test_gae_around_tool_output_gives_known_values():
-    """Two turns; the reward 1 of the first turn is on the tool's output, which is not a time step."""
-    result = compute_advantages(
-        "gae",
-        token_rewards=torch.tensor([[0.0, 0.0, 1.0, 0.0, 2.0, 0.0]]),
-        values=torch.tensor([[0.5, 1.0, 99.0, 99.0, 1.0, 99.0]]),
-        mask=torch.tensor([[1.0, 1, 0, 0, 1, 0]]),
-        gamma=0.5,
-        lam=0.5,
-        whiten=False,
-    )
-    # errors: 0 + 0.5 * 1 - 0.5 = 0;   1 + 0.5 * 1 - 1 = 0.5;   2 - 1 = 1
-    assert result.advantages.tolist() == [[0.1875, 0.75, 0, 0, 1, 0]]
-    assert result.returns.tolist() == [[0.6875, 1.75, 0, 0, 2, 0]]
-
-
 def test_gae_of_long_response_keeps_precision():
     """32,768 float32 tokens, each of which adds 0.1 to the sum."""
     length = 32768

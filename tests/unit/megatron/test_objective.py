@@ -20,16 +20,13 @@ def config(loss: str, correction: str) -> Config:
     return made
 
 
-@pytest.mark.parametrize("loss", ["decoupled_ppo", "sft"])
-def test_correction_with_unsupported_loss_raises(loss: str) -> None:
-    Objective.from_config(config(loss, "none"), None)
-    with pytest.raises(ConfigError, match=rf"algorithm\.correction\.kind=truncate: .*name={loss}"):
-        Objective.from_config(config(loss, "truncate"), None)
-
-
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "kl_cov", "reinforce"])
-def test_correction_with_supported_loss_is_built(loss: str) -> None:
-    assert Objective.from_config(config(loss, "mask"), None).correction is not None
+def test_correction_is_built_for_supported_losses_only() -> None:
+    for loss in ("decoupled_ppo", "sft"):
+        Objective.from_config(config(loss, "none"), None)
+        with pytest.raises(ConfigError, match=rf"algorithm\.correction\.kind=truncate: .*name={loss}"):
+            Objective.from_config(config(loss, "truncate"), None)
+    for loss in ("ppo_clip", "gspo", "kl_cov", "reinforce"):
+        assert Objective.from_config(config(loss, "mask"), None).correction is not None
 
 
 @dataclass(frozen=True)

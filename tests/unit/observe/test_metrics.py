@@ -27,13 +27,6 @@ def test_append_writes_numpy_and_nan_as_json(tmp_path):
     assert strict(log.path.read_text()) == {"step": 0, "a": None, "b": None, "c": 0.5, "d": 3}
 
 
-def test_reopened_log_continues(tmp_path):
-    log_of(tmp_path)
-    log = MetricsLog(tmp_path / "run")
-    log.append(3, {})
-    assert [record["step"] for record in log.read()] == [0, 1, 2, 3]
-
-
 def test_line_cut_at_any_byte_loses_only_that_line(tmp_path):
     log = log_of(tmp_path)
     content = log.path.read_bytes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 
@@ -20,12 +19,6 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 @pytest.fixture(scope="module", params=["think2", "work3"])
 def task(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def test_worked_examples() -> None:
-    assert demo_task.work3(347, 285, random.Random(0)).target == "7+5+0=12;4+8+1=13;3+2+1=6#632"
-    assert demo_task.think2(37, 85, random.Random(0), 1.0).target == "<7+5+0=12;3+8+1=12>#122"
-    assert demo_task.think2(37, 85, random.Random(0), 0.0).target != "122"
 
 
 def test_every_answer_is_the_sum_and_every_shown_column_is_right(task: str) -> None:
