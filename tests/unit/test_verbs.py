@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -29,19 +29,14 @@ sys.exit(code)
 """
 
 
-class Saved:
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> SavedState:
-        return SavedState((), {})
+SAVED: Any = SimpleNamespace(done=lambda: True, result=lambda: SavedState((), {}))
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """Run directory after 4 steps."""
     directory = tmp_path / "run"
-    Checkpoints(directory / "checkpoints", keep_last=1).save(4, {}, lambda path: Saved())
+    Checkpoints(directory / "checkpoints", keep_last=1).save(4, {}, lambda path: SAVED)
     rows = [{"step": 0, "val/accuracy": 0.25}, {"step": 2, "val/accuracy": 0.75}, {"step": 4, "val/accuracy": 0.5}]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "config.yaml").write_text("data: {train: nowhere.jsonl}\nmodel: {hf_path: nowhere}\n")
@@ -88,7 +83,7 @@ def test_a_resume_says_so_and_a_first_start_says_nothing(run_dir: Path, capsys: 
 
 def test_train_finished_run_quotes_the_path_in_its_command(tmp_path: Path) -> None:
     directory = tmp_path / "my $run; (1)"
-    Checkpoints(directory / "checkpoints", keep_last=1).save(4, {}, lambda path: Saved())
+    Checkpoints(directory / "checkpoints", keep_last=1).save(4, {}, lambda path: SAVED)
     words = shlex.split(verbs._export_hint(directory, None, ActorConfig()))
     assert words[-4:] == ["--ckpt", str(directory / "checkpoints" / "step_4"), "--out", "DIR"]
 

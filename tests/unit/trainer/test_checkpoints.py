@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -256,22 +258,12 @@ ACTOR = (SavedFile("a.distcp", 3, 1), SavedFile("hf/config.json", 2, 5))
 CRITIC = (SavedFile("a.distcp", 4, 2), SavedFile("hf/config.json", 2, 6))
 
 
-@dataclass
-class Part:
-    """Save that has finished, or not."""
-
-    files: tuple[SavedFile, ...]
-    is_done: bool = True
-
-    def done(self) -> bool:
-        return self.is_done
-
-    def result(self) -> SavedState:
-        return SavedState(self.files, {"tensors": len(self.files)})
+def part(files: tuple[SavedFile, ...], *, is_done: bool = True) -> Any:
+    return SimpleNamespace(done=lambda: is_done, result=lambda: SavedState(files, {"tensors": len(files)}))
 
 
 def test_joined_save_file_names_round_trip() -> None:
-    saved = JoinedSave({"": Part(ACTOR), "critic": Part(CRITIC)}).result()
+    saved = JoinedSave({"": part(ACTOR), "critic": part(CRITIC)}).result()
     assert [file.name for file in saved.files][2:] == ["critic/a.distcp", "critic/hf/config.json"]
     assert saved.description == {"tensors": 2, "critic": {"tensors": 2}}
     own, critics = split_files(saved.files, "critic")
@@ -284,5 +276,5 @@ def test_split_files_similar_directory_name_is_not_matched() -> None:
 
 
 def test_joined_save_is_done_when_all_parts_are() -> None:
-    assert JoinedSave({"": Part(ACTOR), "critic": Part(CRITIC)}).done()
-    assert not JoinedSave({"": Part(ACTOR), "critic": Part(CRITIC, is_done=False)}).done()
+    assert JoinedSave({"": part(ACTOR), "critic": part(CRITIC)}).done()
+    assert not JoinedSave({"": part(ACTOR), "critic": part(CRITIC, is_done=False)}).done()
