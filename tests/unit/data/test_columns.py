@@ -77,10 +77,10 @@ def test_columns_json_text_of_messages_is_parsed_and_noted() -> None:
     assert notes == ("1 rows have chat messages as JSON text, which was parsed",)
 
 
-@pytest.mark.parametrize("text", ["[1, 2] sorted?", '[{"id": 1}]', '{"role": "user", "content": "a"}', "[{role"])
-def test_columns_other_json_in_prompt_stays_text(text: str) -> None:
-    fields, notes = read({**PLAIN, "question": text})
-    assert (fields.messages, notes) == ([{"role": "user", "content": text}], ())
+def test_columns_other_json_in_prompt_stays_text() -> None:
+    for text in ("[1, 2] sorted?", '[{"id": 1}]', '{"role": "user", "content": "a"}', "[{role"):
+        fields, notes = read({**PLAIN, "question": text})
+        assert (fields.messages, notes) == ([{"role": "user", "content": text}], ())
 
 
 @pytest.mark.parametrize(
@@ -144,23 +144,23 @@ def test_columns_media_column_is_rejected_by_name() -> None:
             read({**PLAIN, column: {"bytes": "x"}})
 
 
-@pytest.mark.parametrize("role", ["system", "developer"])
-def test_columns_system_prompt_is_prepended_if_missing(role: str) -> None:
-    system = {"role": "system", "content": "Be terse."}
-    assert read(VERL, system_prompt="Be terse.")[0].messages == [system, *MESSAGES]
-    assert read(PLAIN, system_prompt="Be terse.")[0].messages == [system, *MESSAGES]
-    own = [{"role": role, "content": "Be kind."}, *MESSAGES]
-    assert read({**VERL, "prompt": own}, system_prompt="Be terse.")[0].messages == own
+def test_columns_system_prompt_is_prepended_if_missing() -> None:
+    expected = [{"role": "system", "content": "Be terse."}, *MESSAGES]
+    assert read(VERL, system_prompt="Be terse.")[0].messages == expected
+    assert read(PLAIN, system_prompt="Be terse.")[0].messages == expected
     assert read(VERL)[0].messages == MESSAGES
+    for role in ("system", "developer"):
+        own = [{"role": role, "content": "Be kind."}, *MESSAGES]
+        assert read({**VERL, "prompt": own}, system_prompt="Be terse.")[0].messages == own
 
 
-@pytest.mark.parametrize("in_column", [True, False])
-def test_columns_row_sampling_options_are_read(in_column: bool) -> None:
+def test_columns_row_sampling_options_are_read() -> None:
     asked = {"sampling": {"temperature": 0.5, "top_p": None, "top_k": 20.0, "max_response_tokens": 64}, "max_turns": 3}
-    fields, _ = read({**VERL, **asked} if in_column else {**VERL, "extra_info": asked})
-    assert fields.sampling == {"temperature": 0.5, "top_k": 20, "max_response_tokens": 64}
-    assert type(fields.sampling["top_k"]) is int
-    assert fields.max_turns == 3
+    for row in ({**VERL, **asked}, {**VERL, "extra_info": asked}):
+        fields, _ = read(row)
+        assert fields.sampling == {"temperature": 0.5, "top_k": 20, "max_response_tokens": 64}
+        assert type(fields.sampling["top_k"]) is int
+        assert fields.max_turns == 3
     assert read(VERL)[0].sampling is read({**VERL, "sampling": {"top_k": None}})[0].sampling is None
 
 
