@@ -18,87 +18,42 @@ from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_plan
 from tests.exported import export_through
 from tests.plans import assert_tiled
-from tests.tiny_models import LLAMA3
+from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, tiny_config, tiny_model, write_tiny_model
 from tests.unit.converters.hf_models import bound_rows
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 6,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 3,
-    "head_dim": 2,
-}
-SHARED_EXPERTS = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 12,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-}
-SIGMOID = {**SHARED_EXPERTS, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
-MODELS = {
-    "llama": ("Llama", {"rope_parameters": LLAMA3}),
-    "llama-tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "dense": ("Qwen3", {}),
-    "dense-tied": ("Qwen3", {"tie_word_embeddings": True}),
-    "moe": ("Qwen3Moe", EXPERTS),
-    "mixtral-moe": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "mixtral-moe-tied": ("Mixtral", {"num_local_experts": 4, "tie_word_embeddings": True, "head_dim": 4}),
-    "moe-dense-layers": ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
-    "moe-deepseek-v2": ("DeepseekV2", {**LATENT, **SHARED_EXPERTS, "q_lora_rank": None}),
-    "moe-deepseek-v3": ("DeepseekV3", {**LATENT, **SIGMOID}),
-    "moe-glm4": ("Glm4Moe", {**SIGMOID, "attention_bias": True, "use_qk_norm": True}),
-    "moe-glm4-tied": ("Glm4Moe", {**SIGMOID, "tie_word_embeddings": True}),
-}
+DENSE = ("llama", "qwen2", "qwen3")
+MODELS = [
+    ("llama", {"rope_parameters": LLAMA3}),
+    ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("qwen3", {"tie_word_embeddings": True}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2}),
+    ("mixtral", {}),
+    ("mixtral", {"tie_word_embeddings": True, "head_dim": 8}),
+    ("deepseek_v2", {}),
+    ("deepseek_v3", GROUPS),
+    ("glm4_moe", {}),
+    ("glm4_moe", {"tie_word_embeddings": True, "attention_bias": False, "use_qk_norm": False}),
+]
 
 
-def weights_of(model):
-    """Yield the parameters and the saved buffers."""
-    yield from model.parameters()
-    yield from (buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
-
-
-def saved_by_transformers(name, directory):
-    """Save a random model with transformers 5."""
-    kind, options = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(SIZES | options))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    for tensor in weights_of(model):
-        torch.nn.init.normal_(tensor, std=0.3)  # transformers initialises biases to 0, which would hide errors
-    model.save_pretrained(directory)
-    return model
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_export_gives_same_logits_in_transformers(name, tmp_path):
-    model = saved_by_transformers(name, tmp_path / "hf")
-    layout = TrainLayout(4, tp=2, pp=2, ep=2 if "moe" in name else 1)
+@pytest.mark.parametrize(("kind", "changes"), MODELS)
+def test_export_gives_same_logits_in_transformers(kind, changes, tmp_path):
+    model = tiny_model(kind, **changes)
+    model.save_pretrained(tmp_path / "hf")
     # Loading compares the names of the table and of the checkpoint.
-    export_through(tmp_path / "hf", tmp_path / "out", layout)
-    exported = type(model).from_pretrained(tmp_path / "out").eval()
-    tokens = torch.randint(0, 40, (2, 9))
+    export_through(tmp_path / "hf", tmp_path / "out", TrainLayout(4, tp=2, pp=2, ep=1 if kind in DENSE else 2))
+    exported = type(model).from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    tokens = torch.randint(0, VOCABULARY, (2, 9))
     with torch.no_grad():
         assert torch.equal(exported(tokens).logits, model(tokens).logits)
 
 
 def test_export_config_adds_missing_engine_fields(tmp_path):
-    saved_by_transformers("moe-deepseek-v3", tmp_path / "hf")
+    write_tiny_model(tmp_path / "hf", "deepseek_v3")
     export_through(tmp_path / "hf", tmp_path / "out", TrainLayout(2, tp=2))
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out"))
     added = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -106,23 +61,21 @@ def test_export_config_adds_missing_engine_fields(tmp_path):
     assert not added.keys() & before.keys()
 
 
-def test_model_arguments_dense_model_match_transformers(tmp_path):
-    model = saved_by_transformers("dense-tied", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+def test_model_arguments_dense_model_match_transformers():
+    model = tiny_model("qwen3", tie_word_embeddings=True)
+    config = model.config.to_dict()
     arguments = family_for(config).model_arguments(config)
-    assert arguments.tied_embeddings
-    assert arguments.vocab_size == 40
-    assert arguments.max_position_embeddings == 64
+    assert (arguments.tied_embeddings, arguments.vocab_size, arguments.max_position_embeddings) == (True, 96, 256)
     # transformers' rotary module is the reference for the base.
-    inverse = 1.0 / arguments.rotary.base ** (torch.arange(0, 8, 2) / 8)
+    inverse = 1.0 / arguments.rotary.base ** (torch.arange(0, 16, 2) / 16)
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, inverse)
     expected = {
         "num_layers": 4,
-        "hidden_size": 16,
-        "ffn_hidden_size": 24,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
         "num_attention_heads": 4,
         "num_query_groups": 2,
-        "kv_channels": 8,
+        "kv_channels": 16,
         "layernorm_epsilon": 1e-6,
         "normalization": "RMSNorm",
         "activation_func": "silu",
@@ -137,26 +90,26 @@ def test_model_arguments_dense_model_match_transformers(tmp_path):
     assert arguments.transformer == expected
 
 
-def test_qwen3_moe_dense_layers_match_transformers(tmp_path):
-    model = saved_by_transformers("moe-dense-layers", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+def test_qwen3_moe_dense_layers_match_transformers():
+    model = tiny_model("qwen3_moe", mlp_only_layers=[0], decoder_sparse_step=2)
+    config = model.config.to_dict()
     transformer = family_for(config).model_arguments(config).transformer
     sparse = [int(hasattr(layer.mlp, "experts")) for layer in model.model.layers]
     assert transformer["moe_layer_freq"] == sparse
     assert 0 < sum(sparse) < 4
-    assert transformer["num_moe_experts"] == 4
+    assert transformer["num_moe_experts"] == 8
     assert transformer["moe_router_topk"] == 2
-    assert transformer["moe_ffn_hidden_size"] == 12
+    assert transformer["moe_ffn_hidden_size"] == 24
 
 
 @pytest.mark.parametrize("normalised", [True, False])
 def test_softmax_routing_weights_match_transformers(normalised, moe_config):
     config = moe_config | {"norm_topk_prob": normalised}
     transformer = family_for(config).model_arguments(config).transformer
-    router_config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=normalised)
+    router_config = tiny_config("qwen3_moe", norm_topk_prob=normalised)
     router = transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter(router_config)
     torch.nn.init.normal_(router.weight)
-    hidden = torch.randn(7, 16)
+    hidden = torch.randn(7, 32)
     _, wanted, chosen = router(hidden)
     logits = hidden @ router.weight.T
     # The two orders of operations in Megatron's topk_routing_with_score_function.
