@@ -1,4 +1,4 @@
-"""Words of the command line: options between overrides, and paths that are not UTF-8."""
+"""Words of the command line: options between overrides, paths that are not UTF-8; TERM before a run."""
 
 from __future__ import annotations
 
@@ -49,3 +49,20 @@ def test_main_arguments_that_are_not_utf8_exit_with_2(tmp_path: Path) -> None:
         done = subprocess.run([os.fsencode(word) for word in command], capture_output=True, cwd=tmp_path, check=False)
         assert done.returncode == 2, done.stderr
         assert done.stderr.decode().count("\n") == 1
+
+
+INTERRUPTED = """
+import os, signal, sys
+from mcore_rl import cli
+cli._keys = lambda options: os.kill(os.getpid(), signal.SIGTERM)
+sys.argv = ["mcore-rl", "keys"]
+sys.exit(cli.main())
+"""
+
+
+def test_cli_on_term_before_a_run_exits_with_143() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert result.returncode == 143
+    assert not result.stderr

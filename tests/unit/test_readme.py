@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mcore_rl.config import load_config
-from tests.readme import ROOT, commands, files, readme, settings
+from tests.readme import ROOT, files, readme, settings
 
 
 @pytest.mark.parametrize("given", settings(readme()), ids=" ".join)
@@ -27,20 +27,3 @@ def test_every_recipe_of_the_table_is_a_file() -> None:
     named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     assert len(named) > 10
     assert [name for name in named if not (ROOT / "configs" / name).is_file()] == []
-
-
-def test_commands_are_found_in_code_and_in_prose_and_once() -> None:
-    text = """Run `mcore-rl train` or `make
-bench`, then `make setup EXTRA=gpu`; `scripts/x.sh` too, in `mcore_rl/config`, for `model.hf_path`.
-
-    mcore-rl train a.yaml \\
-        b=1     # a comment
-    x.y=3
-    make bench  # again
-
-```
-    make nothing
-```
-"""
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-    assert commands(text) == ["mcore-rl train a.yaml b=1", "make bench", "make setup EXTRA=gpu", "scripts/x.sh"]

@@ -7,6 +7,7 @@ import json
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,12 +63,18 @@ def test_every_outcome_appears_in_the_table() -> None:
     assert "broken: FAILED: it broke" in text
 
 
-def test_json_has_numpy_numbers_as_numbers(tmp_path: Path) -> None:
-    machine = Machine("2026-01-02", "x86_64", 8, 0.5, "1", "cpu", "", {})
+def test_json_has_machine_and_numpy_numbers(tmp_path: Path) -> None:
+    machine = Machine("2026-01-02", "x86_64", 8, 0.5, "1", "NVIDIA H100 80GB HBM3", "570.1", {"torch": "2.13.0"})
     outcome = BenchmarkOutcome("b", (compare("row", np.int64(3), np.float32(2.0), "s", "<= 1"),))
     write_json(tmp_path / "results.json", machine, [outcome])
-    ((row,),) = (each["results"] for each in json.loads((tmp_path / "results.json").read_text())["benchmarks"])
+    written = json.loads((tmp_path / "results.json").read_text())
+    ((row,),) = (each["results"] for each in written["benchmarks"])
     assert (row["ours"], row["limit"], row["ratio"], row["met"]) == (3, 2, 1.5, False)
+    assert (written["device"], written["driver"], written["versions"]) == (machine.device, "570.1", {"torch": "2.13.0"})
+    assert written["machine"] == machine.line
+    assert "H100" in machine.line
+    assert machine.slug == "nvidia-h100-80gb-hbm3"
+    assert replace(machine, device="cpu").slug == "cpu"
 
 
 def test_every_registered_benchmark_has_its_module() -> None:

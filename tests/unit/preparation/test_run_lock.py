@@ -141,14 +141,12 @@ def test_run_lock_of_a_live_remote_holder_is_refused(tmp_path: Path, fast: None)
 
 def test_run_lock_of_a_silent_remote_holder_is_taken_after_a_wait(tmp_path: Path, fast: None) -> None:
     elsewhere(tmp_path, age_seconds=0)
-    lock = taken_and_released(tmp_path)
-    assert "host n3" in lock.notices[0]
+    assert "host n3" in taken_and_released(tmp_path).notices[0]
 
 
 def test_run_lock_of_a_stale_remote_holder_is_taken_at_once(tmp_path: Path) -> None:
     elsewhere(tmp_path, age_seconds=3600)
-    lock = taken_and_released(tmp_path)
-    assert not lock.notices
+    assert not taken_and_released(tmp_path).notices
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"{", b"[]", b'{"host": 1}', b"[" * 10_000])

