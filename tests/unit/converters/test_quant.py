@@ -178,22 +178,17 @@ def random_codes(shape, largest, seed=0):
 
 @pytest.mark.parametrize("largest", [448, 224, 3.5], ids=["full", "two scales possible", "low"])
 @pytest.mark.parametrize(
-    ("kind", "scale_dtype"),
-    [
-        ("power of two", torch.float32),
-        ("power of two", torch.float8_e8m0fnu),
-        ("any", torch.float32),
-        ("any", torch.bfloat16),
-    ],
+    ("power_of_two", "scale_dtype"),
+    [(True, torch.float32), (True, torch.float8_e8m0fnu), (False, torch.float32), (False, torch.bfloat16)],
 )
-def test_quantise_unchanged_release_gives_the_same_bytes(kind, scale_dtype, largest):
+def test_quantise_unchanged_release_gives_the_same_bytes(power_of_two, scale_dtype, largest):
     """The scales of a block may have been chosen by any writer."""
     codes = random_codes((200, 130), largest)
     exponents = torch.randint(-20, 4, (4, 3), generator=torch.Generator().manual_seed(1))
-    scales = torch.ldexp(torch.ones(4, 3), exponents) * (1 if kind == "power of two" else 1.37)
+    scales = torch.ldexp(torch.ones(4, 3), exponents) * (1 if power_of_two else 1.37)
     scales = scales.to(scale_dtype)
     values = dequantise(codes, scales.float(), (64, 64), torch.bfloat16)
-    release = {"power_of_two": kind == "power of two", "scale_dtype": scale_dtype, "original_scales": scales}
+    release = {"power_of_two": power_of_two, "scale_dtype": scale_dtype, "original_scales": scales}
     found = quantise(values, (64, 64), **release)
     assert torch.equal(found[0].view(torch.uint8), codes.view(torch.uint8))
     assert found[1].dtype == scale_dtype
@@ -206,7 +201,7 @@ def test_quantise_unchanged_release_gives_the_same_bytes(kind, scale_dtype, larg
     assert torch.equal(again[1].float()[others], scales.float()[others])
 
 
-@pytest.mark.parametrize("amax", [448.0, 449.0, 447.0, 224.0, 1.0, 1e-3, 3e38, 1e-37])
+@pytest.mark.parametrize("amax", [448.0, 449.0, 224.0, 1e-3, 3e38, 1e-37])
 def test_quantise_power_of_two_scale_is_the_smallest_that_fits(amax):
     """The reference is amax / 448, rounded up to a power of two in exact arithmetic (DeepGEMM's ceil_to_ue8m0)."""
     weight = torch.full((4, 4), float(torch.tensor(amax)))
