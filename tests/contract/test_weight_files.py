@@ -38,11 +38,10 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_vllm_load_format_hf_reads_only_indexed_files(
-    directory: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_vllm_load_format_hf_reads_only_indexed_files(directory: Path) -> None:
     """vLLM's default prefers Mistral's consolidated file to the index."""
-    settings = EngineSettings(_model(tmp_path_factory), RolloutConfig(), dtype="float32", seed=0, timeout_seconds=60)
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 1}))
+    settings = EngineSettings(directory, RolloutConfig(), dtype="float32", seed=0, timeout_seconds=60)
     arguments = engine_arguments(settings)
     listed = {"model-1.safetensors", "model-2.safetensors"}
     assert read_by_vllm(directory, arguments["load_format"]) == listed
@@ -57,9 +56,3 @@ def test_vllm_without_index_reads_every_file(directory: Path) -> None:
     assert read_by_vllm(directory, "hf") == {"model.safetensors", "consolidated.safetensors", "mtp.safetensors"}
     with pytest.raises(ConversionError, match=r"consolidated\.safetensors contains .*mtp\.safetensors contains"):
         find_unlisted(directory, read_headers(directory))
-
-
-def _model(factory: pytest.TempPathFactory) -> Path:
-    directory = factory.mktemp("model")
-    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 1}))
-    return directory

@@ -1,4 +1,4 @@
-"""Runs of `mcore-rl train` on a tiny task, started like a user does, and all processes that they start."""
+"""Runs of `mcore-rl train` on a tiny task, started like a user does, all their processes, and what they write."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,12 +21,19 @@ from typing import Any
 import psutil
 import yaml
 
+from mcore_rl.weights.transports.hosts import remove_abandoned
+from mcore_rl.weights.transports.segments import SHARED_MEMORY
 from tests.tiny_models import write_tiny_model
 
 ALPHABET = "0123456789+-*/=;|<>()#.,:? \n_"
 RUN_VARIABLE = "MCORE_RL_TEST_RUN"
+ENGINE = "ray::EngineProcess"
+SECONDS_TO_END = 30
+"""Time for a run to end after a fault."""
 ONE_RANK = ("actor.parallel.ep=1", "cluster.gpus_per_node=1")
 """Overrides for one trainer rank instead of two, which saves the start of a process."""
+SUPERVISED = (*ONE_RANK, "algorithm.policy_loss.name=sft", "algorithm.policy_loss.clip_high=null", "data.val=null")
+"""Overrides for supervised training on one rank, which saves the start of an engine too."""
 
 # Random models get different rewards within groups, so gradients are not zero.
 REWARD = """
@@ -197,3 +205,81 @@ def metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
     assert steps == sorted(set(steps)), f"steps are recorded twice or out of order: {steps}"
     timed = ("time/", "throughput/", "engine/idle_fraction", "engine/requests_stolen")
     return {row["step"]: {k: v for k, v in row.items() if not k.startswith(timed)} for row in rows}
+
+
+def records_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    """Return the records of rollouts/`name`.jsonl."""
+    return [json.loads(line) for line in (run_dir / "rollouts" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def assert_same_records(run_dir: Path, other: Path, *, steps: int | None = None) -> None:
+    """Check that two runs have the same files of records. `steps`: only those of the first steps."""
+    found, expected = (
+        {
+            path.name: path.read_text()
+            for path in (directory / "rollouts").glob("[!.]*.jsonl")
+            if steps is None or int(path.stem.rpartition("_")[2]) <= steps
+        }
+        for directory in (run_dir, other)
+    )
+    assert found == expected
+
+
+def assert_greedy_responses(run_dir: Path, step: int, exported: Path) -> None:
+    """Check that the greedy responses of a validation equal transformers' output for the exported weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    records = records_of(run_dir, f"val_step_{step}")
+    assert len(records) == 16
+    for record in records:
+        ids = tokenizer(record["prompt"], return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0)
+        assert tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == record["response"]
+
+
+def in_step(run: TrainProcess, step: int, phase: str) -> Callable[[], bool]:
+    """Return a function that checks by files and process titles whether `step` is in `phase`."""
+    rollouts = run.run_dir / "rollouts"
+    if phase == "generating":
+        calling = in_call(run, ENGINE, "run")
+
+        def generating() -> bool:
+            # Call calling() before searching the output: finding processes can take longer than a step.
+            text = run.text()
+            there = "sending the initial weights to the engines" in text
+            return there and calling() and re.search(rf"step +{step - 1}/", text) is not None
+
+        return generating
+    if phase == "updating":
+        calling = in_call(run, "ray::TrainerProcess", "update")
+        return lambda: (rollouts / f"step_{step}.jsonl").exists() and calling()
+    if phase == "checkpointing":
+        return lambda: (run.run_dir / "checkpoints" / f".step_{step}.partial").exists()
+    raise ValueError(phase)
+
+
+def in_call(run: TrainProcess, kind: str, method: str) -> Callable[[], bool]:
+    """Return a function that checks whether a process of this kind is executing the method.
+
+    Calls last 0.1 s, so the processes are found once and only their titles are read afterwards, until one dies.
+    """
+    known: list[psutil.Process] = []
+
+    def calling() -> bool:
+        known.extend([] if known else run.processes(kind))
+        try:
+            return any(f"{kind}.{method}" in " ".join(process.cmdline()) for process in known)
+        except psutil.Error:
+            known.clear()
+            return False
+
+    return calling
+
+
+def no_segment_is_left() -> bool:
+    """Return whether there is no shared-memory segment of a dead process."""
+    return remove_abandoned(SHARED_MEMORY) == []

@@ -144,6 +144,9 @@ class Slurm:
             )
             time.sleep(0.3)
 
+    def wait_for_end(self, job: str, log: Path) -> None:
+        self.wait(lambda: self.state(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the end", log)
+
     def start_now(self, job: str, log: Path, restart: int) -> None:
         """Start a job that was requeued `restart` times without SLURM's delay of minutes, after its script ended."""
         self.wait(lambda: log.read_text().count(": queued again\n") == restart, "the script's last words", log)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.runs import metrics, train
+from tests.e2e.runs import ONE_RANK, metrics, records_of, train
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +64,7 @@ def episodes_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(
         task,
         directory / "run",
+        *ONE_RANK,
         f"data.train={directory / 'train.jsonl'}",
         f"model.tokenizer_path={tokenizer}",
         "data.template=auto",
@@ -82,10 +83,6 @@ def episodes_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "run"
 
 
-def records_of(run: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
-
-
 def test_ranks_recompute_the_logp_of_every_sampled_token(episodes_run: Path) -> None:
     """This checks all token positions: a shift by one token changes log-probabilities by nats."""
     for step in (1, 2):
@@ -93,7 +90,7 @@ def test_ranks_recompute_the_logp_of_every_sampled_token(episodes_run: Path) -> 
 
 
 def test_records_have_turns_masks_and_what_was_said(episodes_run: Path) -> None:
-    records = records_of(episodes_run, 1)
+    records = records_of(episodes_run, "step_1")
     by_sample: dict[int, list[dict[str, Any]]] = {}
     for record in records:
         by_sample.setdefault(record["sample"], []).append(record)
@@ -123,7 +120,7 @@ def test_records_have_turns_masks_and_what_was_said(episodes_run: Path) -> None:
 def test_records_have_the_temperature_of_every_token(episodes_run: Path) -> None:
     """Temperatures come from calls, rows, and the run. Tool output has none."""
     seen = set()
-    for record in records_of(episodes_run, 1):
+    for record in records_of(episodes_run, "step_1"):
         if record["sample"] in (0, 3):
             (first, start, end), (second, begin, last) = record["temperatures"]
             assert (first, start, last) == (0.4, 0, record["tokens"])
@@ -134,10 +131,12 @@ def test_records_have_the_temperature_of_every_token(episodes_run: Path) -> None
 
 def test_a_stop_string_ends_the_turn_with_its_token(episodes_run: Path) -> None:
     """The stop digit is a token of the sequence but is cut from the text for graders."""
-    stopped = [record for record in records_of(episodes_run, 1) if record["sample"] == 3]
+    stopped = [record for record in records_of(episodes_run, "step_1") if record["sample"] == 3]
     assert not any(character.isdigit() for record in stopped for character in record["said"])
     assert any(record["accuracy"] == 1 and len(record["said"]) == record["second"] - 1 for record in stopped)
-    assert any(character.isdigit() for record in records_of(episodes_run, 1) for character in record.get("said", ""))
+    assert any(
+        character.isdigit() for record in records_of(episodes_run, "step_1") for character in record.get("said", "")
+    )
 
 
 def test_figures_count_episodes_and_their_failures(episodes_run: Path) -> None:
@@ -146,7 +145,7 @@ def test_figures_count_episodes_and_their_failures(episodes_run: Path) -> None:
     assert first["episode/tool_calls"] == 0.75
     assert first["episode/turns"] == pytest.approx((2 + 3 + 1 + 2) / 4)
     assert first["reward/errors"] == 8
-    records = records_of(episodes_run, 1)
+    records = records_of(episodes_run, "step_1")
     first_of_episode = {(r["group"], r["sample"]): r for r in reversed(records)}
     assert first["reward/mean"] == pytest.approx(sum(r["reward"] for r in first_of_episode.values()) / 32)
     assert first["actor/grad_norm"] > 0

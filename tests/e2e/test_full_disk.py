@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ONE_RANK, TrainProcess, metrics
+from tests.e2e.runs import SUPERVISED, TrainProcess, metrics
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_message(
 ) -> None:
     run_dir = small_disk("5m") / "run"  # room for a checkpoint or two of the tiny model
     with TrainProcess(
-        task, run_dir, (*ONE_RANK, "checkpoint.every_steps=1", "checkpoint.keep_last=9"), log_dir=tmp_path
+        task, run_dir, (*SUPERVISED, "checkpoint.every_steps=1", "checkpoint.keep_last=9"), log_dir=tmp_path
     ) as run:
         assert run.finish() == 2, run.text()[-4000:]
         error = [line for line in run.text().splitlines() if line.startswith("error:")]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.runtime.isolation.namespace import can_enter, current
-from tests.e2e.runs import ONE_RANK, TrainProcess, metrics
+from tests.e2e.runs import SUPERVISED, TrainProcess, metrics
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ ISOLATED = ("cluster.isolation=namespace",) if can_enter() else ()
 
 def test_run_dir_in_use_rejects_other_runs_and_its_deletion_ends_the_run(task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    overrides = (*ONE_RANK, "trainer.steps=10000", "checkpoint.every_steps=0", *ISOLATED)
+    overrides = (*SUPERVISED, "trainer.steps=10000", "checkpoint.every_steps=0", *ISOLATED)
     with TrainProcess(task, run_dir, overrides) as run:
         run.wait_until(lambda: (run_dir / "run.lock").exists() and "starting Ray" in run.text())
         for verb in ("train", "eval"):
