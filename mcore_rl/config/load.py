@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from omegaconf.errors import MissingMandatoryValue as MissingValueError
 
@@ -26,7 +28,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     """
     _reject_blanks(overrides)
     path = expand_path("CONFIG", os.fspath(path))
-    merged = OmegaConf.structured(Config)
+    merged = deepcopy(_defaults())
     if not needs_data:
         # OmegaConf rejects a mandatory value that is missing, and a plan reads no data.
         merged.data.train = []
@@ -34,7 +36,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     for tree, source in [(_read_yaml(path), path), *((_parse_override(item), item) for item in overrides)]:
         reject_unknown(tree, source)
         try:
-            merged = OmegaConf.merge(merged, normalized(tree))
+            merged.merge_with(normalized(tree))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{source}: {_first_line(error)}") from None
         except TypeError as error:  # raised by OmegaConf for a mapping instead of a list, and vice versa
@@ -43,6 +45,12 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise _unresolved(error, path) from None
+
+
+@cache
+def _defaults() -> DictConfig:
+    """Defaults with the types of the schema. A copy takes a fifth of the time of a new one."""
+    return OmegaConf.structured(Config)
 
 
 def as_yaml(config: Config) -> str:
