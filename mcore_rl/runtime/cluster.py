@@ -41,8 +41,6 @@ ON_GPUS = {
 }
 ATTEMPTS_TO_START = 3
 """Ray (2.60) gives its daemons 30 seconds to start, which is too short on a very busy host."""
-SECONDS_TO_REACH_RAY = 15
-"""Time for which Ray's processes try to reach the control service (GCS) of a local cluster. After it they exit."""
 SECONDS_TO_RESERVE = 60.0
 """Time limit for the reservation of nodes."""
 
@@ -105,8 +103,9 @@ def _connect(cluster: ClusterConfig, bundle: Mapping[str, float], session: conte
 
 
 def _start_local(cluster: ClusterConfig, num_cpus: int, directory: Path) -> None:
-    # If this process is killed, Ray's agents still try to report it to the dead cluster, for a minute by default.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(SECONDS_TO_REACH_RAY))
+    # If this process is killed, Ray's agents try to report it to the control service (GCS), which is dead too. They
+    # exit after this time in seconds; by default after a minute.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
     for attempt in range(ATTEMPTS_TO_START):
         try:
             with services_kept_from_ray():
