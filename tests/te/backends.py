@@ -1,15 +1,11 @@
-"""Attention backends that TransformerEngine's Python code selects for simulated GPUs: `python -m tests.te.backends`
-prints a JSON line per case. cuDNN's support is decided in C++; here cuDNN supports everything, so only the Python
-code's rejections remain."""
+"""Attention backends that TransformerEngine's Python code selects for simulated GPUs. cuDNN's support is decided in
+C++; here cuDNN supports everything, so only the Python code's rejections remain."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from tests.te.simulation import install
 
 CAPABILITIES = [(7, 0), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)]
 FLASH = [None, "2.7.2", "2.8.3", "2.8.3.post2", "2.8.3+cu13"]
@@ -65,9 +61,3 @@ def answer(asked: Asked) -> dict[str, bool]:
     )
     flash, fused, _ = te.get_attention_backend(parameters)[5]
     return {"flash": bool(flash), "fused": bool(fused)}
-
-
-if __name__ == "__main__":
-    install()
-    for each in cases():
-        print(json.dumps(answer(each)))

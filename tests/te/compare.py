@@ -1,11 +1,7 @@
-"""Comparison of models built from simulated TransformerEngine layers and from local layers: `python -m tests.te.compare
-FAMILY...` prints a JSON line per family. It needs a process of its own, because Megatron must be imported under the
-simulation."""
+"""Comparison of models built from simulated TransformerEngine layers and from local layers."""
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from dataclasses import dataclass
 from importlib import metadata
@@ -105,8 +101,3 @@ def _relative(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     if one is None or other is None:
         return 0.0 if one is other else float("inf")
     return float((one - other).abs().max() / (one.abs().max() + 1e-9))
-
-
-if __name__ == "__main__":
-    for each in sys.argv[1:]:
-        print(json.dumps(compare(each)), flush=True)

@@ -1,9 +1,9 @@
 """Comparison of Megatron's mixture-of-experts code with and without TransformerEngine: permutations of tokens
-(interpreted Triton) and the router's matrix product. `python -m tests.te.fused_paths` prints a JSON line per case."""
+(interpreted Triton) and the router's matrix product."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from typing import Any
 
 from tests.te.simulation import install
@@ -67,7 +67,8 @@ def router(fused: bool) -> list[torch.Tensor]:
     return [logits, *_gradients([logits], [tokens, weight])]
 
 
-if __name__ == "__main__":
+def compare_paths() -> Iterator[dict[str, Any]]:
+    """Yield each case with the relative errors of its results."""
     for case in (there_and_back, chunks, router):
         errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(case(True), case(False), strict=True)]
-        print(json.dumps({"case": case.__name__, "errors": errors, "found": FOUND is not None}))
+        yield {"case": case.__name__, "errors": errors, "found": FOUND is not None}

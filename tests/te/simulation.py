@@ -198,7 +198,7 @@ def _attend_on_cpu() -> None:
 
 def _permute_without_triton() -> None:
     """Replace TransformerEngine's permutations by Megatron's own: interpreted kernels take a second each and do not
-    support bfloat16. test_fused_paths tests them."""
+    support bfloat16. test_simulation tests them."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def unfused(function: Callable[..., Any]) -> Callable[..., Any]:

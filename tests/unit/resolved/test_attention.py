@@ -1,5 +1,5 @@
 """Unsupported attention for a model's packed rows is rejected before the first row, by key. The selected backend is the
-one that TransformerEngine selects (compared in tests/te/test_backends.py)."""
+one that TransformerEngine selects (compared in tests/te/test_simulation.py)."""
 
 from __future__ import annotations
 
