@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import TrainProcess, metrics, train
+from tests.e2e.runs import ENGINE, TrainProcess, assert_same_records, in_step, metrics, records_of, train
 from tests.e2e.test_critic_run import PPO
-from tests.e2e.test_engine_loss import ENGINE, restarts
-from tests.e2e.test_failures import in_step
+from tests.e2e.test_engine_loss import restarts
 from tests.e2e.test_judge_run import OVERRIDES as JUDGED
 from tests.e2e.test_judge_run import PARSER, write_judge
 from tests.e2e.test_reward_model_run import RULE_WEIGHT, SCORE_WEIGHT, digits_share, write_scorer
@@ -26,6 +25,7 @@ AHEAD = (
     *("rollout.max_staleness=2", "rollout.num_engines=2", "cluster.gpus_per_node=4", "rollout.max_response_tokens=48"),
     *("actor.tokens_per_microbatch=512", "algorithm.policy_loss.name=decoupled_ppo"),
 )
+ONE_RANK = ("actor.num_ranks=1", "actor.parallel.ep=1", "cluster.gpus_per_node=3")
 ONE_STEP_OFF = (
     *APART,
     *("rollout.max_staleness=1", "rollout.max_staleness_hard=1", "rollout.swap=finish", "cluster.gpus_per_node=3"),
@@ -37,8 +37,8 @@ QUEUES = ("async/", "staleness/", "engine/")
 
 def records(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
     """Return the rollout records of each step."""
-    files = {int(path.stem.removeprefix("step_")): path for path in (run_dir / "rollouts").glob("step_*.jsonl")}
-    return {step: [json.loads(line) for line in files[step].read_text().splitlines()] for step in sorted(files)}
+    steps = sorted(int(path.stem.removeprefix("step_")) for path in (run_dir / "rollouts").glob("step_*.jsonl"))
+    return {step: records_of(run_dir, f"step_{step}") for step in steps}
 
 
 def assert_whole(run_dir: Path, steps: int) -> None:
@@ -70,7 +70,7 @@ def assert_whole(run_dir: Path, steps: int) -> None:
 
 def test_groups_run_ahead_though_an_engine_and_then_the_driver_die(task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with TrainProcess(task, run_dir, AHEAD) as run:
+    with TrainProcess(task, run_dir, (*AHEAD, *ONE_RANK)) as run:
         run.wait_until(in_step(run, 2, "generating"))
         run.kill_one(ENGINE)
         run.wait_until(lambda: (run_dir / "checkpoints" / "step_4").exists())
@@ -78,9 +78,7 @@ def test_groups_run_ahead_though_an_engine_and_then_the_driver_die(task: Path, t
         run.process.wait()
         assert "it starts again (1 of 3 times)" in run.text()
         assert not run.left_after(30)
-    with TrainProcess(task, run_dir, AHEAD) as run:
-        assert run.finish() == 0, run.text()[-4000:]
-        assert not run.left_after(30)
+    train(task, run_dir, *AHEAD, *ONE_RANK)
     assert restarts(run_dir) >= 1
     assert_whole(run_dir, 6)
     ages = [metrics(run_dir)[step]["staleness/mean"] for step in range(1, 7)]
@@ -107,8 +105,7 @@ def test_one_step_off_is_the_same_run_after_a_death(task: Path, tmp_path: Path) 
     assert {step: row["staleness/mean"] for step, row in metrics(whole).items() if step > 1} == dict.fromkeys(
         range(2, 7), 1.0
     )
-    for name in sorted(path.name for path in (whole / "rollouts").iterdir()):
-        assert (run_dir / "rollouts" / name).read_text() == (whole / "rollouts" / name).read_text()
+    assert_same_records(run_dir, whole)
 
 
 @pytest.mark.on_demand
@@ -170,29 +167,17 @@ def test_a_drained_checkpoint_has_nothing_half_done(given: tuple[str, ...], task
 
 
 @pytest.mark.on_demand
-def test_a_critic_and_a_reward_model_work_ahead_too(task: Path, tmp_path: Path) -> None:
-    scorer = write_scorer(task, "scorer", None)
+def test_a_critic_a_reward_model_and_a_judge_work_ahead_too(task: Path, tmp_path: Path) -> None:
+    run_dir, scorer = tmp_path / "run", write_scorer(task, "scorer", None)
+    (tmp_path / "parser.py").write_text(PARSER)
+    judge = (f"judge.parser={tmp_path / 'parser.py'}:last_digit", f"judge.hf_path={write_judge(tmp_path / 'judge')}")
+    judge = (*(setting for setting in JUDGED if setting.startswith("judge.")), *judge)
     beside = (f"reward_model.hf_path={scorer}", f"reward_model.weight={SCORE_WEIGHT}", f"reward.weight={RULE_WEIGHT}")
-    train(task, tmp_path / "run", *AHEAD, *PPO, *beside, "reward.overlong.enable=false")
-    assert_whole(tmp_path / "run", 6)
-    for of_step in records(tmp_path / "run").values():
+    train(task, run_dir, *AHEAD, *PPO, *judge, *beside, "reward.overlong.enable=false")
+    assert_whole(run_dir, 6)
+    for of_step in records(run_dir).values():
         for record in of_step:
             expected = RULE_WEIGHT * digits_share(record["response"]) + SCORE_WEIGHT * record["scores"]["model"]
-            assert record["reward"] == pytest.approx(expected, abs=1e-5)
-    rows = metrics(tmp_path / "run")
+            assert record["reward"] == pytest.approx(expected + 0.25 * record["scores"]["judge"], abs=1e-5)
+    rows = metrics(run_dir)
     assert all({"critic/loss", "reward/model"} <= rows[step].keys() for step in range(1, 7))
-
-
-@pytest.mark.on_demand
-def test_a_judge_answers_while_groups_run(task: Path, tmp_path: Path) -> None:
-    judge = write_judge(tmp_path / "judge")
-    (tmp_path / "parser.py").write_text(PARSER)
-    own = ("actor.offload", "trainer.steps", "trainer.validate_before")
-    settings = [setting for setting in JUDGED if not setting.startswith(own)]
-    where = (f"judge.parser={tmp_path / 'parser.py'}:last_digit", f"judge.hf_path={judge}")
-    train(task, tmp_path / "run", *settings, *AHEAD, *where)
-    assert_whole(tmp_path / "run", 6)
-    for of_step in records(tmp_path / "run").values():
-        for record in of_step:
-            expected = 0.5 * digits_share(record["response"]) + 0.25 * record["scores"]["judge"]
-            assert record["reward"] == pytest.approx(expected, abs=1e-5)

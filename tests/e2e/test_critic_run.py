@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import TrainProcess, train
-from tests.e2e.test_failures import SECONDS_TO_END, assert_resumes_to_the_same, in_step
+from tests.e2e.runs import SECONDS_TO_END, TrainProcess, in_step, train
+from tests.e2e.test_failures import assert_resumes_to_the_same
 
 pytestmark = pytest.mark.slow
 

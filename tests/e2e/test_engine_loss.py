@@ -8,12 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from mcore_rl.rollout.journal import read_journal
-from tests.e2e.runs import TrainProcess, metrics, train
-from tests.e2e.test_failures import in_step
+from tests.e2e.runs import ENGINE, TrainProcess, assert_same_records, in_step, metrics
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +19,6 @@ RESTARTS = "engine/restarts"
 TAKEN_OVER = "engine/tokens_taken_over"
 COMPARED = "weights/tensors_verified"
 """Counts tensors on running engines only, so it differs between the runs."""
-ENGINE = "ray::EngineProcess"
-OFTEN = ("checkpoint.every_steps=100", "rollout.max_engine_restarts=9")
 
 
 def without_restarts(run_dir: Path) -> dict[int, dict[str, Any]]:
@@ -42,10 +38,7 @@ def restarts(run_dir: Path) -> float:
 
 def assert_same_run(run_dir: Path, other: Path) -> None:
     assert without_restarts(run_dir) == without_restarts(other)
-    names = sorted(path.name for path in (run_dir / "rollouts").iterdir())
-    assert names == sorted(path.name for path in (other / "rollouts").iterdir())
-    for name in names:
-        assert (run_dir / "rollouts" / name).read_text() == (other / "rollouts" / name).read_text()
+    assert_same_records(run_dir, other)
 
 
 def every_group_once(run_dir: Path, samples: int) -> bool:
@@ -174,16 +167,6 @@ def test_an_engine_stopped_between_generation_and_fetch_is_replaced(
         assert {name: value for name, value in row.items() if not name.startswith("memory/")} == expected[step]
 
 
-def kill_in_turn(run: TrainProcess, steps: range, seconds: float) -> int:
-    """Kill one engine after each of `steps`, at different times of the next step; return the number of kills."""
-    for number, step in enumerate(steps):
-        run.wait_until(in_step(run, step + 1, "generating"))
-        time.sleep(seconds * number)
-        engines = sorted(run.processes(ENGINE), key=psutil.Process.create_time)
-        engines[number % len(engines)].kill()
-    return len(steps)
-
-
 @pytest.mark.on_demand  # test_async_run also loses one of two engines
 def test_of_several_engines_one_dies_and_takes_part_again_when_it_is_up(
     task: Path, whole_run: Path, tmp_path: Path
@@ -210,16 +193,3 @@ def test_of_several_engines_one_dies_and_takes_part_again_when_it_is_up(
     assert restarts(run_dir) == 1
     assert every_group_once(run_dir, samples=4)
     assert_same_run(run_dir, whole_run)
-
-
-@pytest.mark.on_demand
-def test_three_engines_of_which_one_is_killed_every_ten_steps(task: Path, tmp_path: Path) -> None:
-    overrides = ("rollout.num_engines=3", "trainer.steps=50", *OFTEN)
-    undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"
-    train(task, undisturbed, *overrides)
-    with TrainProcess(task, run_dir, overrides) as run:
-        killed = kill_in_turn(run, range(10, 50, 10), 0.25)
-        assert run.finish(600) == 0, run.text()[-4000:]
-    assert restarts(run_dir) == killed
-    assert every_group_once(run_dir, samples=4)
-    assert_same_run(run_dir, undisturbed)

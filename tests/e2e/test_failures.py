@@ -7,63 +7,21 @@ import json
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
-from mcore_rl.weights.transports.hosts import remove_abandoned
-from mcore_rl.weights.transports.segments import SHARED_MEMORY
-from tests.e2e.runs import TrainProcess, metrics, train
+from tests.e2e.runs import (
+    SECONDS_TO_END,
+    TrainProcess,
+    assert_same_records,
+    in_step,
+    metrics,
+    no_segment_is_left,
+    train,
+)
 
 pytestmark = pytest.mark.slow
-
-SECONDS_TO_END = 30
-
-
-def in_step(run: TrainProcess, step: int, phase: str) -> Callable[[], bool]:
-    """Return a function that checks by files and process titles whether `step` is in `phase`."""
-    rollouts = run.run_dir / "rollouts"
-    if phase == "generating":
-        calling = in_call(run, "ray::EngineProcess", "run")
-
-        def generating() -> bool:
-            # Call calling() before searching the output: finding processes can take longer than a step.
-            text = run.text()
-            there = "sending the initial weights to the engines" in text
-            return there and calling() and re.search(rf"step +{step - 1}/", text) is not None
-
-        return generating
-    if phase == "updating":
-        calling = in_call(run, "ray::TrainerProcess", "update")
-        return lambda: (rollouts / f"step_{step}.jsonl").exists() and calling()
-    if phase == "checkpointing":
-        return lambda: (run.run_dir / "checkpoints" / f".step_{step}.partial").exists()
-    raise ValueError(phase)
-
-
-def in_call(run: TrainProcess, kind: str, method: str) -> Callable[[], bool]:
-    """Return a function that checks whether a process of this kind is executing the method.
-
-    Calls last 0.1 s, so the processes are found once and only their titles are read afterwards, until one dies.
-    """
-    known: list[psutil.Process] = []
-
-    def calling() -> bool:
-        known.extend([] if known else run.processes(kind))
-        try:
-            return any(f"{kind}.{method}" in " ".join(process.cmdline()) for process in known)
-        except psutil.Error:
-            known.clear()
-            return False
-
-    return calling
-
-
-def no_segment_is_left() -> bool:
-    """Return whether there is no shared-memory segment of a dead process."""
-    return remove_abandoned(SHARED_MEMORY) == []
 
 
 def assert_resumes_to_the_same(task: Path, run_dir: Path, whole_run: Path, *overrides: str) -> None:
@@ -71,10 +29,7 @@ def assert_resumes_to_the_same(task: Path, run_dir: Path, whole_run: Path, *over
     assert metrics(run_dir) == metrics(whole_run)
     assert not list((run_dir / "rollouts").glob(".*"))
     json.loads((run_dir / "timeline.json").read_text())
-    steps = sorted(path.name for path in (run_dir / "rollouts").iterdir())
-    assert steps == sorted(path.name for path in (whole_run / "rollouts").iterdir())
-    for name in steps:
-        assert (run_dir / "rollouts" / name).read_text() == (whole_run / "rollouts" / name).read_text()
+    assert_same_records(run_dir, whole_run)
 
 
 @pytest.mark.parametrize(

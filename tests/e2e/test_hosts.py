@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.contract.engines import DIVIDED_BY_TWO, WITH_SGLANG
 from tests.e2e.hosts import ADDRESS, TwoHosts, two_hosts
-from tests.e2e.runs import ALPHABET, TrainProcess, metrics, train, write_task
+from tests.e2e.runs import ALPHABET, TrainProcess, assert_greedy_responses, metrics, train, write_task
 from tests.e2e.test_judge_run import write_judge
 from tests.e2e.test_reward_model_run import write_scorer
 from tests.selection import EVERY_TEST
@@ -51,45 +50,35 @@ def start(hosts: TwoHosts, task: Path, run_dir: Path, *overrides: str) -> HostsR
     return run
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.on_demand] * (way != "an engine on each host")) for way in WAYS]
-)
+def assert_steps_of_one_host(run_dir: Path, one_host: Path, way: str) -> None:
+    """Check that the recorded steps have the metrics of a run on one host."""
+    engines = 2 if "rollout.num_engines=2" in WAYS[way] else 1
+    whole = metrics(one_host)
+    for step, row in metrics(run_dir).items():
+        for name, value in whole[step].items():
+            if name == "weights/tensors_verified":
+                assert row[name] == engines * value
+            elif name.startswith("rollout/") and "rollout.tp=2" in WAYS[way]:
+                # rounding: the tp=2 engine adds partial sums of log-probabilities in another order
+                assert row[name] == pytest.approx(value, abs=2e-5), (step, name)
+            else:
+                assert row[name] == value, (step, name)
+
+
+@pytest.mark.on_demand  # the run before the usual fault has one engine over both hosts
+@pytest.mark.parametrize("way", WAYS)
 def test_a_run_over_two_hosts_is_the_run_on_one(
     hosts: TwoHosts, task: Path, whole_run: Path, tmp_path: Path, way: str
 ) -> None:
     before = {host: hosts.shared_memory(host) for host in "AB"}
-    exported = tmp_path / "exported"
-    with start(hosts, task, tmp_path / "run", *WAYS[way], f"trainer.export_hf={exported}") as run:
+    run_dir, exported = tmp_path / "run", tmp_path / "exported"
+    with start(hosts, task, run_dir, *WAYS[way], f"trainer.export_hf={exported}") as run:
         assert run.finish() == 0, run.text()[-6000:]
         assert not run.left_after(30)
-    ours, one_host = metrics(tmp_path / "run"), metrics(whole_run)
-    assert ours.keys() == one_host.keys()
-    engines = 2 if "rollout.num_engines=2" in WAYS[way] else 1
-    for step, expected in one_host.items():
-        for name, value in expected.items():
-            if name == "weights/tensors_verified":
-                assert ours[step][name] == engines * value
-            elif name.startswith("rollout/") and "rollout.tp=2" in WAYS[way]:
-                # rounding: the tp=2 engine adds partial sums of log-probabilities in another order
-                assert ours[step][name] == pytest.approx(value, abs=2e-5), (step, name)
-            else:
-                assert ours[step][name] == value, (step, name)
-    check_greedy(tmp_path / "run", exported)
+    assert_steps_of_one_host(run_dir, whole_run, way)
+    assert metrics(run_dir).keys() == metrics(whole_run).keys()
+    assert_greedy_responses(run_dir, 4, exported)
     assert {host: hosts.shared_memory(host) for host in "AB"} == before
-
-
-def check_greedy(run_dir: Path, exported: Path) -> None:
-    """Check that the last validation, after four updates, equals transformers' output for the exported weights."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager").eval()
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    for line in (run_dir / "rollouts" / "val_step_4.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        ids = tokenizer(record["prompt"], return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0)
-        assert tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == record["response"]
 
 
 @pytest.fixture(scope="module")
@@ -124,22 +113,6 @@ def test_a_step_with_sglang_over_two_hosts_is_the_step_with_vllm_on_one(
     assert {host: hosts.shared_memory(host) for host in "AB"} == {"A": set(), "B": set()}
 
 
-@WITH_SGLANG
-@pytest.mark.on_demand
-def test_sglang_engine_over_two_hosts_restarts_after_remote_rank_dies(
-    hosts: TwoHosts, divided: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    overrides = (*WAYS["one engine over both hosts"], "rollout.engine=sglang", "checkpoint.every_steps=1")
-    with start(hosts, divided, run_dir, *overrides) as run:
-        run.wait_until(lambda: (run_dir / "checkpoints" / "step_1").is_dir())
-        hosts.signal("B", "mcore_rl.engines.sglang.rank", signal.SIGKILL)
-        assert run.finish() == 0, run.text()[-4000:]
-        assert "it starts again (1 of 3 times)" in run.text()
-    hosts.wait_until_none("ray::TrainerProcess", "ray::EngineProcess", "ray::FollowerProcess", "sglang.rank")
-    assert {host: hosts.shared_memory(host) for host in "AB"} == {"A": set(), "B": set()}
-
-
 FAULTS = {
     "an engine rank on the other host dies": ("VLLM", "kill"),
     "the process that follows the leader dies": ("ray::FollowerProcess", "kill"),
@@ -151,23 +124,37 @@ FAULTS = {
 USUAL = ("an engine rank on the other host dies",)
 
 
+ENDED = ("ray::TrainerProcess", "ray::EngineProcess", "ray::FollowerProcess", "VLLM", "sglang.rank")
+"""Titles of processes that a run leaves on no host."""
+
+
 @pytest.mark.on_demand
-@pytest.mark.parametrize("title", ["VLLM", "ray::FollowerProcess"])
+@pytest.mark.parametrize(
+    ("engine", "title"),
+    [
+        ("vllm", "VLLM"),
+        ("vllm", "ray::FollowerProcess"),
+        pytest.param("sglang", "mcore_rl.engines.sglang.rank", marks=WITH_SGLANG),
+    ],
+)
 def test_an_engine_over_both_hosts_starts_again_to_the_same_run(
-    hosts: TwoHosts, task: Path, whole_run: Path, tmp_path: Path, title: str
+    hosts: TwoHosts, divided: Path, tmp_path: Path, engine: str, title: str
 ) -> None:
-    run_dir = tmp_path / "run"
-    with start(hosts, task, run_dir, *WAYS["one engine over both hosts"], "checkpoint.every_steps=1") as run:
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    overrides = (*WAYS["one engine over both hosts"], f"rollout.engine={engine}", "checkpoint.every_steps=1")
+    with start(hosts, divided, run_dir, *overrides) as run:
         run.wait_until(lambda: (run_dir / "checkpoints" / "step_2").is_dir())
         hosts.signal("B", title, signal.SIGKILL)
         assert run.finish() == 0, run.text()[-4000:]
         assert "it starts again (1 of 3 times)" in run.text()
     figures = metrics(run_dir)
     assert sum(row.get("engine/restarts", 0) for row in figures.values()) == 1
-    for name, value in metrics(whole_run)[4].items():
-        if not name.startswith(("rollout/", "weights/")):
-            assert figures[4][name] == value, name
-    hosts.wait_until_none("ray::TrainerProcess", "ray::EngineProcess", "ray::FollowerProcess", "VLLM")
+    if engine == "vllm":
+        train(divided, whole)
+        for name, value in metrics(whole)[4].items():
+            if not name.startswith(("rollout/", "weights/", "engine/")):
+                assert figures[4][name] == value, name
+    hosts.wait_until_none(*ENDED)
     assert {host: hosts.shared_memory(host) for host in "AB"} == {"A": set(), "B": set()}
 
 
@@ -177,9 +164,10 @@ def test_an_engine_over_both_hosts_starts_again_to_the_same_run(
 def test_a_fault_ends_the_run_in_time_and_leaves_nothing(
     hosts: TwoHosts, task: Path, whole_run: Path, tmp_path: Path, fault: str
 ) -> None:
-    run_dir, timeout = tmp_path / "run", 12
+    """The steps before the fault equal those on one host."""
+    run_dir, timeout, way = tmp_path / "run", 12, "one engine over both hosts"
     overrides = (
-        *WAYS["one engine over both hosts"],
+        *WAYS[way],
         f"cluster.collective_timeout_seconds={timeout}",
         "checkpoint.every_steps=1",
         "rollout.max_engine_restarts=0",
@@ -202,8 +190,10 @@ def test_a_fault_ends_the_run_in_time_and_leaves_nothing(
         said = run.text()
     assert "Traceback" not in said
     assert "host-b" in said or "10.213.7.2" in said, said[-3000:]
-    hosts.wait_until_none("ray::TrainerProcess", "ray::EngineProcess", "ray::FollowerProcess", "VLLM")
+    hosts.wait_until_none(*ENDED)
     assert {host: hosts.shared_memory(host) for host in "AB"} == {"A": set(), "B": set()}
+    assert {0, 1, 2} <= metrics(run_dir).keys()
+    assert_steps_of_one_host(run_dir, whole_run, way)
     # Ray declares an unreachable host dead and does not accept it again.
     if what == "cut" or not EVERY_TEST:
         return

@@ -13,12 +13,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.e2e.runs import ALPHABET, TrainProcess, train
-from tests.e2e.test_failures import SECONDS_TO_END
+from tests.e2e.runs import ALPHABET, SECONDS_TO_END, TrainProcess, assert_same_records, train
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -88,10 +86,6 @@ def judged_run(task: Path, judge: Path) -> Path:
     return directory
 
 
-def records(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "rollouts" / f"{name}.jsonl").read_text().splitlines()]
-
-
 @contextlib.contextmanager
 def vllm_server(model: Path) -> Iterator[str]:
     """Address of a running vLLM server."""
@@ -136,8 +130,7 @@ def test_judges_on_vllm_server_and_sglang_write_the_same_answers(
         train(task, tmp_path / "server", *(each for each in OVERRIDES if not each.startswith(own)), parser, *server)
     train(task, tmp_path / "sglang", *OVERRIDES, parser, f"judge.hf_path={judge}", "judge.engine=sglang")
     for directory in (tmp_path / "server", tmp_path / "sglang"):
-        for name in ("step_1", "val_step_1"):
-            assert records(directory, name) == records(judged_run, name)
+        assert_same_records(directory, judged_run)
     kept = (tmp_path / "server").rglob("*")
     assert not any(b"a secret" in path.read_bytes() for path in kept if path.is_file())
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.e2e.runs import train
+from tests.e2e.runs import records_of, train
 from tests.tiny_models import write_tiny_classifier
 
 pytestmark = pytest.mark.slow
@@ -39,10 +37,6 @@ def expected_scores(scorer: Path, sequences: list[list[int]]) -> list[float]:
     ).eval()
     with torch.no_grad():
         return [float(model(torch.tensor(ids)[None]).logits[0, 0]) for ids in sequences]
-
-
-def records_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "rollouts" / f"{name}.jsonl").read_text().splitlines()]
 
 
 def digits_share(text: str) -> float:

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.runs import ONE_RANK, TrainProcess, metrics
-from tests.e2e.test_failures import SECONDS_TO_END, assert_resumes_to_the_same, in_step, no_segment_is_left
+from tests.e2e.runs import ONE_RANK, SECONDS_TO_END, TrainProcess, in_step, metrics, no_segment_is_left
+from tests.e2e.test_failures import assert_resumes_to_the_same
 
 pytestmark = pytest.mark.slow
 
