@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import ENGINE, TrainProcess, assert_same_records, in_step, metrics, records_of, train
-from tests.e2e.test_critic_run import PPO
 from tests.e2e.test_engine_loss import restarts
 from tests.e2e.test_judge_run import OVERRIDES as JUDGED
 from tests.e2e.test_judge_run import PARSER, write_judge
 from tests.e2e.test_reward_model_run import RULE_WEIGHT, SCORE_WEIGHT, digits_share, write_scorer
+from tests.e2e.test_scored_run import PPO
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from tests.e2e.runs import metrics, records_of, train
-from tests.e2e.test_critic_run import PPO
 from tests.e2e.test_judge_run import ANSWER_TOKENS, PARSER, QUESTION_TOKENS, write_judge
 from tests.e2e.test_judge_run import OVERRIDES as JUDGED
 from tests.e2e.test_reward_model_run import (
@@ -29,6 +28,19 @@ from tests.e2e.test_reward_model_run import (
 
 pytestmark = pytest.mark.slow
 
+# The policy has two data-parallel ranks (experts over both), the critic one rank.
+PPO = (
+    "algorithm.advantage=gae",
+    "algorithm.lam=0.95",
+    "algorithm.kl.in_loss=0.01",
+    "algorithm.kl.in_reward=0.05",
+    "algorithm.kl.controller=adaptive",
+    "algorithm.kl.target=0.01",
+    "algorithm.kl.horizon=100",
+    "critic.num_ranks=1",
+    "critic.optimizer.lr=1e-3",
+    "trainer.critic_warmup_steps=1",
+)
 JUDGE_WEIGHT, UNPARSABLE, STEPS = 0.25, -3, 3
 """The weight and the score of unparsable answers in JUDGED, and the number of steps of the run."""
 
