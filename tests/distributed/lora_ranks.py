@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,11 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _actor(process: int, root: str, model: str, layout: Layout, dtype: str = "float32", **changes: Any) -> Any:
-    import torch.distributed as dist
-
-    from mcore_rl.megatron.roles.actor import MegatronActor
-
+def _actor(root: str, model: str, layout: Layout, dtype: str = "float32", **changes: Any) -> Any:
     config = lora.lora_config(model, f"{root}/{model}", layout[1], SMALL, path=False)
     config.model.dtype = dtype
     config.algorithm.kl.in_loss = 0.1
@@ -59,13 +54,11 @@ def _actor(process: int, root: str, model: str, layout: Layout, dtype: str = "fl
     optimizer.lr, optimizer.eps, optimizer.clip_grad = 4e-2, 1e-2, 0.5
     for key, value in changes.items():
         setattr(config.actor.lora, key, value)
-    return MegatronActor(config, process, dist.get_world_size(), None)
+    return policy_batch.build_actor(config)
 
 
 def _update(actor: Any, index: int) -> None:
-    dp = actor.layout.coordinates(actor.rank).dp
-    share = policy_batch.share(policy_batch.UPDATES[index % 2], dp, actor.layout.dp)
-    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+    batch, _ = actor.recompute_logp([policy_batch.shares(actor)[index % 2]], policy_batch.chunks())
     actor.update(actor.reference_logp(batch), 0)
 
 
@@ -88,33 +81,20 @@ def _written(actor: Any) -> Counter[str]:
     return found
 
 
-def _base(actor: Any) -> list[Any]:
-    from mcore_rl.megatron.model.names import canonical_tensors
-    from model_converters.mapping.plan import export_pieces
-
-    held = canonical_tensors(actor.chunks)
-    return [
-        (plan.hf_name, plan.shape, piece.dim, piece.start, view.detach().float().numpy().copy())
-        for plan, piece, view in export_pieces(actor.export_plan(), held, actor.rank)
-    ]
-
-
 def train(rank: int, root: str, cases: list[Case]) -> list[dict[str, Any]]:
     return [_train_one(rank, root, case) for case in cases]
 
 
 def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
     """Run two updates, export, save a checkpoint, and run a third update."""
-    import torch.distributed as dist
-
     from mcore_rl.megatron.model.names import canonical_tensors
     from mcore_rl.megatron.roles.export import export_adapter, export_hf
     from tests.distributed.saving import save_checkpoint
 
-    actor = _actor(rank, root, case.model, case.layout, case.dtype)
+    actor = _actor(root, case.model, case.layout, case.dtype)
     base = {name: tensor.clone() for name, tensor in canonical_tensors(actor.chunks).items()}
     found: dict[str, Any] = {
-        "base": _base(actor),
+        "base": policy_batch.hf_pieces(actor, base),
         "merged before": policy_batch.hf_pieces(actor),
         "adapters before": lora.adapter_pieces(actor),
     }
@@ -133,11 +113,7 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
     }
     export_hf(actor, f"{root}/{case} merged", f"{root}/{case.model}")
     export_adapter(actor, f"{root}/{case} adapter", f"{root}/{case.model}")
-    directory = Path(root, f"{case} checkpoint")
-    if rank == 0:
-        directory.mkdir()
-    dist.barrier()
-    save_checkpoint(str(directory), actor)
+    save_checkpoint(f"{root}/{case} checkpoint", actor)
     _update(actor, 2)
     return found | {"state later": _state(actor)}
 
@@ -145,8 +121,7 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
 def _reference(actor: Any) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any]]:
     from mcore_rl.megatron.step.objective import RankBatch
 
-    dp, chunks = actor.layout.coordinates(actor.rank).dp, policy_batch.chunks()
-    shares = [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
+    shares, chunks = policy_batch.shares(actor), policy_batch.chunks()
 
     def policy() -> dict[int, np.ndarray]:
         found = {}
@@ -178,7 +153,7 @@ def resume(rank: int, root: str, chosen: list[tuple[Case, Layout]]) -> list[dict
 
     found = []
     for case, into in chosen:
-        actor = _actor(rank, root, case.model, into, case.dtype)
+        actor = _actor(root, case.model, into, case.dtype)
         load_checkpoint(f"{root}/{case} checkpoint", actor)
         first = {"state": _state(actor), "merged": policy_batch.hf_pieces(actor)}
         _update(actor, 2)
@@ -188,15 +163,13 @@ def resume(rank: int, root: str, chosen: list[tuple[Case, Layout]]) -> list[dict
 
 def with_settings(rank: int, root: str) -> dict[str, Any]:
     """Run two steps on two data-parallel ranks with each of SETTINGS. Returns adapters and merged weights."""
-    from mcore_rl.megatron.roles.actor import MegatronActor
-
     found: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
         config = lora.lora_config("dense", f"{root}/dense", {}, SMALL, path=False)
         config.model.dtype, config.actor.optimizer.lr = "bfloat16", 4e-2
         for key, value in settings.items():
             setattr(config.actor.optimizer if key == "cpu_offload" else config.actor, key, value)
-        actor = MegatronActor(config, rank, 2, None)
+        actor = policy_batch.build_actor(config)
         found.setdefault("start", lora.adapter_pieces(actor))
         train_two_steps(actor, actor.memory.offload)
         merged = policy_batch.hf_pieces(actor)
@@ -218,15 +191,14 @@ def refusals(rank: int, root: str, case: Case) -> dict[str, Any]:
 
     layout: Layout = (1, {})
     directory = f"{root}/{case} checkpoint"
-    full = _actor(rank, root, "dense", layout, rank=0)
-    Path(root, "full").mkdir()
+    full = _actor(root, "dense", layout, rank=0)
     save_checkpoint(f"{root}/full", full)
-    actor = _actor(rank, root, "dense", layout)
+    actor = _actor(root, "dense", layout)
     before = _state(actor)
     found: dict[str, Any] = {"of a full run": refused(actor, f"{root}/full"), "full": refused(full, directory)}
     for key, value in {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}.items():
         found[key.removesuffix("_modules").replace("target", "targets")] = refused(
-            _actor(rank, root, "dense", layout, **{key: value}), directory
+            _actor(root, "dense", layout, **{key: value}), directory
         )
     found["untouched"] = all(np.array_equal(a[3], b[3]) for a, b in zip(before, _state(actor), strict=True))
     return found

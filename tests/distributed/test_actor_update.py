@@ -14,48 +14,32 @@ import torch
 from mcore_rl.errors import NonFiniteError
 from mcore_rl.types import Metric
 from tests.distributed import policy_batch
+from tests.distributed.gradient_oracle import case_parameters
 from tests.distributed.launch import launch
+from tests.distributed.two_steps import OVERLAPPED
 from tests.distributed.two_updates import join, make_actor, make_config, reference, train
-from tests.selection import usual_cases
 from tests.tiny_models import write_tiny_model
 
 REPLICATED = {"distributed_optimizer": False}
 GRADIENTS = {"overlap_grad_reduce": True}
-BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-INTERLEAVED = {"pp": 2, "vpp": 2}
-CASES = usual_cases(
-    {
-        1: {"dense": ("qwen3", {}), "moe": ("qwen3_moe", {})},
-        2: {
-            "dense dp2": ("qwen3", {}),
-            "dense tp2": ("qwen3", {"tp": 2}),
-            "dense pp2": ("qwen3", {"pp": 2}),
-            "moe ep2": ("qwen3_moe", {"ep": 2}),
-            "v3 tp2": ("deepseek_v3", {"tp": 2}),
-            "moe cp2": ("qwen3_moe", {"cp": 2}),
-            "dense dp2 replicated": ("qwen3", {}, REPLICATED),
-            "dense dp2 overlapped gradients": ("qwen3", {}, GRADIENTS),
-            "dense dp2 replicated, overlapped": ("qwen3", {}, REPLICATED | GRADIENTS),
-            "dense dp2 overlapped": ("qwen3", {}, BOTH),
-            "moe ep2 replicated": ("qwen3_moe", {"ep": 2}, REPLICATED),
-            "moe dp2 overlapped": ("qwen3_moe", {}, BOTH),
-            "moe ep2 overlapped": ("qwen3_moe", {"ep": 2}, BOTH),
-        },
-        4: {
-            "dense dp2 pp2 vpp2 replicated": ("qwen3", INTERLEAVED, REPLICATED),
-            "dense dp2 pp2 vpp2 overlapped gradients": ("qwen3", INTERLEAVED, GRADIENTS),
-            "dense dp2 pp2 vpp2 overlapped": ("qwen3", INTERLEAVED, BOTH),
-            "dense dp2 pp2 overlapped": ("qwen3", {"pp": 2}, BOTH),
-        },
+CASES: dict[int, dict[str, tuple[Any, ...]]] = {
+    1: {"moe": ("qwen3_moe", {})},
+    2: {
+        "dense dp2": ("qwen3", {}),
+        "dense tp2": ("qwen3", {"tp": 2}),
+        "dense pp2": ("qwen3", {"pp": 2}),
+        "moe ep2": ("qwen3_moe", {"ep": 2}),
+        "v3 tp2": ("deepseek_v3", {"tp": 2}),
+        "moe cp2": ("qwen3_moe", {"cp": 2}),
+        "dense dp2 replicated, overlapped": ("qwen3", {}, REPLICATED | GRADIENTS),
+        "moe ep2 replicated": ("qwen3_moe", {"ep": 2}, REPLICATED),
+        "moe ep2 overlapped": ("qwen3_moe", {"ep": 2}, OVERLAPPED),
     },
-    on_demand=(
-        "dense dp2 replicated, overlapped",
-        "moe dp2 overlapped",
-        "dense dp2 pp2 vpp2 replicated",
-        "dense dp2 pp2 overlapped",
-    ),
-)
-ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
+    4: {
+        "dense dp2 pp2 vpp2 overlapped gradients": ("qwen3", {"pp": 2, "vpp": 2}, GRADIENTS),
+        "dense dp2 pp2 vpp2 overlapped": ("qwen3", {"pp": 2, "vpp": 2}, OVERLAPPED),
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +63,7 @@ def references(directories: dict[str, str]) -> dict[str, tuple[Any, ...]]:
     return {kind: reference(directory) for kind, directory in directories.items()}
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_actor_updates_change_weights_like_adamw(size: int, case: str, results: Any, references: Any) -> None:
     expected = references[CASES[size][case][0]][0]
     weights = results[case][0]
@@ -90,7 +74,7 @@ def test_actor_updates_change_weights_like_adamw(size: int, case: str, results: 
     assert errors[worst] <= 2e-6, f"{worst}: {errors[worst]:.1e}"
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_actor_metrics_over_ranks_count_every_token_once(size: int, case: str, results: Any, references: Any) -> None:
     expected = references[CASES[size][case][0]][1]
     reported = results[case][1]
@@ -98,7 +82,7 @@ def test_actor_metrics_over_ranks_count_every_token_once(size: int, case: str, r
         assert {name: ours[name].value for name in theirs} == pytest.approx(theirs, rel=2e-4, abs=2e-6)
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_actor_pass_after_a_step_uses_updated_weights(size: int, case: str, results: Any, references: Any) -> None:
     """This also holds if the step left the gathering of parameters to this pass."""
     expected, found = references[CASES[size][case][0]][2], results[case][2]
@@ -126,7 +110,7 @@ def test_actor_update_if_not_finite_raises_on_all_ranks_without_changes(director
 
 
 def _fail_and_recover(rank: int, directories: dict[str, str]) -> dict[str, Any]:
-    actor, shares = make_actor(rank, directories["qwen3_moe"], {"ep": 2})
+    actor, shares = make_actor(directories["qwen3_moe"], {"ep": 2})
     chunks = policy_batch.chunks()
     batch, _ = actor.recompute_logp(shares, chunks)
     actor.update(batch, 0)
@@ -223,7 +207,7 @@ def _supervised_actor(rank: int, directory: str, loss: dict[str, Any], dtype: st
     from mcore_rl.config.algorithm import PolicyLossConfig
 
     algorithm = {"policy_loss": PolicyLossConfig(**loss), "entropy_coefficient": 0.0}
-    return make_actor(rank, directory, {}, algorithm=algorithm, model={"dtype": dtype})
+    return make_actor(directory, {}, algorithm=algorithm, model={"dtype": dtype})
 
 
 def test_schedule_has_no_update_with_rate_zero(directories: dict[str, str], tmp_path: Path) -> None:
@@ -244,7 +228,7 @@ def _rates(rank: int, directories: dict[str, str]) -> list[float]:
     config = make_config(directories["qwen3"], {})
     for name, value in optimizer.items():
         setattr(config.actor.optimizer, name, value)
-    actor, _ = make_actor(rank, directories["qwen3"], {}, actor=vars(config.actor), trainer=trainer)
+    actor, _ = make_actor(directories["qwen3"], {}, actor=vars(config.actor), trainer=trainer)
     rates = []
     for _ in range(6):
         rates.append(float(actor.optimizer.param_groups[0]["lr"]))
@@ -269,7 +253,7 @@ def _resume(rank: int, directory: str, sizes: dict[str, int], checkpoint: str) -
 
     chunks, ends = policy_batch.chunks(), []
     for resumed in (False, True):
-        actor, shares = make_actor(rank, directory, sizes)
+        actor, shares = make_actor(directory, sizes)
         if resumed:
             load_checkpoint(checkpoint, actor)
         else:
@@ -289,7 +273,7 @@ def test_actor_first_update_stores_old_logp_for_later_epochs(directories: dict[s
 
 
 def _old_policy(rank: int, directory: str) -> list[dict[int, np.ndarray]]:
-    actor, shares = make_actor(rank, directory, {})
+    actor, shares = make_actor(directory, {})
     chunks = policy_batch.chunks()
     later, _ = actor.recompute_logp([shares[1], shares[0]], chunks)
     recomputed = {sample: later.old_logp[sample].numpy().copy() for sample in policy_batch.UPDATES[0]}

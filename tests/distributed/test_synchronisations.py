@@ -81,7 +81,7 @@ def times(factor: int, table: dict[Wait, int]) -> dict[Wait, int]:
 
 def count_waits(rank: int, directory: str) -> list[tuple[int, dict[Wait, int]]]:
     """Per update: number of micro-batches, and waits in our code."""
-    actor, shares = make_actor(rank, directory, {})
+    actor, shares = make_actor(directory, {})
     batch, _ = actor.recompute_logp(shares, policy_batch.chunks())
     updates = []
     for index, share in enumerate(shares):

@@ -13,6 +13,8 @@ from tests.distributed import policy_batch
 from tests.distributed.gradient_oracle import Cases, launch_cases
 from tests.tiny_models import write_tiny_model
 
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
 
 def run_cases(worker: Callable[..., dict[str, Any]], cases: Cases, root: Path) -> dict[str, list[dict[str, Any]]]:
     """Run `worker` (rank, directories of models, root, cases) on the ranks. Returns the results of all ranks by case.
@@ -36,8 +38,7 @@ def configure(directory: str, dtype: str, layout: dict[str, Any]) -> Config:
 def train_two_steps(actor: Any, between: Callable[[], Any] = lambda: None) -> None:
     """Run two steps with two updates each, and `between` wherever the engine may use the memory."""
     chunks = policy_batch.chunks()
-    dp = actor.layout.coordinates(actor.rank).dp
-    shares = [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
+    shares = policy_batch.shares(actor)
     for _ in range(2):
         between()
         batch, _ = actor.recompute_logp(shares, chunks)

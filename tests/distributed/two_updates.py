@@ -26,20 +26,15 @@ def make_config(directory: str, parallel: dict[str, int]) -> Config:
     return config
 
 
-def make_actor(rank: int, directory: str, parallel: dict[str, int], **changes: Any) -> tuple[Any, list[RankShare]]:
+def make_actor(directory: str, parallel: dict[str, int], **changes: Any) -> tuple[Any, list[RankShare]]:
     """Build an actor and its shares of both updates, within a process group. changes: by section of the
     configuration."""
-    import torch.distributed as dist
-
-    from mcore_rl.megatron.roles.actor import MegatronActor
-
     config = make_config(directory, parallel)
     for section, values in changes.items():
         for name, value in values.items():
             setattr(getattr(config, section), name, value)
-    actor = MegatronActor(config, rank, dist.get_world_size(), None)
-    dp = actor.layout.coordinates(rank).dp
-    return actor, [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
+    actor = policy_batch.build_actor(config)
+    return actor, policy_batch.shares(actor)
 
 
 def train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +45,7 @@ def train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict
     optimizer.BUCKET_PARAMETERS = 1000  # of several thousand, so that modules are in different buckets
     results = {}
     for name, (kind, parallel, *changes) in cases.items():
-        actor, shares = make_actor(rank, directories[kind], parallel, actor=dict(*changes))
+        actor, shares = make_actor(directories[kind], parallel, actor=dict(*changes))
         chunks = policy_batch.chunks()
         compared = actor.compare(shares[0], chunks)
         gaps = [gap.mean for gap in actor.compare_logp(shares, chunks)]

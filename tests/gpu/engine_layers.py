@@ -84,7 +84,7 @@ def first_step(rank: int, directory: str) -> tuple[str, float]:
     """Return the optimizer's class, and the largest difference of its first step from torch's AdamW."""
     from mcore_rl.megatron.optim.main_params import optimizer_parts
 
-    actor, shares = make_actor(rank, directory, {}, model={"dtype": "bfloat16"})
+    actor, shares = make_actor(directory, {}, model={"dtype": "bfloat16"})
     (part,) = optimizer_parts(actor.optimizer)
     inner = part.optimizer
     expected: list[torch.Tensor] = []
@@ -110,7 +110,7 @@ def _stepped(inner: Any) -> list[torch.Tensor]:
 
 def update(rank: int, directory: str, fp8: str) -> tuple[float, bool]:
     """Return the loss of an update, and whether every matrix has changed."""
-    actor, shares = make_actor(rank, directory, {}, actor={"fp8": fp8}, model={"dtype": "bfloat16"})
+    actor, shares = make_actor(directory, {}, actor={"fp8": fp8}, model={"dtype": "bfloat16"})
     before = {name: tensor.clone() for name, tensor in actor.tensors().items() if tensor.dim() == 2}
     metrics = actor.update(actor.recompute_logp(shares[:1], policy_batch.chunks())[0], 0)
     tensors = actor.tensors()
@@ -127,10 +127,10 @@ def save_and_resume(rank: int, directory: str, checkpoint: str) -> tuple[Scales,
 
     # The other recipes keep no state between steps.
     settings = {"actor": {"fp8": "delayed"}, "model": {"dtype": "bfloat16"}}
-    actor, shares = make_actor(rank, directory, {}, **settings)
+    actor, shares = make_actor(directory, {}, **settings)
     actor.update(actor.recompute_logp(shares[:1], policy_batch.chunks())[0], 0)
     save_checkpoint(checkpoint, actor)
-    resumed, _ = make_actor(rank, directory, {}, **settings)
+    resumed, _ = make_actor(directory, {}, **settings)
     load_checkpoint(checkpoint, resumed)
     return _scales(actor), _scales(resumed)
 

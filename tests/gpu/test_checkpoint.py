@@ -34,7 +34,7 @@ def save_and_resume(rank: int, directory: str, checkpoint: str, device: str) -> 
     repeat_to_the_bit()
     after = []
     for resumes in (False, True):
-        actor, shares = make_actor(rank, directory, {})
+        actor, shares = make_actor(directory, {})
         if resumes:
             load_checkpoint(checkpoint, actor)
         else:
@@ -70,7 +70,7 @@ def save(rank: int, directory: str, checkpoint: str) -> dict[str, float]:
     """Return the metrics of the update after the saved one."""
     from tests.distributed.saving import save_checkpoint
 
-    actor, shares = make_actor(rank, directory, {})
+    actor, shares = make_actor(directory, {})
     update(actor, shares[0])
     save_checkpoint(checkpoint, actor)
     return update(actor, shares[1])
@@ -79,6 +79,6 @@ def save(rank: int, directory: str, checkpoint: str) -> dict[str, float]:
 def resume(rank: int, directory: str, checkpoint: str) -> dict[str, float]:
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
 
-    actor, shares = make_actor(rank, directory, {})
+    actor, shares = make_actor(directory, {})
     load_checkpoint(checkpoint, actor)
     return update(actor, shares[1])

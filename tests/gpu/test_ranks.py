@@ -28,6 +28,6 @@ def test_latent_attention_over_two_ranks_has_the_gradient_norm_of_one(device: st
 
 def gradient_norm(rank: int, directory: str, tp: int) -> float:
     """Return the gradient norm of an update in bfloat16; 0 on ranks that do not report it."""
-    actor, shares = make_actor(rank, directory, {"tp": tp}, model={"dtype": "bfloat16"})
+    actor, shares = make_actor(directory, {"tp": tp}, model={"dtype": "bfloat16"})
     metrics = actor.update(actor.recompute_logp(shares[:1], policy_batch.chunks())[0], 0)
     return metrics["actor/grad_norm"].value if "actor/grad_norm" in metrics else 0.0
