@@ -210,7 +210,7 @@ class TrainLayout:
         # Layers and stages that remain after the fixed first and last stage are divided evenly.
         left = num_layers - (first or 0) - (last or 0)
         stages = self.pp - (first is not None) - (last is not None)
-        if left < stages or (stages == 0 and left):
+        if left < 0 or (left > 0) != (stages > 0):
             raise LayoutError(
                 f"first_stage_layers {first} and last_stage_layers {last} do not fit "
                 f"the {num_layers} layers (num_hidden_layers) of pp {self.pp}"
