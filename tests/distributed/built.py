@@ -1,7 +1,9 @@
-"""A model in the process group of a test's ranks."""
+"""A model in the process group of a test's ranks, and functions of ranks without fixes of the CPU backend."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -24,3 +26,13 @@ def build(
     parallel.initialize_groups(layout, timeout_seconds=60, seed=3)
     role = ModelRole.policy(actor or ActorConfig(), ModelConfig(hf_path="", **settings))
     return model.build_model(ResolvedModel(role, hf_config, layout), installed=installed), layout
+
+
+def run_without(rank: int, fixes: list[str], function: Callable[..., Any], *args: Any) -> Any:
+    """Return function(rank, *args) of a rank without some fixes of the CPU backend."""
+    from mcore_rl.megatron.cpu.registry import without
+
+    with ExitStack() as stack:
+        for name in fixes:
+            stack.enter_context(without(name))
+        return function(rank, *args)

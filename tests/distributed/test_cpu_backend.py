@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed import distributed_c10d
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.cpu.registry import FIXES, without
-from tests.distributed.built import build
+from tests.distributed.built import build, run_without
 from tests.distributed.launch import RankFailedError, launch
 from tests.tiny_models import tiny_fields
 
@@ -72,16 +71,11 @@ def _build_model(_: int) -> None:
     _hidden(_model("qwen3", {})).sum().backward()
 
 
-def _build_model_without(_: int, name: str) -> None:
-    with without(name):
-        _build_model(0)
-
-
 @pytest.mark.parametrize("name", ["cuda_calls", "generator_state"])
 def test_model_without_required_fix_cannot_be_built(name: str) -> None:
     launch(_build_model, 1)
     with pytest.raises(RankFailedError, match=r"CUDA|cuda"):
-        launch(_build_model_without, 1, name)
+        launch(run_without, 1, [name], _build_model)
 
 
 def _gradient_norm(_: int) -> float:
@@ -90,43 +84,32 @@ def _gradient_norm(_: int) -> float:
     return get_grad_norm_fp32([torch.tensor([3.0, 4.0])], grad_stats_parallel_group=dist.group.WORLD)
 
 
-def _gradient_norm_without(_: int) -> float:
-    with without("device_literals"):
-        return _gradient_norm(0)
-
-
 def test_device_literals_mean_cpu_in_megatron_only() -> None:
     assert launch(_gradient_norm, 1) == [pytest.approx(5.0)]
     with pytest.raises(RankFailedError, match="CUDA"):
-        launch(_gradient_norm_without, 1)
+        launch(run_without, 1, ["device_literals"], _gradient_norm)
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
     with pytest.raises((AssertionError, RuntimeError)):
         torch.cuda.current_device()
 
 
-def _tied_over_two_stages(_: int, skipped: list[str]) -> float:
+def _tied_over_two_stages(_: int) -> float:
     from mcore_rl.megatron.model.output import output_weight
 
-    if skipped:
-        with without(*skipped):
-            return _tied_over_two_stages(0, [])
     chunk = _model("qwen3", {"pp": 2}, tie_word_embeddings=True)
     weight = output_weight(chunk) if chunk.post_process else chunk.embedding.word_embeddings.weight
     return float(weight.detach().double().sum())
 
 
 def test_tensor_cuda_allows_equal_tied_embeddings_on_both_stages() -> None:
-    first, last = launch(_tied_over_two_stages, 2, [])
+    first, last = launch(_tied_over_two_stages, 2)
     assert first == last != 0.0
     with pytest.raises(RankFailedError, match="CUDA"):
-        launch(_tied_over_two_stages, 2, ["tensor_cuda"])
+        launch(run_without, 2, ["tensor_cuda"], _tied_over_two_stages)
 
 
-def _step(_: int, dtype: str, distributed: bool, skipped: list[str]) -> float:
-    if skipped:
-        with without(*skipped):
-            return _step(0, dtype, distributed, [])
+def _step(_: int, dtype: str, distributed: bool) -> float:
     chunk = _model("qwen3", {}, dtype=dtype)
     before = chunk.decoder.final_layernorm.weight.detach().clone()
     _optimizer(chunk, distributed=distributed)
@@ -143,10 +126,10 @@ def _step(_: int, dtype: str, distributed: bool, skipped: list[str]) -> float:
     ],
 )
 def test_tensor_type_names_let_optimizers_accept_cpu_parameters(module: str, dtype: str, distributed: bool) -> None:
-    (moved,) = launch(_step, 1, dtype, distributed, [])
+    (moved,) = launch(_step, 1, dtype, distributed)
     assert moved > 0.01
     with pytest.raises(RankFailedError, match=r"TypeError|AssertionError"):
-        launch(_step, 1, dtype, distributed, [f"tensor_type_names:{module}"])
+        launch(run_without, 1, [f"tensor_type_names:{module}"], _step, dtype, distributed)
 
 
 def test_tensor_type_outside_megatron_is_unchanged() -> None:
@@ -166,18 +149,13 @@ def _uneven(rank: int) -> tuple[list[float], list[float]]:
     return gathered.flatten().tolist(), scattered.flatten().tolist()
 
 
-def _uneven_without(rank: int) -> tuple[list[float], list[float]]:
-    with without("uneven_collectives"):
-        return _uneven(rank)
-
-
 def test_uneven_collectives_support_different_lengths() -> None:
     expected = torch.arange(8.0) * 3
     outcomes = launch(_uneven, 2)
     assert [gathered for gathered, _ in outcomes] == [[1.0] * 2 + [2.0] * 6] * 2
     assert [scattered for _, scattered in outcomes] == [expected[:2].tolist(), expected[2:].tolist()]
     with pytest.raises(RankFailedError):
-        launch(_uneven_without, 2)
+        launch(run_without, 2, ["uneven_collectives"], _uneven)
 
 
 def _streams(_: int) -> dict[str, Any]:
@@ -231,50 +209,38 @@ def test_router_gemm_in_float32_needs_no_transformer_engine() -> None:
         router_gating_linear(tokens, weight, None, torch.float32)
 
 
-def _recompute_norms(_: int, skipped: list[str]) -> None:
-    if skipped:
-        with without(*skipped):
-            return _recompute_norms(0, [])
+def _recompute_norms(_: int) -> None:
     from mcore_rl.config.models import ActorConfig
 
     _hidden(
         _model("qwen3", {}, actor=ActorConfig(recompute="selective", recompute_modules=["layernorm"]))
     ).sum().backward()
-    return None
 
 
 def test_checkpoint_without_output_needs_no_transformer_engine() -> None:
-    launch(_recompute_norms, 1, [])
+    launch(_recompute_norms, 1)
     with pytest.raises(RankFailedError, match="FP8GlobalStateManager"):
-        launch(_recompute_norms, 1, ["checkpoint_without_output"])
+        launch(run_without, 1, ["checkpoint_without_output"], _recompute_norms)
 
 
-def _expert_parallel(_: int, skipped: list[str]) -> None:
-    if skipped:
-        with without(*skipped):
-            return _expert_parallel(0, [])
+def _expert_parallel(_: int) -> None:
     _hidden(_model("qwen3_moe", {"ep": 2})).sum().backward()
-    return None
 
 
 def test_split_sizes_are_numbers_in_all_to_all() -> None:
-    launch(_expert_parallel, 2, [])
+    launch(_expert_parallel, 2)
     with pytest.raises(RankFailedError, match=r"TypeError|RuntimeError"):
-        launch(_expert_parallel, 2, ["split_sizes"])
+        launch(run_without, 2, ["split_sizes"], _expert_parallel)
 
 
-def _latent_attention(_: int, skipped: list[str]) -> None:
-    if skipped:
-        with without(*skipped):
-            return _latent_attention(0, [])
+def _latent_attention(_: int) -> None:
     _hidden(_model("deepseek_v3", {})).sum().backward()
-    return None
 
 
 def test_latent_attention_needs_no_transformer_engine() -> None:
-    launch(_latent_attention, 1, [])
+    launch(_latent_attention, 1)
     with pytest.raises(RankFailedError, match="isinstance"):
-        launch(_latent_attention, 1, ["latent_attention"])
+        launch(run_without, 1, ["latent_attention"], _latent_attention)
 
 
 def test_every_fix_has_a_test() -> None:
@@ -283,7 +249,7 @@ def test_every_fix_has_a_test() -> None:
     assert [name for name in FIXES if not all(part in source for part in name.split(":"))] == []
 
 
-def _groups(rank: int, fixed: bool) -> tuple[int, float]:
+def _groups(rank: int) -> tuple[int, float]:
     """Number of gloo device threads besides those of the world group after creating ten groups, and a sum in the last
     group."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # not the device of the world's group
@@ -292,16 +258,15 @@ def _groups(rank: int, fixed: bool) -> tuple[int, float]:
         return sum(name.read_text() == "gloo_tcp_loop\n" for name in Path("/proc/self/task").glob("*/comm"))
 
     before, value = devices(), torch.tensor(rank + 1.0)
-    with nullcontext() if fixed else without("one_gloo_device"):
-        groups = [dist.new_group([0, 1], timeout=timedelta(seconds=20)) for _ in range(10)]
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=20)) for _ in range(10)]
     distributed_c10d._set_pg_timeout(timedelta(seconds=30), groups[-1])
     dist.all_reduce(value, group=groups[-1])
     return devices() - before, value.item()
 
 
 def test_one_gloo_device_is_shared_by_all_groups() -> None:
-    assert launch(_groups, 2, True) == [(1, 3.0)] * 2
-    assert launch(_groups, 2, False) == [(10, 3.0)] * 2
+    assert launch(_groups, 2) == [(1, 3.0)] * 2
+    assert launch(run_without, 2, ["one_gloo_device"], _groups) == [(10, 3.0)] * 2
 
 
 # ---- installation ----
@@ -326,18 +291,6 @@ def _python(code: str, **environment: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_install_with_cuda_and_transformer_engine_changes_nothing() -> None:
-    out = _python(
-        "import sys, torch\n"
-        "torch.cuda.is_available = lambda: True\n"
-        "before = (list(sys.meta_path), torch.Tensor.cuda)\n"
-        "from mcore_rl.megatron import cpu\n"
-        "cpu.transformer_engine = lambda imported: '2.11.0'\n"
-        "print(cpu.install(), before == (list(sys.meta_path), torch.Tensor.cuda))"
-    )
-    assert out.split() == ["False", "True"]
 
 
 def test_install_after_import_of_megatron_raises(tmp_path: Path) -> None:
@@ -370,7 +323,9 @@ torch.cuda.is_available = lambda: True
 from mcore_rl.megatron import cpu
 if sys.argv[1] == "with":
     cpu.transformer_engine = lambda imported: "2.11.0"
+before = list(sys.meta_path), torch.Tensor.cuda
 assert cpu.install() is False
+assert sys.argv[1] == "without" or before == (list(sys.meta_path), torch.Tensor.cuda), "nothing is patched"
 import megatron.core.transformer.moe.moe_utils as moe
 import megatron.core.transformer.multi_latent_attention as latent
 assert moe.torch is torch, "CUDA has torch as it is"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -19,8 +18,7 @@ from mcore_rl.megatron.cpu.kernels.experts import add_rows, gather_rows, grouped
 from mcore_rl.megatron.cpu.kernels.norm import rms_norm
 from mcore_rl.megatron.cpu.kernels.rotary import rotate
 from mcore_rl.megatron.cpu.kernels.swiglu import weighted_swiglu
-from mcore_rl.megatron.cpu.registry import without
-from tests.distributed.built import build
+from tests.distributed.built import build, run_without
 from tests.distributed.launch import launch
 from tests.tiny_models import tiny_fields
 
@@ -105,26 +103,23 @@ def test_rotate_changes_leading_dimensions_of_every_head(rotated: int) -> None:
     )
 
 
-def _rotate_packed(_: int, skipped: list[str], latent: bool) -> list[Any]:
+def _rotate_packed(_: int, latent: bool) -> list[Any]:
     """Call Megatron's function on two packed sequences. Returns its result and the gradient of its input."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    with ExitStack() as stack:
-        for name in skipped:
-            stack.enter_context(without(name))
-        t = _random(9, 3, 8).float().requires_grad_()
-        freqs = _random(5, 4, seed=2).float().repeat(1, 2)[:, None, None]
-        offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
-        options = {"multi_latent_attention": latent, "mscale": 1.3, "cp_group": dist.group.WORLD}
-        out = rope_utils._apply_rotary_pos_emb_thd(t, offsets, freqs, **options)
-        out.backward(_random(9, 3, 8, seed=3).float())
+    t = _random(9, 3, 8).float().requires_grad_()
+    freqs = _random(5, 4, seed=2).float().repeat(1, 2)[:, None, None]
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    options = {"multi_latent_attention": latent, "mscale": 1.3, "cp_group": dist.group.WORLD}
+    out = rope_utils._apply_rotary_pos_emb_thd(t, offsets, freqs, **options)
+    out.backward(_random(9, 3, 8, seed=3).float())
     return [out.detach().numpy(), t.grad.numpy()]
 
 
 @pytest.mark.parametrize("latent", [False, True])
 def test_rotate_packed_equals_megatron(latent: bool) -> None:
     """Latent attention pairs adjacent dimensions, other attention pairs halves."""
-    (ours,), (theirs,) = (launch(_rotate_packed, 1, skipped, latent) for skipped in ([], ["fused_rotary"]))
+    (ours,), (theirs,) = (launch(run_without, 1, fixes, _rotate_packed, latent) for fixes in ([], ["fused_rotary"]))
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(reference), rtol=1e-5, atol=1e-6)
 
@@ -196,7 +191,7 @@ def test_kernels_are_bitwise_independent_of_memory_addresses(kernel: Callable[..
 # ---- in megatron's model ----
 
 
-def _train(_: int, skipped: list[str], ep: int, dtype: str, listened: bool) -> tuple[set[str], dict[str, Any]]:
+def _train(_: int, ep: int, dtype: str = "float32", listened: bool = False) -> tuple[set[str], dict[str, Any]]:
     """Return the names of the autograd functions in a pass over two sequences, and output and gradients."""
     from mcore_rl.megatron.model.attention import pack_sequences
 
@@ -204,13 +199,10 @@ def _train(_: int, skipped: list[str], ep: int, dtype: str, listened: bool) -> t
     (chunk,), _ = build(hf_config, {"ep": ep}, dtype=dtype, random_init=True)
     if listened:
         chunk.decoder.layers[0].mlp.experts.local_experts[0].register_forward_hook(lambda *_: None)
-    with ExitStack() as stack:
-        for name in skipped:
-            stack.enter_context(without(name))
-        tokens = torch.arange(19) % 96
-        hidden = chunk(tokens[None], None, None, packed_seq_params=pack_sequences([12, 7]))
-        functions = _functions(hidden.grad_fn)
-        hidden.float().square().mean().backward()
+    tokens = torch.arange(19) % 96
+    hidden = chunk(tokens[None], None, None, packed_seq_params=pack_sequences([12, 7]))
+    functions = _functions(hidden.grad_fn)
+    hidden.float().square().mean().backward()
     values = {name: p.grad.float().numpy() for name, p in chunk.named_parameters() if p.grad is not None}
     return functions, {"hidden": hidden.detach().float().numpy(), **values}
 
@@ -238,11 +230,11 @@ FUNCTION_OF = {
 @pytest.mark.parametrize("ep", [1, 2])
 def test_model_with_and_without_each_kernel_is_equal(ep: int) -> None:
     everything = {"_RMSNormBackward"}.union(*FUNCTION_OF.values())
-    whole = launch(_train, ep, [], ep, "float32", False)
+    whole = launch(_train, ep, ep)
     assert all(everything <= functions for functions, _ in whole)
     for skipped in ([name] for name in FUSIONS):
-        without = launch(_train, ep, skipped, ep, "float32", False)
-        for (_, found), (functions, expected) in zip(whole, without, strict=True):
+        others = launch(run_without, ep, skipped, _train, ep)
+        for (_, found), (functions, expected) in zip(whole, others, strict=True):
             absent = everything - functions
             # The dense layer's SwiGLU and the experts' are one function.
             assert absent == (set() if skipped == ["fused_swiglu"] else FUNCTION_OF[skipped[0]])
@@ -255,14 +247,14 @@ def test_model_with_and_without_each_kernel_is_equal(ep: int) -> None:
 
 def test_experts_with_hooks_are_called_one_by_one() -> None:
     """Adapters and parameter gathering use hooks of the modules, which the grouped product does not call."""
-    ((functions, found),) = launch(_train, 1, [], 1, "float32", True)
-    ((_, expected),) = launch(_train, 1, [], 1, "float32", False)
+    ((functions, found),) = launch(_train, 1, 1, "float32", True)
+    ((_, expected),) = launch(_train, 1, 1)
     assert "_GroupedLinearBackward" not in functions
     for name, value in expected.items():
         torch.testing.assert_close(torch.from_numpy(found[name]), torch.from_numpy(value), rtol=1e-4, atol=1e-6)
 
 
 def test_model_in_bfloat16_uses_megatron_functions() -> None:
-    ((functions, found),) = launch(_train, 1, [], 1, "bfloat16", False)
+    ((functions, found),) = launch(_train, 1, 1, "bfloat16")
     assert not functions & {"_RMSNormBackward"}.union(*FUNCTION_OF.values())
     assert all(torch.isfinite(torch.from_numpy(value)).all() for value in found.values())

@@ -10,31 +10,19 @@ import pytest
 import torch
 
 from mcore_rl.errors import OffloadedError
+from tests.distributed import policy_batch
 from tests.distributed.gradient_oracle import case_parameters
-from tests.distributed.two_steps import configure, differences, held_tensors, run_cases, train_two_steps
-from tests.selection import usual_cases
+from tests.distributed.two_steps import OVERLAPPED, configure, differences, held_tensors, run_cases, train_two_steps
 
-CASES = usual_cases(
-    {
-        1: {
-            "dense float32": ("qwen3", "float32", {}),
-            "dense bfloat16": ("qwen3", "bfloat16", {}),
-            "moe bfloat16": ("qwen3_moe", "bfloat16", {}),
-        },
-        2: {
-            "dense dp2 bfloat16": ("qwen3", "bfloat16", {}),
-            "dense dp2 bfloat16 replicated": ("qwen3", "bfloat16", {"actor": {"distributed_optimizer": False}}),
-            "dense dp2 bfloat16 overlapped": (
-                "qwen3",
-                "bfloat16",
-                {"actor": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
-            ),
-            "moe ep2 float32": ("qwen3_moe", "float32", {"ep": 2}),
-            "dense pp2 vpp2 bfloat16": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}),
-        },
+CASES: dict[int, dict[str, tuple[str, str, dict[str, Any]]]] = {
+    1: {"dense float32": ("qwen3", "float32", {})},
+    2: {
+        "dense dp2 bfloat16 replicated": ("qwen3", "bfloat16", {"actor": {"distributed_optimizer": False}}),
+        "dense dp2 bfloat16 overlapped": ("qwen3", "bfloat16", {"actor": OVERLAPPED}),
+        "moe ep2 bfloat16": ("qwen3_moe", "bfloat16", {"ep": 2}),
+        "dense pp2 vpp2 bfloat16": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}),
     },
-    on_demand=("dense bfloat16", "dense dp2 bfloat16", "dense dp2 bfloat16 replicated"),
-)
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +34,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 def _train_both_ways(rank: int, directories: dict[str, str], root: str, cases: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, (kind, dtype, parallel) in cases.items():
-        stays = _actor(rank, directories[kind], dtype, parallel, offload=False)
+        stays = _actor(directories[kind], dtype, parallel, offload=False)
         train_two_steps(stays, lambda: None)
         expected = held_tensors(stays)
         del stays
         gc.collect()
-        leaves = _actor(rank, directories[kind], dtype, parallel, offload=True)
+        leaves = _actor(directories[kind], dtype, parallel, offload=True)
         found = results[name] = {"before any update": _away_and_back(leaves)}
         train_two_steps(leaves, leaves.memory.offload)
         found["training"] = differences(expected, held_tensors(leaves))
@@ -62,17 +50,14 @@ def _train_both_ways(rank: int, directories: dict[str, str], root: str, cases: d
     return results
 
 
-def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, offload: bool) -> Any:
-    import torch.distributed as dist
-
+def _actor(directory: str, dtype: str, layout: dict[str, Any], *, offload: bool) -> Any:
     from mcore_rl.megatron.optim import offload as offloading
-    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = configure(directory, dtype, layout)
     settings = config.actor.offload
     settings.params = settings.grads = settings.optimizer = offload
     offloading.PIECE_BYTES = 1000  # divides no tensor's size
-    return MegatronActor(config, rank, dist.get_world_size(), None)
+    return policy_batch.build_actor(config)
 
 
 def _storages(actor: Any) -> list[torch.UntypedStorage]:
@@ -168,14 +153,10 @@ def _refusals(actor: Any) -> list[str]:
 
 
 def _save_away_and_load(actor: Any, directory: Path, expected: dict[str, torch.Tensor]) -> list[str]:
-    import torch.distributed as dist
-
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.distributed.saving import save_checkpoint
 
     actor.memory.offload()
-    directory.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
     save_checkpoint(str(directory), actor)
     for tensor in actor.tensors().values():
         tensor.zero_()
