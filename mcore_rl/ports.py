@@ -39,14 +39,17 @@ class Engine(Protocol):
     def weight_version(self) -> int: ...
 
     @property
+    def weights_complete(self) -> bool:
+        """False while an update is incomplete; then no step is possible."""
+
+    @property
     def num_running(self) -> int:
         """Number of submitted requests that have neither finished nor been aborted."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Add requests in this order; they start with the next step.
 
-        Raises: DataError or ConfigError if a request cannot be generated (then none is added); WeightSyncError while a
-        weight update is incomplete.
+        Raises: DataError or ConfigError if a request cannot be generated (then none is added).
         """
 
     def step(self) -> tuple[list[Delta], list[Completion]]:

@@ -26,10 +26,7 @@ class RankEngine(SteppedEngine):
     The ranks of every engine have the methods of RankMemory. Lists are ordered by rank.
     """
 
-    weight_version = 0
     _ranks: AllRanks
-    _complete = True
-    """False after an update was begun, until an update has been completed."""
     _asleep: frozenset[str] = frozenset()
     """Parts that are asleep: "weights", "kv_cache"."""
 
@@ -56,7 +53,7 @@ class RankEngine(SteppedEngine):
 
     def begin_update(self) -> None:
         """Begin an update; an unfinished one is discarded."""
-        self._complete = False
+        self.weights_complete = False
         self._ranks.call("begin_update")
 
     def receive_bucket(self, sync_round: int) -> list[int]:
@@ -75,26 +72,18 @@ class RankEngine(SteppedEngine):
         self._ranks.call("finish_update")
         earlier = self.weight_version
         # Set before the reset, which may submit requests again: they must run with the new version.
-        self.weight_version, self._complete = version, True
+        self.weight_version, self.weights_complete = version, True
         try:
             self._reset_prefix_cache(recompute)
         except BaseException:
             # The cache may contain entries of earlier weights, so only another complete update makes it usable.
-            self.weight_version, self._complete = earlier, False
+            self.weight_version, self.weights_complete = earlier, False
             raise
 
     def compare(self) -> list[Comparison]:
         """Compare digests of the tensors that the engine uses with digests that the trainer ranks send meanwhile."""
         self._require_complete()
         return self._ranks.call("compare_weights")
-
-    def _require_complete(self) -> None:
-        """Raise WeightSyncError if an update was begun and no update has been completed since."""
-        if not self._complete:
-            raise WeightSyncError(
-                f"the engine holds a part of the update after version {self.weight_version}; it is usable "
-                "only after a complete update"
-            )
 
     def sleep(self, *, keep_weights: bool) -> int:
         """Implement ports.Engine.sleep."""
@@ -122,10 +111,9 @@ class RankEngine(SteppedEngine):
         if part == "kv_cache":
             self._ranks.call("restore_kv_cache")
 
-    def _require_ready(self) -> None:
+    def _require_awake(self) -> None:
         if self._asleep:
             raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}); call wake_up() first")
-        self._require_complete()
 
     @abstractmethod
     def _empty_prefix_cache(self, recompute: bool) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stop_strings import Decode, StopScanner
-from mcore_rl.errors import ConfigError, DataError, McoreRLError
+from mcore_rl.errors import ConfigError, DataError, McoreRLError, WeightSyncError
 from mcore_rl.types import Completion, Delta, GenerationRequest
 
 FINISHED = ("stop", "length")
@@ -51,6 +51,9 @@ class SteppedEngine(ABC):
     """
 
     vocab_size: int
+    weight_version = 0
+    weights_complete = True
+    """False after an update was begun, until an update has been completed."""
 
     def __init__(self, config: RolloutConfig, *, captures_routing: bool, decode: Decode | None = None) -> None:
         self._config = config
@@ -62,10 +65,6 @@ class SteppedEngine(ABC):
         self._submissions = itertools.count()
 
     @property
-    @abstractmethod
-    def weight_version(self) -> int: ...
-
-    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -75,8 +74,8 @@ class SteppedEngine(ABC):
         return list(self._engine_ids)
 
     @abstractmethod
-    def _require_ready(self) -> None:
-        """Raise an error if the engine cannot generate now."""
+    def _require_awake(self) -> None:
+        """Raise an error if the engine is asleep."""
 
     @abstractmethod
     def _add(self, added: Mapping[str, ActiveRequest]) -> None:
@@ -101,7 +100,7 @@ class SteppedEngine(ABC):
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Implement ports.Engine.submit."""
-        self._require_ready()
+        self._require_awake()
         for request in requests:
             self._check(request)
         ids = [request.request_id for request in requests]
@@ -124,7 +123,8 @@ class SteppedEngine(ABC):
         """Implement ports.Engine.step."""
         if not self._running:
             return [], []
-        self._require_ready()
+        self._require_awake()
+        self._require_complete()
         version, deltas, reasons, stopped = self.weight_version, [], {}, []
         for whole in self._run_step():
             active = self._running[whole.engine_id]
@@ -170,6 +170,13 @@ class SteppedEngine(ABC):
                     on_finish(completion)
         finally:
             self.abort(self.running_ids)
+
+    def _require_complete(self) -> None:
+        if not self.weights_complete:
+            raise WeightSyncError(
+                f"the engine holds a part of the update after version {self.weight_version}; it is usable "
+                "only after a complete update"
+            )
 
     def _activate(self, request: GenerationRequest) -> ActiveRequest:
         active = _resumed(request)

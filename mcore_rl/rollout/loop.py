@@ -308,8 +308,10 @@ class EngineLoop:
         loop."""
         with contextlib.suppress(queue.Empty):
             while self._died is None:
-                # Block only if there is nothing to step: no running request, and no paused one that could resume.
-                run = self._calls.get(block=not self.engine.num_running and not self._paused.can_resume)
+                # Block if there is nothing to step: no running request, and no paused one that could resume. After an
+                # update that failed, for example because another engine died, requests wait for a complete one.
+                has_work = self.engine.num_running or self._paused.can_resume
+                run = self._calls.get(block=not (has_work and self.engine.weights_complete))
                 if run is None:
                     self._fail(RuntimeError(ENDED))
                     return False

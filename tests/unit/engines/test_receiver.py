@@ -42,17 +42,17 @@ class Engine(RankEngine):
 def test_receiver_partial_update_blocks_use_until_complete_update(fails: str) -> None:
     ranks = Ranks()
     engine = Engine(ranks)
-    engine._require_ready()
+    engine._require_complete()
     ranks.fails = fails
     with pytest.raises(WeightSyncError, match=fails):
         update(engine, 1)
-    for use in (engine._require_ready, engine.compare):
+    for use in (engine._require_complete, engine.compare):
         with pytest.raises(WeightSyncError, match="the update after version 0"):
             use()
     assert engine.weight_version == 0
     ranks.fails = None
     update(engine, 2)
-    engine._require_ready()
+    engine._require_complete()
     assert engine.weight_version == 2
 
 

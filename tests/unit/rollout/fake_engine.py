@@ -17,7 +17,6 @@ class FakeEngine(SteppedEngine):
     """Runs `slots` requests at a time, in order of arrival. Each gets one token per step, and ends with token 0 or at
     its limit. `before_pass` may raise."""
 
-    weight_version = 0
     vocab_size = VOCABULARY
 
     def __init__(self, slots: int = 4) -> None:
@@ -27,7 +26,7 @@ class FakeEngine(SteppedEngine):
         self.added: list[str] = []
         self.cancelled: list[str] = []
 
-    def _require_ready(self) -> None: ...
+    def _require_awake(self) -> None: ...
 
     def _add(self, added: dict[str, ActiveRequest]) -> None:  # type: ignore[override]
         self.added += [entry.request.request_id for entry in added.values()]

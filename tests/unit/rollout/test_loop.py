@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -11,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mcore_rl.errors import DataError, WeightSyncError, WorkerDiedError
+from mcore_rl.errors import DataError, PeerLostError, WeightSyncError, WorkerDiedError
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
 from tests.unit.rollout.fake_engine import VOCABULARY, FakeEngine
@@ -116,6 +117,34 @@ def test_loop_failing_step_reaches_all_listeners(loop: EngineLoop) -> None:
     engine.before_pass = lambda: None
     loop.generate(requests_of("a", [3]), lambda done: None)
     assert engine.num_running == 0
+
+
+def test_loop_after_failed_update_keeps_requests_until_a_complete_one(loop: EngineLoop) -> None:
+    """An update also fails on the engines that remain when another engine dies in it."""
+    engine, ended = fake(loop), queue.SimpleQueue[Completion | BaseException]()
+    held = Held(engine)
+    loop.submit_nowait(requests_of("running", [5]), ended.put)
+    assert held.in_pass.wait(SECONDS)
+
+    def fail() -> None:
+        engine.weights_complete = False
+        raise PeerLostError("another engine died")
+
+    def update() -> None:
+        engine.weight_version, engine.weights_complete = 1, True
+
+    failed = loop._post(fail)
+    held.go.set()
+    with pytest.raises(PeerLostError):
+        failed.result(SECONDS)
+    loop.submit(requests_of("new", [2]), ended.put)
+    assert loop.between_steps(lambda: (engine.num_passes, engine.num_running)) == (1, 2)
+    loop.between_steps(update)
+    found = [ended.get(timeout=SECONDS) for _ in range(2)]
+    assert {done.request_id: done.versions.tolist() for done in found if isinstance(done, Completion)} == {
+        "new.0": [1, 1],
+        "running.0": [0, 1, 1, 1, 1],
+    }
 
 
 @pytest.mark.parametrize("where", ["in a pass", "between two"])

@@ -54,7 +54,7 @@ class ScriptedEngine(SteppedEngine):
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
-    def _require_ready(self) -> None: ...
+    def _require_awake(self) -> None: ...
 
     def _add(self, added: Any) -> None:
         for engine_id, entry in added.items():

@@ -233,7 +233,7 @@ def test_loop_rejected_resume_reaches_the_listener(parked: Parked) -> None:
     def refuse() -> None:
         raise error
 
-    parked.engine._require_ready = refuse  # type: ignore[method-assign]
+    parked.engine._require_awake = refuse  # type: ignore[method-assign]
     parked.go.set()
     assert parked.errors() == [repr(error)] * 2
     assert parked.loop.between_steps(lambda: parked.engine.num_running) == 0
