@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -126,10 +127,13 @@ def load_distributed(directory: str, chunks: list[Any]) -> None:
 def save_distributed(rank: int, hf: str, directory: str, sizes: dict[str, Any], naming: str = "default") -> None:
     """Load the HF model on this rank and save it with Megatron, in one of its key schemes."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
     from mcore_rl.megatron.model.loading import load_hf
 
+    # Megatron's writers report through a server that is spawned, so that every rank would import torch again.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     chunks, layout = build(read_hf_config(hf), sizes)
     load_hf(chunks, hf, layout)
     settings = {"by layer": {"non_homogeneous_layers": True}, "by expert": {"singleton_local_shards": True}}
