@@ -35,6 +35,8 @@ from mcore_rl.trainer.batches import batch_builder, describe
 
 PROMPTS_PER_UPDATE = size(512, 16)
 STEPS = size(7, 1)
+PEERS = size((1, 8), (2,))
+"""Numbers of tensor and pipeline peers, which receive the same share."""
 LIMIT_SECONDS = 1.0
 """Limit for the driver's time per step; the aim for episodes is twice as long."""
 
@@ -43,7 +45,7 @@ def run() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_driver_") as directory:
         run_dir = Path(directory)
         results = [_measure("in process", run_dir / "local", ReadyPool(run_dir / "local"), SilentRanks(), "<= 1.0")]
-        for peers in (1, 8):  # tensor or pipeline peers, which receive the same share
+        for peers in PEERS:
             name = f"through Ray, {DP_RANKS * peers} trainer ranks"
             with ray_groups(peers) as (pool, ranks):
                 results.append(_measure(name, run_dir / f"ray{peers}", pool, ranks, "<= 1.0"))

@@ -47,7 +47,7 @@ def _measure(directory: Path) -> list[Result]:
         peer = _peer_model()
         rows = [
             _update_row("equal lengths", ">= 0.9", actor, peer, EQUAL),
-            _update_row("long-tailed lengths", "", actor, peer, long_tailed(24)),
+            _update_row("long-tailed lengths", "", actor, peer, long_tailed(size(24, 2))),
         ]
         return [*rows, _logp_row(actor)]
     finally:

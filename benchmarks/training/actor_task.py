@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.sizes import size
 from mcore_rl.config.schema import Config
 from mcore_rl.types import RankShare, TrajectoryBuffers
 from mcore_rl.types.json import JsonObject
@@ -15,13 +16,13 @@ from model_converters.families.parts.hf_config import integer
 MODEL: JsonObject = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "num_hidden_layers": 6,
+    "vocab_size": size(8192, 512),
+    "hidden_size": size(512, 128),
+    "num_hidden_layers": size(6, 2),
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
-    "intermediate_size": 1536,
+    "intermediate_size": size(1536, 128),
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
@@ -47,8 +48,8 @@ def actor_config(model: Path, *, tokens_per_microbatch: int, **parallel: int) ->
     config.model.random_init = True
     config.actor.tokens_per_microbatch = tokens_per_microbatch
     config.actor.optimizer.lr = LEARNING_RATE
-    for axis, size in parallel.items():
-        setattr(config.actor.parallel, axis, size)
+    for axis, ranks in parallel.items():
+        setattr(config.actor.parallel, axis, ranks)
     return config
 
 

@@ -5,6 +5,7 @@ No backward pass may run here: torch rejects one in a fork of a process that has
 
 from __future__ import annotations
 
+import gc
 import importlib
 
 import torch
@@ -22,3 +23,4 @@ for _name in (
 
 with torch.no_grad():  # the first kernel of a process initializes numba's type system
     rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
+gc.freeze()  # otherwise every rank would copy the objects above when it collects garbage
