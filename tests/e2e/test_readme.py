@@ -73,10 +73,12 @@ CASES = {
     "mcore-rl plan configs/gsm8k_cpu.yaml trainer.steps=10": Case(codes=frozenset(PLAN_OK)),
     "mcore-rl plan configs/qwen3_30b_a3b.yaml": Case(codes=frozenset(PLAN_OK), on_demand=True),
     "mcore-rl plan configs/deepseek_v3_256_gpus.yaml cluster.gpu_memory_gib=64": Case(
-        codes=frozenset({1}), says=r"does not fit(.|\n)*cluster\.gpu_memory_gib|cluster\.gpu_memory_gib(.|\n)*not fit"
+        codes=frozenset({1}),
+        says=r"does not fit(.|\n)*cluster\.gpu_memory_gib|cluster\.gpu_memory_gib(.|\n)*not fit",
+        on_demand=True,
     ),
     "mcore-rl plan configs/dapo_deepseek_v3_671b.yaml cluster.nodes=32 --suggest": Case(
-        codes=frozenset(PLAN_OK), says=r"actor\.parallel\.\w+="
+        codes=frozenset(PLAN_OK), says=r"actor\.parallel\.\w+=", on_demand=True
     ),
     "mcore-rl slurm configs/my.yaml cluster.nodes=8 slurm.partition=gpu > job.sbatch && sbatch job.sbatch": Case(
         needs=("mine",), says=r"(?s)^(?=.*--nodes=8\n)(?=.*--partition=gpu\n)"

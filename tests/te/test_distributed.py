@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.slow, NEEDS_TE]
 
 SUITES: dict[str, list[str]] = {
     "layouts": ["invariance"],
-    "kinds of training": ["mtp_training", "recompute", "router_replay"],
+    "kinds of training": ["recompute", "router_replay"],
     "other losses and heads": ["critic", "router_losses", "reward_model"],
     "memory": ["host_optimizer", "offload"],
     "the rest": [
         *("actor_gradients", "actor_update", "checkpoint_integrity", "correction_bias", "logprobs"),
-        *("lora_run", "microbatches", "model_parity", "resharding", "special_losses"),
+        *("lora_run", "microbatches", "model_parity", "mtp_training", "resharding", "special_losses"),
     ],
 }
 """Modules of tests/distributed."""
