@@ -78,9 +78,10 @@ def started(module: str, name: str, num: int, environment: Mapping[str, str]) ->
             workers.append(Worker(name, Connection(socket.detach()), child))
         yield workers
     finally:
+        # Before the connections close: a worker that reads their end exits, and leaves descendants without a parent.
+        kill_all([worker.child for worker in workers if worker.child is not None])
         for worker in workers:
             worker.connection.close()
-        kill_all([worker.child for worker in workers if worker.child is not None])
 
 
 def map_in_order(workers: Sequence[Worker], messages: Iterable[object], call: str) -> Iterator[Any]:

@@ -91,8 +91,10 @@ class GradingProcess:
 
     def kill(self) -> int:
         """Kill the process tree; return the exit code."""
+        # First, because the process may exit when the connection closes, and leave descendants without a parent.
+        code = self.child.kill()
         self.connection.close()
-        return self.child.kill()
+        return code
 
     def _send(self, message: object) -> None:
         # The next read of the connection detects a process that has ended.
