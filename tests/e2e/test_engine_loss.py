@@ -106,11 +106,19 @@ from reward import digits
 
 def gated(*arguments, **named):
     metrics, gate = pathlib.Path({metrics!r}), pathlib.Path({gate!r})
-    while metrics.exists() and '"step": 2' in metrics.read_text() and not gate.exists():
+    while metrics.exists() and '"step": {step}' in metrics.read_text() and not gate.exists():
         time.sleep(0.05)
     return digits(*arguments, **named)
 """
-"""Reward function that blocks step 3 until the gate file exists, so that the test controls the length of generation."""
+"""Reward function that blocks the step after `step` until the gate file exists, so that the test controls its end."""
+
+
+def write_gated_reward(task: Path, run_dir: Path, step: int) -> tuple[tuple[str, ...], Path]:
+    """Write the reward function; return the overrides that use it, and the gate file."""
+    gate, reward = run_dir.parent / "gate", run_dir.parent / "gated.py"
+    paths = {"task": str(task.parent), "metrics": str(run_dir / "metrics.jsonl"), "gate": str(gate)}
+    reward.write_text(GATED_REWARD.format(step=step, **paths))
+    return (f"reward.function={reward}:gated", "reward.timeout_seconds=100"), gate
 
 
 @pytest.mark.on_demand  # the waits, the pool and the phases have unit tests
@@ -122,10 +130,9 @@ def test_an_engine_stopped_between_generation_and_fetch_is_replaced(
 
     With shared devices, the engine is asleep by then.
     """
-    run_dir, gate, reward = tmp_path / "run", tmp_path / "gate", tmp_path / "gated.py"
-    paths = {"task": str(task.parent), "metrics": str(run_dir / "metrics.jsonl"), "gate": str(gate)}
-    reward.write_text(GATED_REWARD.format(**paths))
-    overrides = (*overrides, f"reward.function={reward}:gated", "reward.timeout_seconds=100")
+    run_dir = tmp_path / "run"
+    gated, gate = write_gated_reward(task, run_dir, step=2)
+    overrides = (*overrides, *gated)
     # The timeout must be long enough that suspended trainer ranks do not exceed it, also on a busy machine.
     with TrainProcess(task, run_dir, ("cluster.collective_timeout_seconds=30", *overrides)) as run:
         (engine,) = run.wait_until(lambda: run.processes(ENGINE))

@@ -35,6 +35,7 @@ from tests.e2e.test_engine_loss import (
     suspend_in_midst_of_responses,
     total,
     without_restarts,
+    write_gated_reward,
 )
 from tests.e2e.test_scored_run import PPO
 
@@ -58,13 +59,14 @@ def assert_resumes_to_the_same(task: Path, run_dir: Path, whole_run: Path, *over
     assert_same_records(run_dir, whole_run)
 
 
-FEW_AT_A_TIME = "rollout.max_concurrent_requests=4"
-"""Lengthens the generation of a step eightfold, so that it does not end before the test suspends the engine."""
+ONE_AT_A_TIME = "rollout.max_concurrent_requests=1"
+"""Lengthens the generation of a step to about 2 s, so that it does not end before the test suspends the engine."""
 
 
 def lose_the_engine_twice(task: Path, run_dir: Path, whole_run: Path) -> None:
     """The only engine dies amid step 3, starts again, and continues the responses. Its death in step 4 ends the run."""
-    with TrainProcess(task, run_dir, ("rollout.max_engine_restarts=1", FEW_AT_A_TIME)) as run:
+    gated, _ = write_gated_reward(task, run_dir, step=3)  # step 4 does not end
+    with TrainProcess(task, run_dir, ("rollout.max_engine_restarts=1", ONE_AT_A_TIME, *gated)) as run:
         first = engine_of(run)
         run.wait_until((run_dir / "rollouts" / "step_2.jsonl").exists)
         suspend_in_midst_of_responses(run, first)
@@ -72,8 +74,7 @@ def lose_the_engine_twice(task: Path, run_dir: Path, whole_run: Path) -> None:
         first.kill()
         run.wait_until(lambda: first not in run.processes(ENGINE))
         second = engine_of(run)
-        run.wait_until((run_dir / "rollouts" / "step_3.jsonl").exists)
-        suspend_in_midst_of_responses(run, second)
+        run.wait_until(lambda: 3 in metrics(run_dir))
         second.kill()
         assert_died(run, "rollout engine 0", time.monotonic())
         how = rf"rollout engine 0 died: killed by SIGKILL.* \(host \S+, log {run_dir}/logs/rollout_engine_0\.log\)"
@@ -87,7 +88,7 @@ def lose_the_engine_twice(task: Path, run_dir: Path, whole_run: Path) -> None:
 
 def stop_by_a_signal(task: Path, run_dir: Path, whole_run: Path) -> None:
     """TERM in step 3 to all processes, also Ray's and the graders', as from a scheduler that signals a cgroup."""
-    with TrainProcess(task, run_dir, ("checkpoint.every_steps=0", FEW_AT_A_TIME)) as run:
+    with TrainProcess(task, run_dir, ("checkpoint.every_steps=0", ONE_AT_A_TIME)) as run:
         engine = engine_of(run)
         run.wait_until(lambda: "sending the initial weights to the engines" in run.text())
         suspend_in_midst_of_responses(run, engine)  # otherwise the step would end before the checks below
