@@ -92,6 +92,21 @@ def assert_kept_is_what_is_referred_to(run_dir: Path) -> None:
     assert "val" not in {prompt_set for prompt_set, _ in kept}
 
 
+@pytest.mark.on_demand  # test_failures.py kills an engine amid responses
+def test_engine_that_dies_during_an_update_starts_again(task: Path, whole_run: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with TrainProcess(task, run_dir) as run:
+        run.wait_until(in_step(run, 3, "updating"))
+        run.kill_one(ENGINE)
+        assert run.finish() == 0, run.text()[-4000:]
+        assert "rollout engine 0 died" in run.text()
+        assert "it starts again (1 of 3 times)" in run.text()
+        assert not run.left_after(30)
+    assert (restarts(run_dir), total(run_dir, TAKEN_OVER)) == (1, 0)
+    assert not (run_dir / "journals").exists()
+    assert_same_run(run_dir, whole_run)
+
+
 BY_TURNS = tuple(f"actor.offload.{part}=true" for part in ("params", "grads", "optimizer"))
 """Engines and trainer ranks alternate on their devices, as when colocated on GPUs."""
 

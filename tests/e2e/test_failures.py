@@ -1,4 +1,5 @@
-"""A run that ends amid a step says why, leaves no processes or shared memory, and resumes without any effect.
+"""A run that ends amid a step says why, leaves no processes or shared memory, and resumes to
+the metrics and records of a run that nothing interrupted.
 
 The tests with processes that die in other phases run on demand.
 """
@@ -57,10 +58,17 @@ def assert_resumes_to_the_same(task: Path, run_dir: Path, whole_run: Path, *over
     train(task, run_dir, *overrides)
     assert metrics(run_dir) == metrics(whole_run)
     assert_same_records(run_dir, whole_run)
+    assert_no_partial_files(run_dir)
+
+
+def assert_no_partial_files(run_dir: Path) -> None:
+    assert not list((run_dir / "rollouts").glob(".*"))
+    assert not (run_dir / "journals").exists()
+    json.loads((run_dir / "timeline.json").read_text())
 
 
 ONE_AT_A_TIME = "rollout.max_concurrent_requests=1"
-"""Lengthens the generation of a step to about 2 s, so that it does not end before the test suspends the engine."""
+"""Lengthens the generation of a step from 0.1 to 1.4 s, so that it does not end before the test suspends the engine."""
 
 
 def lose_the_engine_twice(task: Path, run_dir: Path, whole_run: Path) -> None:
@@ -126,9 +134,7 @@ def test_run_after_deaths_and_a_stop_is_the_whole_run(task: Path, whole_run: Pat
     assert last["actor/trained_tokens"] == expected_last["actor/trained_tokens"] > 0
     assert {name: last[name] for name in expected_last} == pytest.approx(expected_last, abs=1e-4)
     assert_same_records(run_dir, whole_run)
-    assert not list((run_dir / "rollouts").glob(".*"))
-    assert not (run_dir / "journals").exists()
-    json.loads((run_dir / "timeline.json").read_text())
+    assert_no_partial_files(run_dir)
 
 
 @pytest.mark.on_demand  # test_run_after_deaths_and_a_stop kills an engine; tests/distributed resumes a critic
