@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "slurm": {"config", "runtime", "doctor"},
     "model_converters": set(),
     "doctor": {"resolved", "config", "sandbox"},
+    "migration": {"config"},
 }
 """Folder or top-level module -> folders that it may import, in addition to itself and ANYONE. Modules of the command
 line, which connect the parts, are absent: they may import anything, and no listed module may import them."""
@@ -61,6 +62,7 @@ ONE_DOOR = {
     "sglang": ["mcore_rl/engines/sglang/*"],
     "mcp": ["mcore_rl/rollout/tools/kinds/mcp_servers.py"],
     "openai": ["mcore_rl/rewards/judge/server.py"],
+    "tree_sitter": ["mcore_rl/migration/shell/*"],
 }
 INSIDE_FUNCTIONS = {
     "model_converters/dcp/convert.py": "mcore_rl.megatron",

@@ -1,0 +1,1 @@
+"""Import of other trainers' launch scripts and configurations: `mcore-rl import-verl`, `mcore-rl import-slime`."""
