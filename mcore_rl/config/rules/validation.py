@@ -30,6 +30,16 @@ def validate(config: Config, *, run_here: bool = True) -> None:
 
     Raises: ConfigError for the first setting that cannot work.
     """
+    validate_keys(config, run_here=run_here)
+    # Last, since it reads a file of the model.
+    check_engine_sizes(EngineRole.rollout(config.rollout, config.model), read_hf_config(config.model))
+
+
+def validate_keys(config: Config, *, run_here: bool = True) -> None:
+    """Run the checks of `validate` that need only the configuration.
+
+    Raises: ConfigError for the first setting that cannot work.
+    """
     policy = ModelRole.policy(config.actor, config.model)
     # Single values first, since the other checks compute with them.
     check_domains(config)
@@ -50,8 +60,6 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     if run_here:
         _check_run_dir(config.run)
     _check_training(policy, config.cluster)
-    # Last, since it reads a file of the model.
-    check_engine_sizes(EngineRole.rollout(config.rollout, config.model), read_hf_config(config.model))
 
 
 def validate_critic(config: Config) -> None:

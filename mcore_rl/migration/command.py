@@ -1,0 +1,101 @@
+"""Commands `mcore-rl import-verl` and `mcore-rl import-slime`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from mcore_rl.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, trainer: str) -> None:
+    """Add the options; `trainer` is verl or slime."""
+    what = "SCRIPT_OR_YAML" if trainer == "verl" else "SCRIPT"
+    parser.add_argument(
+        "source", metavar=what, help="launch script" + (" or YAML configuration" if trainer == "verl" else "")
+    )
+    parser.add_argument(
+        "--out", metavar="config.yaml", help="file to write; default: print on stdout, the lists on stderr"
+    )
+    parser.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        dest="variables",
+        help="variable of the script, or 1=VALUE for its first argument; may be repeated",
+    )
+    parser.add_argument("--rows", type=int, metavar="N", help="number of training prompts, to turn epochs into steps")
+    parser.add_argument(
+        "--force", action="store_true", help="leave out settings without counterpart that change what is trained"
+    )
+    if trainer == "verl":
+        parser.add_argument("--base", metavar="YAML", help="configuration that the script overrides (--config-name)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Translate a script, write the configuration and print the lists.
+
+    Raises: ConfigError for a file of another kind, unknown values, or settings without counterpart.
+    """
+    from mcore_rl.migration.acceptance import rejection
+    from mcore_rl.migration.document import as_yaml
+    from mcore_rl.migration.report import Report
+
+    path, given = Path(options.source), _variables(options.variables)
+    if options.rows is not None and options.rows < 1:
+        raise ConfigError(f"--rows={options.rows} must be at least 1")
+    if options.verb == "import-verl":
+        from mcore_rl.migration.verl.reader import read_verl
+        from mcore_rl.migration.verl.translation import translate
+
+        read = read_verl(path, given, None if options.base is None else Path(options.base))
+        source, draft, uncovered = translate(read.settings, options.rows)
+    else:
+        from mcore_rl.migration.slime.reader import read_slime
+        from mcore_rl.migration.slime.translation import translate as translate_slime
+
+        read = read_slime(path, given)
+        source, draft, uncovered = translate_slime(read.settings, options.rows)
+    problems = [*source.problems, *([] if options.force else draft.blockers)]
+    if problems:
+        remedy = "" if options.force or not draft.blockers else ". --force leaves such settings out"
+        raise ConfigError(f"{path} cannot be imported: {'; '.join(problems)}{remedy}")
+    text = as_yaml(draft, f"Imported from {path.name} ({read.command}) by mcore-rl {options.verb}.")
+    report = Report(draft, uncovered, read.notes, rejection(text))
+    _write(text, report, options.out)
+    return 0
+
+
+def _variables(words: list[str]) -> dict[str, str]:
+    given = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not (name.isidentifier() or name.isdigit()):
+            raise ConfigError(f"--set {word} must have the form NAME=VALUE, or 1=VALUE for the first argument")
+        given[name] = value
+    return given
+
+
+def _write(text: str, report: object, out: str | None) -> None:
+    from mcore_rl.migration.report import Report
+
+    assert isinstance(report, Report)
+    if out is None:
+        print(text, end="")
+        print(report.as_text("config.yaml"), file=sys.stderr)
+        return
+    target = Path(out)
+    if target.is_dir() or (target.is_file() and target.stat().st_size):
+        raise ConfigError(f"--out={out} exists; remove it, or write another file")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, target)
+    except OSError as error:
+        raise ConfigError(f"--out={out} cannot be written: {error}") from None
+    print(f"wrote {out}: {len(report.draft.values)} keys\n")
+    print(report.as_text(out))

@@ -1,0 +1,34 @@
+"""Translation of slime's arguments."""
+
+from __future__ import annotations
+
+from mcore_rl.migration.draft import Draft
+from mcore_rl.migration.slime.algorithm import translate_algorithm
+from mcore_rl.migration.slime.batches import translate_batches, translate_schedule
+from mcore_rl.migration.slime.cluster import translate_cluster
+from mcore_rl.migration.slime.data import translate_data
+from mcore_rl.migration.slime.defaults import DEFAULTS
+from mcore_rl.migration.slime.ranks import translate_ranks
+from mcore_rl.migration.slime.rollout import translate_rollout
+from mcore_rl.migration.slime.run import SlimeRun
+from mcore_rl.migration.slime.uncovered import block_unsupported, list_uncovered
+from mcore_rl.migration.source import Setting, Source
+
+
+def translate(settings: dict[str, Setting], rows: int | None = None) -> tuple[Source, Draft, list[str]]:
+    """Translate arguments of slime. `rows`: number of training prompts, to compute steps from epochs.
+
+    Returns the source (with its problems), the draft, and the lines of arguments without counterpart.
+    """
+    source, draft = Source("slime", settings, DEFAULTS, prefix="--"), Draft()
+    run = SlimeRun(source, draft, rows)
+    translate_data(run)
+    translate_algorithm(run)
+    if not run.is_supervised:
+        translate_rollout(run)
+    translate_batches(run)
+    translate_cluster(run)
+    translate_ranks(run)
+    translate_schedule(run)
+    block_unsupported(run)
+    return source, draft, list_uncovered(source)

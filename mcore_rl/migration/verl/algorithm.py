@@ -1,0 +1,240 @@
+"""verl's section `algorithm` and the loss keys of `actor_rollout_ref.actor`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from mcore_rl.migration.draft import SKIP, Row
+from mcore_rl.migration.source import Setting
+from mcore_rl.migration.verl.defaults import ACTOR, CRITIC
+from mcore_rl.migration.verl.run import VerlRun
+
+ESTIMATORS = {
+    **{name: name for name in "gae grpo grpo_passk rloo remax opo gpg".split()},
+    **{name: name for name in "reinforce_plus_plus reinforce_plus_plus_baseline".split()},
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+}
+LOSSES = {
+    "vanilla": "ppo_clip",
+    "gspo": "gspo",
+    "geo_mean": "gmpo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "cispo": "cispo",
+    "gpg": "reinforce",
+}
+CLIPPING = ("ppo_clip", "gspo", "gmpo", "cispo", "clip_cov")
+"""Losses with the options clip_low and clip_high."""
+KL_KINDS = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "mse",
+    "k2": "mse",
+    "low_var_kl": "low_var",
+    "low_var": "low_var",
+    "k3": "low_var",
+}
+METRICS = {"acc": "accuracy", "score": "reward", "seq_reward": "reward", "seq_final_reward": "reward"}
+REPLAY = {"disabled": SKIP, "R2": "policy", "R3": "engine"}
+UNLIMITED_BATCHES = 1000
+"""Value of algorithm.dynamic_sampling.max_batches for a run of verl without a limit."""
+LOSS, CORRECTION, FILTER = "algorithm.policy_loss", "algorithm.rollout_correction", "algorithm.filter_groups"
+_REJECTION = re.compile(r"(token|seq_sum|seq_mean)_k1")
+_LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
+
+ADVANTAGE_ROWS = (Row("algorithm.advantage", ("algorithm.adv_estimator",), lambda name: ESTIMATORS.get(str(name))),)
+LOSS_ROWS = (
+    Row(f"{LOSS}.name", (f"{ACTOR}.policy_loss.loss_mode",), lambda name: LOSSES.get(str(name))),
+    Row("algorithm.loss_aggregation", (f"{ACTOR}.loss_agg_mode",), lambda m: None if m == "token-sum" else m),
+    Row("algorithm.entropy_coefficient", (f"{ACTOR}.entropy_coeff",)),
+    Row("actor.moe.router_replay", (f"{ACTOR}.router_replay.mode",), lambda mode: REPLAY.get(str(mode))),
+)
+
+
+def translate_algorithm(run: VerlRun) -> None:
+    """Translate advantages, loss, KL terms, corrections and dynamic sampling."""
+    run.draft.apply(run.source, (*ADVANTAGE_ROWS, *LOSS_ROWS))
+    _translate_advantage_options(run)
+    _translate_loss_options(run)
+    _translate_kl(run)
+    _translate_correction(run)
+    _translate_dynamic_sampling(run)
+    _list_denominator(run)
+
+
+def _translate_advantage_options(run: VerlRun) -> None:
+    source, draft = run.source, run.draft
+    name = draft.values.get("algorithm.advantage", "grpo")
+    if name in ("gae", "reinforce_plus_plus"):
+        draft.apply(source, (Row("algorithm.gamma", ("algorithm.gamma",), _unless(1)),))
+    if name == "gae":
+        draft.apply(source, (Row("algorithm.lam", ("algorithm.lam",), _unless(1)),))
+    source.find("algorithm.gamma", "algorithm.lam")
+    if name in ("grpo", "grpo_passk"):
+        rows = Row("algorithm.normalize_by_std", ("algorithm.norm_adv_by_std_in_grpo",), _unless(True))
+        draft.apply(source, (rows,))
+    source.find("algorithm.norm_adv_by_std_in_grpo")
+    if source.flag("algorithm.use_pf_ppo"):
+        draft.block(source.effective("algorithm.use_pf_ppo"), "PF-PPO, which resamples responses, does not exist here")
+
+
+def _translate_loss_options(run: VerlRun) -> None:
+    source, draft = run.source, run.draft
+    loss = draft.values.get(f"{LOSS}.name", "ppo_clip")
+    if loss in CLIPPING:
+        for ours, theirs in (("clip_low", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
+            # verl reads clip_ratio only if these are null.
+            explicit = source.effective(f"{ACTOR}.{theirs}").value is not None
+            key = f"{ACTOR}.{theirs}" if explicit else f"{ACTOR}.clip_ratio"
+            draft.take(source, f"{LOSS}.{ours}", source.number(key), key)
+    if source.is_set(f"{ACTOR}.clip_ratio") and not source.is_set(f"{ACTOR}.clip_ratio_low"):
+        draft.changes.append(
+            f"{source.effective(f'{ACTOR}.clip_ratio').shown} has no effect in verl, which uses clip_ratio_low and "
+            f"clip_ratio_high (0.2); set {LOSS}.clip_low and {LOSS}.clip_high to clip at this value"
+        )
+    if loss == "ppo_clip":
+        draft.apply(source, (Row(f"{LOSS}.dual_clip", (f"{ACTOR}.clip_ratio_c",)),))
+    options = f"{ACTOR}.policy_loss"
+    if loss == "clip_cov":
+        for ours, theirs in (("cov_ratio", "clip_cov_ratio"), ("cov_low", "clip_cov_lb"), ("cov_high", "clip_cov_ub")):
+            draft.take(source, f"{LOSS}.{ours}", source.number(f"{options}.{theirs}"), f"{options}.{theirs}")
+    if loss == "kl_cov":
+        for ours, theirs in (("cov_ratio", "kl_cov_ratio"), ("kl_coef", "ppo_kl_coef")):
+            draft.take(source, f"{LOSS}.{ours}", source.number(f"{options}.{theirs}"), f"{options}.{theirs}")
+    source.find(f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_c")
+
+
+def _translate_kl(run: VerlRun) -> None:
+    """Translate both KL terms. verl has a flag and a coefficient; we have a coefficient that is 0 without the term."""
+    source, draft = run.source, run.draft
+    if source.flag(f"{ACTOR}.use_kl_loss") and source.number(f"{ACTOR}.kl_loss_coef") > 0:
+        draft.take(source, "algorithm.kl.in_loss", source.number(f"{ACTOR}.kl_loss_coef"), f"{ACTOR}.kl_loss_coef")
+        kind = _kind(run, source.effective(f"{ACTOR}.kl_loss_type"))
+        draft.take(source, "algorithm.kl.loss_kind", kind, f"{ACTOR}.kl_loss_type")
+    control = "algorithm.kl_ctrl"
+    if source.flag("algorithm.use_kl_in_reward") and source.number(f"{control}.kl_coef") > 0:
+        draft.take(source, "algorithm.kl.in_reward", source.number(f"{control}.kl_coef"), f"{control}.kl_coef")
+        kind = _kind(run, source.effective("algorithm.kl_penalty"))
+        draft.take(source, "algorithm.kl.reward_kind", kind, "algorithm.kl_penalty")
+        if source.text(f"{control}.type") == "adaptive":
+            draft.set("algorithm.kl.controller", "adaptive", source.effective(f"{control}.type").origin)
+            draft.take(source, "algorithm.kl.target", source.number(f"{control}.target_kl"), f"{control}.target_kl")
+            draft.take(source, "algorithm.kl.horizon", source.integer(f"{control}.horizon"), f"{control}.horizon")
+    source.find(f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", "algorithm.kl_penalty")
+    source.find(*(f"{control}.{name}" for name in ("type", "kl_coef", "target_kl", "horizon")))
+    has_reference = any(key.startswith("algorithm.kl.in_") for key in draft.values)
+    offloaded = ("actor_rollout_ref.ref.megatron.param_offload", "actor_rollout_ref.ref.fsdp_config.param_offload")
+    found = source.find(*offloaded)
+    if has_reference and found is not None:
+        draft.set("reference.offload", source.flag(*offloaded), found.origin)
+
+
+def _kind(run: VerlRun, setting: Setting) -> str:
+    """Translate an estimator of the KL. A trailing + means an estimator whose gradient is k2's."""
+    name = str(setting.value)
+    if name.endswith("+") or name not in KL_KINDS:
+        run.draft.block(setting, f"estimators of the KL are {', '.join(KL_KINDS)}")
+        return "low_var"
+    return KL_KINDS[name]
+
+
+def _translate_correction(run: VerlRun) -> None:
+    """Translate the correction between engine and trainer: weights (IS) or rejection (RS)."""
+    source, draft = run.source, run.draft
+    level, rejection = source.text(f"{CORRECTION}.rollout_is"), source.text(f"{CORRECTION}.rollout_rs")
+    bounds = _bounds(run, f"{CORRECTION}.rollout_is_threshold" if level else f"{CORRECTION}.rollout_rs_threshold")
+    match = None if rejection is None else _REJECTION.fullmatch(rejection)
+    if level is not None and rejection is not None:
+        draft.block(source.effective(f"{CORRECTION}.rollout_rs"), "weights and rejection cannot be combined")
+    elif level is not None:
+        draft.set("algorithm.correction.kind", "mask" if bounds[0] else "truncate", f"{CORRECTION}.rollout_is")
+        draft.take(source, "algorithm.correction.level", level, f"{CORRECTION}.rollout_is")
+        _set_bounds(run, bounds, f"{CORRECTION}.rollout_is_threshold")
+    elif match is not None:
+        draft.changes.append(
+            f"{CORRECTION}.rollout_rs={rejection} only drops tokens or responses outside the bounds; "
+            "algorithm.correction.kind=mask also multiplies the remaining losses by their weights"
+        )
+        draft.set("algorithm.correction.kind", "mask", f"{CORRECTION}.rollout_rs")
+        draft.take(source, "algorithm.correction.level", _LEVELS[match[1]], f"{CORRECTION}.rollout_rs")
+        _set_bounds(run, bounds, f"{CORRECTION}.rollout_rs_threshold")
+    elif rejection is not None:
+        draft.block(source.effective(f"{CORRECTION}.rollout_rs"), "rejection uses token_k1, seq_sum_k1 or seq_mean_k1")
+    if source.flag(f"{CORRECTION}.rollout_is_batch_normalize"):
+        draft.block(source.effective(f"{CORRECTION}.rollout_is_batch_normalize"), "weights are not normalized here")
+    if source.flag(f"{CORRECTION}.bypass_mode") or run.is_fully_asynchronous:
+        draft.changes.append(
+            f"{CORRECTION}.bypass_mode uses the engine's log-probabilities as the old policy; here the trainer "
+            "recomputes them, and algorithm.correction weighs the difference"
+        )
+    source.find(f"{CORRECTION}.loss_type", f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_rs_threshold")
+
+
+def _bounds(run: VerlRun, key: str) -> tuple[float, float]:
+    """Read `high` or `low_high`; the lower bound is 0 if it is missing."""
+    setting = run.source.effective(key)
+    low, separator, high = str(setting.value).partition("_")
+    if setting.value is None:
+        return 0.0, 2.0
+    try:
+        return (float(low), float(high)) if separator else (0.0, float(low))
+    except ValueError:
+        run.source.problems.append(f"{setting.shown} is no number, and no pair of numbers such as 0.5_2.0")
+        return 0.0, 2.0
+
+
+def _set_bounds(run: VerlRun, bounds: tuple[float, float], key: str) -> None:
+    if bounds[0]:
+        run.draft.set("algorithm.correction.low", bounds[0], run.source.effective(key).origin)
+    run.draft.take(run.source, "algorithm.correction.high", bounds[1], key)
+
+
+def _translate_dynamic_sampling(run: VerlRun) -> None:
+    source, draft, ours = run.source, run.draft, "algorithm.dynamic_sampling"
+    enabled = source.flag(f"{FILTER}.enable")
+    generated, trained = source.integer("data.gen_batch_size"), max(run.prompts_per_step, 1)
+    limit = source.integer(f"{FILTER}.max_num_gen_batches")
+    metric = source.find(f"{FILTER}.metric")
+    if not enabled:
+        return
+    draft.take(source, f"{ours}.enable", True, f"{FILTER}.enable")
+    if metric is not None:
+        draft.apply(source, (Row(f"{ours}.metric", (f"{FILTER}.metric",), lambda name: METRICS.get(str(name))),))
+    factor = max(generated, trained) / trained
+    batches = -(-int(limit * max(generated, trained)) // trained) if limit > 0 else UNLIMITED_BATCHES
+    note = "no limit in verl" if limit <= 0 else f"x {factor:g} batches of data.gen_batch_size" if factor > 1 else ""
+    draft.take(source, f"{ours}.max_batches", batches, f"{FILTER}.max_num_gen_batches", note=note)
+    if factor > 1:
+        draft.changes.append(
+            f"data.gen_batch_size={generated} prompts are sampled at a time in verl; here a round samples "
+            f"trainer.prompts_per_step={trained}, with up to {batches} rounds per step"
+        )
+
+
+def _list_denominator(run: VerlRun) -> None:
+    """List differences in the denominator of means."""
+    source, draft = run.source, run.draft
+    mode = source.text(f"{ACTOR}.loss_agg_mode")
+    if mode == "seq-mean-token-sum-norm":
+        scale = source.find(f"{ACTOR}.loss_scale_factor")
+        length = run.draft.integer("rollout.max_response_tokens")
+        draft.changes.append(
+            f"{ACTOR}.loss_agg_mode={mode} divides by "
+            + (f"{scale.shown}" if scale is not None and scale.value else "the padded length of the responses")
+            + f" in verl; here always by rollout.max_response_tokens={length}"
+        )
+    elif mode is not None and mode.startswith("seq-mean"):
+        draft.changes.append(
+            f"{ACTOR}.loss_agg_mode={mode} divides by all responses of a mini-batch; here by those with a trained token"
+        )
+    critic = source.find(f"{CRITIC}.loss_agg_mode")
+    if critic is not None and critic.value != mode:
+        draft.changes.append(f"{critic.shown}: the value loss has algorithm.loss_aggregation, like the policy loss")
+    source.find(f"{ACTOR}.loss_scale_factor")
+
+
+def _unless(default: object) -> Callable[[object], object]:
+    return lambda value: SKIP if value == default else value

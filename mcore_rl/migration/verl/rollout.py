@@ -1,0 +1,114 @@
+"""verl's section `actor_rollout_ref.rollout`: engines, sampling, tools."""
+
+from __future__ import annotations
+
+from mcore_rl.config.schema import TOOL_FORMATS
+from mcore_rl.migration.draft import Row
+from mcore_rl.migration.verl.defaults import ROLLOUT
+from mcore_rl.migration.verl.run import VerlRun
+
+UNLIMITED_TURNS = 100
+SHARES = {"left": "end", "right": "start", "middle": "both"}
+"""verl names the side that it cuts off, we name the part that stays."""
+ROWS = (
+    Row("rollout.samples_per_prompt", (f"{ROLLOUT}.n",)),
+    Row("rollout.temperature", (f"{ROLLOUT}.temperature",)),
+    Row("rollout.gpu_memory_fraction", (f"{ROLLOUT}.gpu_memory_utilization",)),
+    Row("rollout.enforce_eager", (f"{ROLLOUT}.enforce_eager",)),
+    Row("rollout.max_concurrent_requests", (f"{ROLLOUT}.max_num_seqs",)),
+    Row("rollout.max_batched_tokens", (f"{ROLLOUT}.max_num_batched_tokens",)),
+    Row("rollout.validation_top_p", (f"{ROLLOUT}.val_kwargs.top_p",)),
+    Row("weights.bucket_mib", (f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",)),
+)
+TOOL_ROWS = (
+    Row("rollout.max_tool_calls_per_turn", (f"{ROLLOUT}.multi_turn.max_parallel_calls",)),
+    Row("rollout.tool_answer_characters", (f"{ROLLOUT}.multi_turn.max_tool_response_length",)),
+    Row(
+        "rollout.tool_answer_keep",
+        (f"{ROLLOUT}.multi_turn.tool_response_truncate_side",),
+        lambda value: SHARES.get(str(value)),
+    ),
+)
+
+
+def translate_rollout(run: VerlRun) -> None:
+    """Translate engines, sampling and tools."""
+    run.draft.apply(run.source, ROWS)
+    _translate_engine(run)
+    _translate_sampling(run)
+    _translate_validation(run)
+    _translate_tools(run)
+
+
+def _translate_engine(run: VerlRun) -> None:
+    source, draft = run.source, run.draft
+    name = source.text(f"{ROLLOUT}.name")
+    if name not in (None, "vllm"):
+        draft.changes.append(
+            f"{ROLLOUT}.name={name}: rollout.engine is vllm here"
+            + (", since SGLang runs on CPUs in this version" if name == "sglang" else "")
+        )
+    for key in ("data_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size"):
+        if source.integer(f"{ROLLOUT}.{key}") > 1:
+            expert = "expert" in key
+            if expert:
+                draft.take(source, "rollout.expert_parallel", True, f"{ROLLOUT}.{key}")
+            draft.changes.append(
+                f"{source.effective(f'{ROLLOUT}.{key}').shown}: an engine has rollout.tp ranks only"
+                + (", which hold whole experts (rollout.expert_parallel)" if expert else "; compare the plan's memory")
+            )
+
+
+def _translate_sampling(run: VerlRun) -> None:
+    source, draft = run.source, run.draft
+    top_p, top_k = source.number(f"{ROLLOUT}.top_p"), source.integer(f"{ROLLOUT}.top_k")
+    if top_p < 1:
+        draft.block(source.effective(f"{ROLLOUT}.top_p"), "training samples from the full softmax; set it to 1")
+    # verl's Hugging Face rollout writes 0 for all tokens.
+    if top_k > 0:
+        draft.block(source.effective(f"{ROLLOUT}.top_k"), "training samples from the full softmax; set it to -1")
+
+
+def _translate_validation(run: VerlRun) -> None:
+    source, draft, keys = run.source, run.draft, f"{ROLLOUT}.val_kwargs"
+    sampled = not source.is_set(f"{keys}.do_sample") or source.flag(f"{keys}.do_sample")
+    temperature = source.number(f"{keys}.temperature") if sampled else 0.0
+    names = (f"{keys}.temperature",) if sampled else (f"{keys}.do_sample",)
+    draft.take(source, "rollout.validation_temperature", temperature, *names)
+    source.find(f"{keys}.temperature")
+    top_k, samples = source.integer(f"{keys}.top_k"), source.integer(f"{keys}.n")
+    draft.take(source, "rollout.validation_top_k", top_k if top_k > 0 else -1, f"{keys}.top_k")
+    if samples > 1 and temperature == 0:
+        draft.changes.append(
+            f"{source.effective(f'{keys}.n').shown}: greedy responses to a prompt are all equal, so one is generated"
+        )
+    elif samples > 1 or source.is_set(f"{keys}.n"):
+        draft.take(source, "rollout.validation_samples", max(samples, 1), f"{keys}.n")
+
+
+def _translate_tools(run: VerlRun) -> None:
+    source, draft, keys = run.source, run.draft, f"{ROLLOUT}.multi_turn"
+    files = (f"{keys}.tool_config_path", f"{keys}.function_tool_path", "data.tool_config_path")
+    path = source.text(*files)
+    loop = source.find(f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.agent.agent_loop_config_path")
+    for setting in (loop, source.find(f"{keys}.interaction_config_path")):
+        if setting is not None and setting.value not in (None, "single_turn_agent", "tool_agent"):
+            draft.choices.append(
+                f"{setting.shown}: write this episode for rollout.episode or rollout.environment (docs/episodes.md)"
+            )
+    enabled = source.flag(f"{keys}.enable") or (loop is not None and loop.value == "tool_agent")
+    if path is None or not (enabled or not source.is_set(f"{keys}.enable")):
+        return
+    draft.take(source, "rollout.tools", path, *files)
+    draft.apply(source, TOOL_ROWS)
+    turns = source.integer(f"{keys}.max_assistant_turns")
+    note = "" if turns else "verl has no limit"
+    draft.take(source, "rollout.max_turns", turns or UNLIMITED_TURNS, f"{keys}.max_assistant_turns", note=note)
+    parser = source.text(f"{keys}.format")
+    if parser in TOOL_FORMATS:
+        draft.take(source, "rollout.tool_parser", parser, f"{keys}.format")
+    else:
+        draft.choices.append(
+            f"{keys}.format={parser}: rollout.tool_parser is one of {', '.join(TOOL_FORMATS)}, or yours"
+        )
+    source.find(f"{keys}.max_user_turns")

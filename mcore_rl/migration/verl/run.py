@@ -1,0 +1,86 @@
+"""Facts about a verl run that several translations need: trainer, training backend, batch sizes, devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from mcore_rl.migration.draft import Draft
+from mcore_rl.migration.source import Source
+from mcore_rl.migration.verl.defaults import ACTOR, ROLLOUT
+
+CONFIG_NAME, MODULE = "--config-name", "-m"
+"""Names of the settings that hold the base configuration and the program."""
+
+
+@dataclass
+class VerlRun:
+    """A verl run under translation.
+
+    rows: number of training prompts; None if unknown.
+    """
+
+    source: Source
+    draft: Draft
+    rows: int | None = None
+
+    @cached_property
+    def module(self) -> str:
+        return self.source.text(MODULE) or ""
+
+    @cached_property
+    def is_supervised(self) -> bool:
+        """True for the SFT trainers."""
+        return "sft" in self.module.rpartition(".")[2] or self.source.is_set("model.partial_pretrain")
+
+    @cached_property
+    def is_fully_asynchronous(self) -> bool:
+        return "fully_async" in self.module or any(key.startswith("async_training.") for key in self.source.settings)
+
+    @cached_property
+    def is_one_step_off(self) -> bool:
+        return "one_step_off" in self.module
+
+    @cached_property
+    def uses_megatron(self) -> bool:
+        """True if Megatron trains; otherwise FSDP or a similar backend that shards all states."""
+        names = [CONFIG_NAME, "model_engine", f"{ACTOR}.strategy", "engine", "engine.strategy"]
+        named = [self.source.text(name) or "" for name in names]
+        return any("megatron" in name for name in named) or any(
+            key.startswith((f"{ACTOR}.megatron.", "engine.tensor_model_parallel_size")) for key in self.source.settings
+        )
+
+    @property
+    def samples(self) -> int:
+        """Responses per prompt."""
+        return max(self.source.integer(f"{ROLLOUT}.n"), 1)
+
+    @property
+    def prompts_per_update(self) -> int:
+        return max(self.source.integer(f"{ACTOR}.ppo_mini_batch_size"), 1)
+
+    @property
+    def updates_per_scheduler_step(self) -> int:
+        """Optimizer updates between two steps of verl's learning rate schedule, which advances once per call of the
+        actor's update."""
+        epochs = max(self.source.integer(f"{ACTOR}.ppo_epochs"), 1)
+        if self.is_fully_asynchronous:
+            return max(self.source.integer("async_training.require_batches"), 1) * epochs
+        return max(self.prompts_per_step // self.prompts_per_update, 1) * epochs
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts between two weight syncs."""
+        if self.is_fully_asynchronous:
+            local = self.source.integer("async_training.trigger_parameter_sync_step")
+            return local * max(self.source.integer("async_training.require_batches"), 1) * self.prompts_per_update
+        return self.source.integer("data.train_batch_size")
+
+    @property
+    def trainer_gpus(self) -> int:
+        return self.source.integer("trainer.nnodes") * self.source.integer("trainer.n_gpus_per_node")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.source.integer("data.max_prompt_length") + self.source.integer("data.max_response_length")

@@ -1,0 +1,96 @@
+"""Reasons why keys of verl have no counterpart."""
+
+from __future__ import annotations
+
+from mcore_rl.migration.draft import Draft
+from mcore_rl.migration.source import Setting, Source
+from mcore_rl.migration.uncovered import grouped_lines, matches
+
+REASONS = {
+    "metrics.jsonl and tensorboard/ are always written": """
+        *.prometheus.* trainer.logger trainer.log_val_generations trainer.rollout_data_dir
+        trainer.validation_data_dir *.trace.*
+    """,
+    "profiling": "*profiler* *npu_profile* *.profile_* skip.*",
+    "a run resumes from run.dir if it holds one": """
+        trainer.resume* trainer.del_local_ckpt_after_load *.load_contents
+    """,
+    "checkpoints always hold weights, optimizer and position": "*.save_contents",
+    "forward passes use tokens_per_microbatch too": """
+        *.log_prob_micro_batch_size* *.log_prob_max_token_len_per_gpu *.log_prob_use_dynamic_bsz
+        *.forward_max_token_len_per_gpu *.forward_micro_batch_size* critic.use_dynamic_bsz
+    """,
+    "sequences are always packed without padding": "*remove_padding *pad_mode *.pad_to_length* *.seq_balance*",
+    "work is always balanced over ranks": "trainer.balance_batch data.balance_dp_token",
+    "the reference has the layout of the actor's ranks": "actor_rollout_ref.ref.*",
+    "checkpoints are read from Hugging Face directories": """
+        *dist_checkpointing* *dist_ckpt* *mbridge* *.load_format *.use_shm *.trust_remote_code *.external_lib
+    """,
+    "the engine's log-probabilities are always recorded": "*.calculate_log_probs *.enable_rollout_routing_replay",
+    "chosen by this project or Megatron": """
+        *override_transformer_config* *override_ddp_config* *override_optimizer_config*
+        *override_mcore_model_config* *.override_config* *fused_kernel* *.use_torch_compile *.attn_implementation
+        *entropy_* *.use_liger *.dtype *.entropy_from_logits* *.use_megatron_fsdp *.lr_warmup_init *.lr_decay_steps
+        *.total_training_steps *.use_mbridge *.sequence_parallel *.enable_activation_offload
+        *.enable_gradient_checkpointing *.data_loader_seed *.veomni.* *.freeze_vision* *.tiled_mlp*
+        *.use_prefix_grouper
+    """,
+    "settings of FSDP": "*fsdp* *.wrap_policy* *.strategy engine *.ulysses_sequence_parallel_size strategy",
+    "chosen by the engine": """
+        *.engine_kwargs* *.enable_chunked_prefill *.enable_prefix_caching *.free_cache_engine *.max_model_len
+        *.disable_log_stats *.cudagraph_capture_sizes *.multi_stage_wake_up *.ignore_eos *.rollout.mode
+        *.rollout.dtype *.layered_summon *.skip_tokenizer_init *.scheduling_policy *.do_sample *.quantization*
+        *.checkpoint_engine.* *.moe_tensor_parallel_size
+    """,
+    "graders of rows run in reward.workers processes": """
+        reward*.num_workers *.agent.num_workers reward*.max_concurrent
+    """,
+    "Ray is started by this project": "ray_kwargs.* ray_init.* *timeout* trainer.ray_wait*",
+    "the reward model has its own section (reward_model.*)": "reward_model.* reward.reward_model.*",
+    "graders count the limits of the response": "*.max_resp_len *.reward_kwargs.*",
+    "reading of the data": """
+        data.return_* data.dataloader_num_workers data.num_workers data.gen_batch_size data.val_batch_size
+        *.image_key *.video_key *.image_patch_size data.train_max_samples data.validation_shuffle data.*_key
+        data.*_dict_keys
+    """,
+    "parts of verl's implementation": """
+        trainer.use_* trainer.v1.* transfer_queue.* async_resources.* async_training.* rollout.test_freq
+        *.agent.agent_loop_manager_class data.ignore_input_ids_mismatch *.nccl_timeout *.enable_sleep_mode
+        *.over_sample_rate *.disaggregation.* rollout.*
+    """,
+    "multi-token prediction: see actor.mtp_loss_coefficient": "*.mtp.*",
+    "adapters: see actor.lora": "*.lora.* *.exclude_modules *.lora_* *.target_modules",
+    "distillation does not exist here": "distillation.*",
+    "options of a part that this run does not use": """
+        *.multi_turn.* *.clip_ratio* *.policy_loss.* *.actor.tau_* algorithm.* trainer.default_hdfs_dir optim.*
+        model data.use_dynamic_bsz data.max_token_len_per_gpu data.filter_overlong_prompts* data.custom_cls.*
+    """,
+    "roles are part of the configuration": "*.hybrid_engine critic.* model_engine optim critic.enable",
+}
+"""Reason -> patterns of keys."""
+IGNORED = ("*._target_", "hydra.*", "defaults", "*.rollout_n")
+"""Keys of Hydra."""
+MULTIMODAL = ("data.image_key", "data.video_key", "data.audio_key")
+
+
+def list_uncovered(source: Source) -> list[str]:
+    """Return one line per reason, and one per unknown key, for settings that no translation read."""
+    return grouped_lines(
+        [each for each in source.unread() if not matches(each.key, IGNORED) and not _is_default(source, each)], REASONS
+    )
+
+
+def block_unsupported(source: Source, draft: Draft) -> None:
+    """Add blockers for parts of verl that change what is trained and do not exist here."""
+    if source.flag("distillation.enabled"):
+        draft.block(source.effective("distillation.enabled"), "distillation from a teacher does not exist here")
+    for key in MULTIMODAL:
+        if source.text(key) is not None:
+            draft.block(source.effective(key), "prompts are texts; images, videos and audio are not supported")
+
+
+def _is_default(source: Source, setting: Setting) -> bool:
+    """Return True for keys of a complete YAML file that are off or at verl's default."""
+    return setting.line is None and (
+        setting.value in (None, False, {}, [], "", -1) or source.defaults.get(setting.key) == setting.value
+    )
