@@ -18,6 +18,8 @@ from mcore_rl import __version__
 from mcore_rl.doctor.command import add_arguments as add_doctor_arguments
 from mcore_rl.doctor.command import run as run_doctor
 from mcore_rl.errors import McoreRLError, storage_error
+from mcore_rl.migration.command import add_arguments as add_import_arguments
+from mcore_rl.migration.command import run as run_import
 
 CONFIGURED_VERBS = ("train", "eval", "plan", "slurm")
 """Verbs that take a configuration and overrides."""
@@ -91,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     keys.add_argument("--json", action="store_true", help="print a JSON list of objects")
     text = "show versions, devices, engines and missing packages; --node: test devices and network"
     add_doctor_arguments(add("doctor", text, run_doctor))
+    for trainer in ("verl", "slime"):
+        text = f"translate a launch script of {trainer} to a configuration, with a list of differences"
+        add_import_arguments(add(f"import-{trainer}", text, run_import), trainer=trainer)
     return parser
 
 
