@@ -52,13 +52,13 @@ def run(options: argparse.Namespace) -> int:
         from mcore_rl.migration.verl.translation import translate
 
         read = read_verl(path, given, None if options.base is None else Path(options.base))
-        source, draft, uncovered = translate(read.settings, options.rows)
+        source, draft, uncovered = translate(read.settings, options.rows, path.stem)
     else:
         from mcore_rl.migration.slime.reader import read_slime
         from mcore_rl.migration.slime.translation import translate as translate_slime
 
         read = read_slime(path, given)
-        source, draft, uncovered = translate_slime(read.settings, options.rows)
+        source, draft, uncovered = translate_slime(read.settings, options.rows, path.stem)
     problems = [*source.problems, *([] if options.force else draft.blockers)]
     if problems:
         remedy = "" if options.force or not draft.blockers else ". --force leaves such settings out"

@@ -40,6 +40,7 @@ class Source:
     """Settings of a run of another trainer.
 
     defaults: its value of each key that a run does not set. prefix: text before a key's name in messages, such as --.
+    name: name of a run that has none.
     problems: values that could not be read, for one message.
     """
 
@@ -47,6 +48,7 @@ class Source:
     settings: dict[str, Setting]
     defaults: Mapping[str, object]
     prefix: str = ""
+    name: str = "imported"
     used: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping
 
+from mcore_rl.config.reading.unknown_keys import known_keys, nearest
 from mcore_rl.migration.source import Setting
 
 MAX_NAMED = 3
@@ -18,11 +19,14 @@ def grouped_lines(settings: Iterable[Setting], reasons: Mapping[str, str]) -> li
     """
     groups: dict[str, list[Setting]] = {}
     unknown: list[str] = []
+    keys = known_keys()
     for setting in settings:
         name = setting.key.removeprefix("--")
         reason = next((text for text, patterns in reasons.items() if matches(name, patterns.split())), None)
         if reason is None:
-            unknown.append(f"{setting.shown}: not known to this importer")
+            similar = nearest(name, keys)
+            hint = "" if similar is None else f"; {similar} has a similar name"
+            unknown.append(f"{setting.shown}: not known to this importer{hint}")
         else:
             groups.setdefault(reason, []).append(setting)
     return [_line(reason, each) for reason, each in groups.items()] + unknown

@@ -24,6 +24,8 @@ _UNQUOTED_WORDS = re.compile(r"(?:\$\([^)]*\)|\S)+")
 LISTS = ("@", "*")
 KEPT = ("HOME", "PWD", "USER", "HOSTNAME")
 """Variables that every environment has."""
+NODE_INDICES = ("RANK", "SLURM_PROCID", "SLURM_NODEID")
+"""Endings of variables with the index of a node or process."""
 
 
 class _Fields:
@@ -49,13 +51,13 @@ class _Fields:
         if parts and text[-1:].isspace():
             self.end()
 
-    def add_items(self, items: Iterable[Word]) -> None:
-        """Add the items of an array: the first continues the current word."""
+    def add_items(self, items: Iterable[Word], *, quoted: bool) -> None:
+        """Add the items of an array: the first continues the current word. Without quotes, blanks split items."""
         for number, item in enumerate(items):
             if number:
                 self.end()
             self.line = item.line or self.line
-            self.add(item.text)
+            (self.add if quoted else self.add_split)(item.text)
 
     def end(self) -> None:
         if self.current is not None:
@@ -101,8 +103,8 @@ class Expander:
         if not UNKNOWN.search(text):
             return text
         # Conditions such as [ -n "$NAME" ] ask if a variable is set in the environment.
-        empty = UNKNOWN.sub(lambda part: part[0] if part[2] is not None or part[1] in KEPT else "", text)
-        return None if UNKNOWN.search(empty) else empty
+        found = UNKNOWN.sub(lambda part: part[0] if part[2] is not None or part[1] in KEPT else _unset(part[1]), text)
+        return None if UNKNOWN.search(found) else found
 
     def _add(self, node: Node, fields: _Fields, *, quoted: bool = False) -> None:
         match node.type:
@@ -131,7 +133,7 @@ class Expander:
         if len(parts) == 1 and not isinstance(parts[0], str) and parts[0].type in EXPANSIONS[:2]:
             _, items = parameters.items_of(parts[0], self)
             if items is not None:  # "${NAME[@]}" of an empty array is no word
-                fields.add_items(items)
+                fields.add_items(items, quoted=True)
                 return
         fields.add("")  # an empty text in quotes is a word
         for part in parts:
@@ -145,7 +147,7 @@ class Expander:
     def _add_expansion(self, node: Node, fields: _Fields, *, quoted: bool) -> None:
         name, items = parameters.items_of(node, self)
         if items is not None:
-            fields.add_items(items)
+            fields.add_items(items, quoted=quoted)
             return
         if name in LISTS:
             return
@@ -162,6 +164,12 @@ class Expander:
         is_name = node.type in ("variable_name", "word")
         text = self.variables.get(text_of(node)) if is_name else self.text(node)
         return None if text is None or UNKNOWN.search(text) else text
+
+
+def _unset(name: str) -> str:
+    """Return the value of an unset variable in a condition: 0 for the index of a node, since the first node starts the
+    training, and else an empty text."""
+    return "0" if name.endswith(NODE_INDICES) else ""
 
 
 def _unescaped(match: re.Match[str]) -> str:

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from mcore_rl.migration.shell.expansion import Expander
 
 NAME_NODES = ("variable_name", "special_variable_name")
-CASES = {",,": str.lower, "^^": str.upper, ",": lambda text: text[:1].lower() + text[1:], "^": str.capitalize}
+CASES = {
+    ",,": str.lower,
+    "^^": str.upper,
+    ",": lambda text: text[:1].lower() + text[1:],
+    "^": lambda text: text[:1].upper() + text[1:],
+}
 
 
 def items_of(node: Node, expander: Expander) -> tuple[str | None, list[Word] | None]:

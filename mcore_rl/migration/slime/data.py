@@ -42,8 +42,10 @@ def translate_data(run: SlimeRun) -> None:
                 f"{setting.shown} is a Megatron checkpoint; weights come from model.hf_path here, and {use}"
             )
     save = source.text("save")
-    name = os.path.basename((save or "").rstrip("/")) or "imported"
-    draft.set("run.dir", f"runs/{name}", source.effective("save").origin)
+    name = os.path.basename((save or "").rstrip("/"))
+    draft.set(
+        "run.dir", f"runs/{name or source.name}", source.effective("save").origin if name else "the script's name"
+    )
     if not source.flag("apply-chat-template") and not run.is_supervised:
         draft.take(source, "data.template", "plain", "apply-chat-template", note="without the flag, prompts are texts")
     draft.take(source, "data.shuffle", source.flag("rollout-shuffle"), "rollout-shuffle")

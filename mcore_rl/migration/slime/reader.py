@@ -30,10 +30,11 @@ def read_slime(path: Path, given: Mapping[str, str]) -> ReadInput:
     """
     if is_yaml(path):
         raise ConfigError(f"{path} is a YAML file; expected {EXPECTED}")
-    evaluation = evaluate_script(read_text(path), given, path.parent)
+    evaluation = evaluate_script(read_text(path), given, path.parent.absolute())
     launches = find_launches(evaluation.commands, lambda text: text.partition("=")[0] in OWN)
     if not launches:
-        raise ConfigError(f"{path} starts no training of slime; expected {EXPECTED}")
+        skipped = f" ({'; '.join(evaluation.notes)})" if evaluation.notes else ""
+        raise ConfigError(f"{path} starts no training of slime{skipped}; expected {EXPECTED}")
     launch, notes = launches[0], list(dict.fromkeys(evaluation.notes))
     flags = flag_values(launch.arguments)
     settings = {name: Setting(f"--{name}", _value(name, values), line) for name, (values, line) in flags.items()}

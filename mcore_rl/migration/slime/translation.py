@@ -15,12 +15,16 @@ from mcore_rl.migration.slime.uncovered import block_unsupported, list_uncovered
 from mcore_rl.migration.source import Setting, Source
 
 
-def translate(settings: dict[str, Setting], rows: int | None = None) -> tuple[Source, Draft, list[str]]:
-    """Translate arguments of slime. `rows`: number of training prompts, to compute steps from epochs.
+def translate(
+    settings: dict[str, Setting], rows: int | None = None, name: str = "imported"
+) -> tuple[Source, Draft, list[str]]:
+    """Translate arguments of slime.
+
+    rows: number of training prompts, to compute steps from epochs. name: run.dir of a run without a name.
 
     Returns the source (with its problems), the draft, and the lines of arguments without counterpart.
     """
-    source, draft = Source("slime", settings, DEFAULTS, prefix="--"), Draft()
+    source, draft = Source("slime", settings, DEFAULTS, prefix="--", name=name), Draft()
     run = SlimeRun(source, draft, rows)
     translate_data(run)
     translate_algorithm(run)

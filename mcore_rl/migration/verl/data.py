@@ -47,6 +47,8 @@ def translate_data(run: VerlRun) -> None:
     take_template_arguments(run)
     translate_model(run, f"{MODEL}.path")
     _translate_long_prompts(run)
+    if "data.train" not in draft.values:
+        draft.choices.append("data.train: the run has no data.train_files; set it")
     for key in ("data.custom_cls.path", "data.sampler.class_path"):
         setting = source.find(key)
         if setting is not None and setting.value:
@@ -72,6 +74,8 @@ def translate_model(run: VerlRun, *keys: str) -> None:
         source.problems.append(f"{keys[0]} is not set: there is no model to train")
         return
     draft.take(source, "model.hf_path", path, *keys)
+    if path.startswith("<"):
+        draft.choices.append(f"model.hf_path={path} is a placeholder of the script: set the model's directory")
     if _HUB_ID.fullmatch(path) and not os.path.isdir(path):
         draft.choices.append(
             f"model.hf_path={path} is a name on the Hugging Face hub: download it and set its directory"

@@ -72,8 +72,6 @@ COMMON: dict[str, object] = {
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
     "data.train_batch_size": 1024,
-    "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
-    "data.val_files": "~/data/rlhf/gsm8k/test.parquet",
     "data.shuffle": True,
     "data.truncation": "error",
     "data.filter_overlong_prompts": False,
@@ -87,8 +85,6 @@ COMMON: dict[str, object] = {
     "trainer.critic_warmup": 0,
     "trainer.total_epochs": 30,
     "trainer.device": "cuda",
-    "trainer.project_name": "verl_examples",
-    "trainer.experiment_name": "gsm8k",
 }
 ASYNCHRONOUS: dict[str, object] = {
     "async_training.staleness_threshold": 0.1,
@@ -106,7 +102,6 @@ SUPERVISED: dict[str, object] = {
     "data.max_token_len_per_gpu": 8192,
     "data.use_dynamic_bsz": True,
     "data.max_length": 1024,
-    "data.train_files": "~/data/gsm8k/train.parquet",
     "optim.lr": 1e-5,
     "optim.weight_decay": 0.01,
     "optim.betas": [0.9, 0.95],
@@ -120,7 +115,13 @@ SUPERVISED: dict[str, object] = {
     "trainer.n_gpus_per_node": 1,
     "trainer.seed": 1,
     "trainer.device": "cuda",
-    "trainer.project_name": "gsm8k-sft",
-    "trainer.experiment_name": "test",
 }
 """Defaults of the SFT trainers (verl/trainer/config/sft_trainer_engine.yaml)."""
+OLD_SUPERVISED: dict[str, object] = {
+    **SUPERVISED,
+    "data.use_dynamic_bsz": False,
+    "optim.lr_warmup_steps_ratio": 0.1,
+    "optim.lr_scheduler": "cosine",
+    "trainer.n_gpus_per_node": 8,
+}
+"""Defaults of verl.trainer.fsdp_sft_trainer, up to verl 0.7 (verl/trainer/config/sft_trainer.yaml)."""

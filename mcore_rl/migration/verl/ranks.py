@@ -91,7 +91,8 @@ def translate_budget(run: VerlRun, model: TrainedModel, *, tokens: str, micro: t
     else:
         origin, budget = micro, responses * run.longest
         note = f"x {run.longest} tokens of the longest sequence"
-        text = f"{source.effective(*micro).shown} responses per GPU"
+        given = source.effective(*micro)
+        text = f"{given.shown} responses per GPU" if given.value else f"{micro[0]} is not set"
     if budget < run.longest:
         note, budget = f"raised from {budget} to one longest sequence", run.longest
     step = 2 * ranks if ranks > 1 else 1

@@ -47,10 +47,11 @@ def read_verl(path: Path, given: Mapping[str, str], base: Path | None = None) ->
 
 
 def _from_script(path: Path, text: str, given: Mapping[str, str], base: Path | None) -> ReadInput:
-    evaluation: Evaluation = evaluate_script(text, given, path.parent)
+    evaluation: Evaluation = evaluate_script(text, given, path.parent.absolute())
     launches = find_launches(evaluation.commands, _is_override)
     if not launches:
-        raise ConfigError(f"{path} starts no training of verl; expected {EXPECTED}")
+        skipped = f" ({'; '.join(evaluation.notes)})" if evaluation.notes else ""
+        raise ConfigError(f"{path} starts no training of verl{skipped}; expected {EXPECTED}")
     launch, notes = launches[0], list(dict.fromkeys(evaluation.notes))
     for other in launches[1:]:
         notes.append(f"line {other.line}: another command, {other.program}, is not read")
@@ -120,9 +121,12 @@ def _yaml_settings(tree: Mapping[str, object]) -> dict[str, Setting]:
 
 
 def _resolved(key: str, value: object, flat: Mapping[str, object], depth: int = 0) -> object:
-    match = _INTERPOLATION.fullmatch(value) if isinstance(value, str) else None
-    if match is None or depth > len(flat):
+    if not isinstance(value, str) or depth > len(flat):
         return value
+    match = _INTERPOLATION.fullmatch(value)
+    if match is None:
+        parts = (_resolved(key, part[0], flat, depth + 1) for part in _INTERPOLATION.finditer(value))
+        return _INTERPOLATION.sub(lambda part: str(next(parts)), value)
     name = f"{key.rpartition('.')[0]}{match[1]}" if match[1].startswith(".") else match[1]
     if name in flat:
         return _resolved(name, flat[name], flat, depth + 1)

@@ -14,6 +14,7 @@ OVERLONG = (
     "custom_reward_function.overlong_buffer",
 )
 FUNCTION = ("reward.custom_reward_function", "custom_reward_function")
+FUNCTION_PATHS = tuple(f"{key}.path" for key in FUNCTION)
 MODEL_KEYS = ("reward.reward_model.model_path", "reward_model.model.path")
 
 
@@ -28,8 +29,8 @@ def translate_rewards(run: VerlRun) -> None:
 
 def _translate_function(run: VerlRun) -> None:
     source, draft = run.source, run.draft
-    paths, names = tuple(f"{key}.path" for key in FUNCTION), tuple(f"{key}.name" for key in FUNCTION)
-    path, name = source.text(*paths), source.text(*names) or "compute_score"
+    path = source.text(*FUNCTION_PATHS)
+    name = source.text(*(f"{key}.name" for key in FUNCTION)) or "compute_score"
     if path is None:
         draft.set("reward.function", "by_data_source", "verl without custom_reward_function")
         draft.defaults.append(
@@ -38,7 +39,7 @@ def _translate_function(run: VerlRun) -> None:
         return
     # verl also accepts pkg://module.
     module = path.removeprefix("pkg://")
-    draft.take(source, "reward.function", f"{module}:{name}", *paths, note=f"function {name}")
+    draft.take(source, "reward.function", f"{module}:{name}", *FUNCTION_PATHS, note=f"function {name}")
     kwargs = {
         key.rpartition(".")[2]: str(setting.value)
         for key, setting in source.settings.items()
@@ -55,7 +56,7 @@ def _translate_manager(run: VerlRun) -> None:
     name = str(setting.value)
     # Other managers have their own classes, such as remote or rate_limited; the function is the same.
     manager = MANAGERS.get(name)
-    own_function = "custom_reward_function" in draft.origins.get("reward.function", "")
+    own_function = source.text(*FUNCTION_PATHS) is not None
     if manager is None:
         draft.changes.append(f"{setting.shown}: reward.manager is prime, which grades responses concurrently")
     elif manager == "batch" and not own_function:
@@ -103,7 +104,7 @@ def _translate_reward_model(run: VerlRun) -> None:
         return
     draft.take(source, "reward_model.hf_path", path, *MODEL_KEYS)
     draft.set("reward_model.tokens_per_microbatch", run.longest, "one longest sequence")
-    if "custom_reward_function" not in draft.origins.get("reward.function", ""):
+    if source.text(*FUNCTION_PATHS) is None:
         draft.set("reward.function", "none", f"{MODEL_KEYS[-1]}: only the model gives rewards")
     draft.changes.append(
         f"{source.effective(*MODEL_KEYS).shown}: a sequence classification model with one label scores on ranks of its "

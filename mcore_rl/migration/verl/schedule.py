@@ -82,7 +82,7 @@ def translate_learning_rate(run: VerlRun, model: TrainedModel, updates: int) -> 
         f"{theirs}.warmup_style",
         f"{theirs}.lr_scheduler",
     )
-    style = source.text(*names) or ("cosine" if model.optimizer == "optim" and "fsdp_sft" in run.module else "constant")
+    style = source.text(*names) or "constant"
     schedule = SCHEDULES.get(style)
     if schedule is None:
         draft.block(source.effective(*names), f"the schedules are {', '.join(SCHEDULES)}")
@@ -136,11 +136,12 @@ def translate_intervals(run: VerlRun) -> None:
         draft.take(source, "checkpoint.async_save", True, *asynchronous)
     source.find("trainer.max_critic_ckpt_to_keep", f"{CRITIC}.checkpoint.async_save")
     name = source.text("trainer.experiment_name")
+    origin = source.effective("trainer.experiment_name").origin if name else "the script's name"
     safe = (
-        "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in str(name)).strip("_.")
+        "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name or source.name).strip("_.")
         or "imported"
     )
-    draft.set("run.dir", f"runs/{safe}", source.effective("trainer.experiment_name").origin)
+    draft.set("run.dir", f"runs/{safe}", origin)
     if source.is_set("trainer.default_local_dir"):
         draft.changes.append(
             f"{source.effective('trainer.default_local_dir').shown} holds verl's checkpoints; "

@@ -33,7 +33,10 @@ def translate_supervised(run: VerlRun) -> None:
             "a conversation are trained in verl; here data.prompt_key is the conversation up to the answer, and "
             "data.answer_key the answer"
         )
-    source.find("data.multiturn.messages_key", "data.multiturn.tools_key", "data.tools_key", "data.val_files")
+    source.find("data.multiturn.messages_key", "data.multiturn.tools_key", "data.tools_key")
+    validation = source.find("data.val_files")
+    if validation is not None and validation.value:
+        draft.changes.append(f"{validation.shown}: supervised training does not validate here")
     _translate_lengths(run)
     draft.take(source, "trainer.prompts_per_step", source.integer("data.train_batch_size"), "data.train_batch_size")
     draft.take(source, "trainer.prompts_per_update", source.integer("data.train_batch_size"), "data.train_batch_size")

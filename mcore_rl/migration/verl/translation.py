@@ -7,7 +7,7 @@ from mcore_rl.migration.source import Setting, Source
 from mcore_rl.migration.verl.algorithm import translate_algorithm
 from mcore_rl.migration.verl.cluster import translate_cluster
 from mcore_rl.migration.verl.data import translate_data
-from mcore_rl.migration.verl.defaults import ACTOR, ASYNCHRONOUS, COMMON, CRITIC, SUPERVISED
+from mcore_rl.migration.verl.defaults import ACTOR, ASYNCHRONOUS, COMMON, CRITIC, OLD_SUPERVISED, SUPERVISED
 from mcore_rl.migration.verl.lora import translate_lora
 from mcore_rl.migration.verl.ranks import POLICY, VALUE_MODEL, translate_budget, translate_ranks
 from mcore_rl.migration.verl.rewards import translate_rewards
@@ -18,15 +18,19 @@ from mcore_rl.migration.verl.supervised import translate_supervised
 from mcore_rl.migration.verl.uncovered import block_unsupported, list_uncovered
 
 
-def translate(settings: dict[str, Setting], rows: int | None = None) -> tuple[Source, Draft, list[str]]:
-    """Translate settings of verl. `rows`: number of training prompts, to compute steps from epochs.
+def translate(
+    settings: dict[str, Setting], rows: int | None = None, name: str = "imported"
+) -> tuple[Source, Draft, list[str]]:
+    """Translate settings of verl.
+
+    rows: number of training prompts, to compute steps from epochs. name: run.dir of a run without a name.
 
     Returns the source (with its problems), the draft, and the lines of keys without counterpart.
     """
-    source, draft = Source("verl", settings, COMMON), Draft()
+    source, draft = Source("verl", settings, COMMON, name=name), Draft()
     run = VerlRun(source, draft, rows)
     if run.is_supervised:
-        source.defaults = SUPERVISED
+        source.defaults = OLD_SUPERVISED if "fsdp_sft" in run.module else SUPERVISED
         translate_supervised(run)
         translate_lora(run, "model")
     else:

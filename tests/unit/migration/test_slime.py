@@ -1,0 +1,165 @@
+"""Translation of slime's launch scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tree_sitter_bash")
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.migration.acceptance import rejection
+from mcore_rl.migration.document import as_yaml
+from mcore_rl.migration.draft import Draft
+from mcore_rl.migration.slime.reader import read_slime
+from mcore_rl.migration.slime.translation import translate
+from mcore_rl.migration.source import Source
+
+SCRIPTS = Path(__file__).parent / "scripts"
+REQUIRED = "--hf-checkpoint /m --prompt-data /t.jsonl --num-rollout 8 --rollout-batch-size 16 --colocate"
+EXPECTED: dict[str, dict[str, object]] = {
+    "slime_grpo.sh": {
+        "run.dir": "runs/moe_slime",
+        "run.seed": 42,
+        "model.hf_path": "/models/Qwen3-30B-A3B",
+        "data.answer_key": "label",
+        "data.val_sets": {"aime": ["/data/aime.jsonl"], "math": ["/data/math.jsonl"]},
+        "reward.function": "math_boxed",
+        "algorithm.advantage": "grpo",
+        "algorithm.policy_loss.name": "gspo",
+        "algorithm.policy_loss.clip_high": 4e-4,
+        "algorithm.loss_aggregation": "seq-mean-token-mean",
+        "algorithm.kl.in_loss": 0.001,
+        "algorithm.correction.kind": "truncate",
+        "algorithm.dynamic_sampling.metric": "reward",
+        "rollout.temperature": 0.8,
+        "rollout.validation_temperature": 0.8,  # that of training
+        "rollout.validation_top_p": 0.7,
+        "rollout.num_engines": 2,
+        "trainer.prompts_per_update": 16,  # 128 responses
+        "actor.tokens_per_microbatch": 2048 + 8192,  # raised from 2 x 4096
+        "actor.optimizer.cpu_offload": True,
+        "actor.offload.params": True,
+        "actor.offload.optimizer": None,
+        "actor.moe.dispatcher": "alltoall",  # from the sourced file
+        "cluster.nodes": 2,
+    },
+    "slime_async_ppo.sh": {
+        "run.dir": "runs/slime_async_ppo",
+        "data.template": "plain",
+        "data.shuffle": False,
+        "algorithm.advantage": "gae",
+        "algorithm.lam": 0.95,
+        "algorithm.loss_aggregation": "token-mean",
+        "algorithm.kl.in_reward": 0.01,
+        "algorithm.kl.reward_kind": "mse",
+        "algorithm.policy_loss.clip_high": 0.1,  # that of --eps-clip
+        "reward.function": "my_rewards:score",
+        "trainer.prompts_per_update": 8,
+        "trainer.critic_warmup_steps": 3,
+        "cluster.placement": "disaggregated",
+        "cluster.gpus_per_node": 8,
+        "actor.num_ranks": 4,
+        "critic.num_ranks": 4,
+        "rollout.num_engines": 2,
+        "rollout.max_staleness_hard": 1,
+        "rollout.swap": "finish",
+    },
+}
+
+
+def imported(name: str, rows: int | None = None) -> tuple[Source, Draft, list[str]]:
+    return translate(read_slime(SCRIPTS / name, {}).settings, rows, Path(name).stem)
+
+
+def translated(arguments: str, tmp_path: Path, program: str = "train.py") -> tuple[Source, Draft, list[str]]:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 {program} {REQUIRED} {arguments}\n")
+    return translate(read_slime(script, {}).settings)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_import_script_sets_expected_keys(name: str) -> None:
+    source, draft, uncovered = imported(name)
+    assert source.problems == []
+    assert draft.blockers == []
+    assert not any("not known" in line for line in uncovered)
+    assert {key: draft.values.get(key) for key in EXPECTED[name]} == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_import_result_passes_the_rules_of_plan(name: str) -> None:
+    assert rejection(as_yaml(imported(name)[1], "title")) is None
+
+
+def test_import_epochs_with_rows_become_steps_and_warmup() -> None:
+    _, draft, _ = imported("slime_async_ppo.sh", rows=800)
+    assert draft.values["trainer.steps"] == 2 * 800 // 16
+    assert draft.values["actor.optimizer.warmup_steps"] == 20  # a tenth of 100 steps of 2 updates
+    _, draft, _ = imported("slime_async_ppo.sh")
+    assert any(line.startswith("trainer.steps: --num-epoch=2") for line in draft.choices)
+
+
+def test_import_lists_responses_against_prompts() -> None:
+    _, draft, _ = imported("slime_grpo.sh")
+    expected = (
+        "an update counts responses in slime (--global-batch-size=128); trainer.prompts_per_update=16 counts prompts "
+        "with 8 responses each"
+    )
+    assert expected in draft.changes
+
+
+def test_import_supervised_script_trains_answers(tmp_path: Path) -> None:
+    _, draft, _ = translated("--loss-type sft_loss --use-dynamic-batch-size --max-tokens-per-gpu 9216", tmp_path)
+    assert draft.values["algorithm.policy_loss.name"] == "sft"
+    assert draft.values["trainer.prompts_per_update"] == 16
+    assert draft.values["rollout.max_response_tokens"] == 4608
+    assert rejection(as_yaml(draft, "title")) is None
+
+
+def test_import_kl_coefficient_that_slime_ignores_is_left_out(tmp_path: Path) -> None:
+    _, draft, _ = translated("--kl-coef 0.1", tmp_path)
+    assert "algorithm.kl.in_reward" not in draft.values
+    assert any(line.startswith("--kl-coef=0.1 is left out") for line in draft.changes)
+
+
+def test_import_fully_asynchronous_recomputes(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    function = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    arguments = REQUIRED.replace("--colocate", f"--rollout-num-gpus 8 --rollout-function-path {function}")
+    script.write_text(f"python3 train_async.py {arguments}\n")
+    _, draft, _ = translate(read_slime(script, {}).settings)
+    keys = ("rollout.swap", "rollout.nodes", "cluster.nodes", "rollout.max_staleness")
+    assert [draft.values[key] for key in keys] == ["recompute", 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--rollout-top-p 0.9", "training samples from the full softmax"),
+        ("--use-opd", "distillation from a teacher"),
+        ("--rm-type gpqa", "there is no such grader"),
+        ("--custom-loss-function-path a.b", "algorithm.policy_loss.name=module_or_file.py:function"),
+        ("--dynamic-sampling-filter-path my.filter", "groups are dropped if their rewards are equal"),
+        ("--normalize-advantages", "advantages of grpo are not whitened"),
+        ("--disable-rewards-normalization", "grpo subtracts the mean of a group"),
+        ("--optimizer sgd", "the optimizer is Adam"),
+    ],
+)
+def test_import_argument_that_changes_training_is_a_blocker(arguments: str, reason: str, tmp_path: Path) -> None:
+    _, draft, _ = translated(arguments, tmp_path)
+    assert reason in " ".join(draft.blockers)
+
+
+def test_import_without_engines_names_the_argument(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 train.py {REQUIRED.replace('--colocate', '')}\n")
+    source, _, _ = translate(read_slime(script, {}).settings)
+    assert source.problems == ["--rollout-num-gpus is not set, and --colocate neither: the engines have no GPUs"]
+
+
+@pytest.mark.parametrize("name", ["grpo_gsm8k.sh", "trainer.yaml"])
+def test_reader_file_of_verl_states_what_it_expects(name: str) -> None:
+    with pytest.raises(ConfigError, match="expected a slime launch script"):
+        read_slime(SCRIPTS / name, {})
