@@ -11,7 +11,15 @@ PAGES = (
     "README.md",
     *(
         f"docs/{page}.md"
-        for page in ("configuration", "recipes", "run-directory", "conversion", "diagnostics", "benchmarks")
+        for page in (
+            "configuration",
+            "recipes",
+            "run-directory",
+            "conversion",
+            "diagnostics",
+            "benchmarks",
+            "migration",
+        )
     ),
 )
 _COMMAND = re.compile(r"(make|mcore-rl|python|pip|source|sbatch|bash|(\./)?scripts/\S+\.sh)(\s|$)|scripts/\S+\.sh$")

@@ -19,6 +19,9 @@ from mcore_rl.config.reading.values import YamlDumper, YamlLoader, normalized, t
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
+VERL_SECTION = "actor_rollout_ref"
+"""Section of every configuration of verl, which has no section `model`."""
+
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, needs_data: bool = True) -> Config:
     """Merge defaults, the YAML file and the overrides, in this order. Without needs_data, data.train may be unset.
@@ -72,6 +75,11 @@ def _read_yaml(path: str) -> dict[str, object]:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections such as run:, model:, data:")
+    if VERL_SECTION in tree and "model" not in tree:
+        raise ConfigError(
+            f"{path} is a configuration of verl, with the section {VERL_SECTION}; translate it with "
+            f"`mcore-rl import-verl {path} --out NEW.yaml`"
+        )
     return tree
 
 

@@ -24,6 +24,7 @@ from tests.readme import ROOT, commands, readme
 PLAN_OK = {0, 3}
 """Exit codes of `plan` if the memory suffices: 3 if this version cannot run the plan."""
 
+LAUNCH_SCRIPTS = "tests/unit/migration/scripts"
 ONE_STEP = "trainer.steps=1 trainer.prompts_per_step=2 trainer.prompts_per_update=2 data.val_max_prompts=2"
 NO_FILTER = "algorithm.dynamic_sampling.enable=false"
 
@@ -96,6 +97,19 @@ CASES = {
         where={"DIR": "mine"}, needs=("mine",), says="linear_qkv"
     ),
     "python scripts/tiny_checkpoint.py deepseek_v3 DIR": Case(where={"DIR": "deepseek"}, says="wrote deepseek"),
+    "mcore-rl import-verl run_grpo.sh --out config.yaml": Case(
+        where={"run_grpo.sh": f"{LAUNCH_SCRIPTS}/grpo_gsm8k.sh"}, says="next: mcore-rl plan config.yaml"
+    ),
+    "mcore-rl import-slime run-qwen3-30B-A3B.sh --out config.yaml": Case(
+        where={"run-qwen3-30B-A3B.sh": f"{LAUNCH_SCRIPTS}/slime_grpo.sh", "config.yaml": "slime.yaml"},
+        says="next: mcore-rl plan slime.yaml",
+    ),
+    "mcore-rl plan config.yaml model.hf_path=DIR": Case(
+        where={"config.yaml": "slime.yaml", "DIR": "configs/models/Qwen3-30B-A3B"},
+        needs=("imported",),
+        codes=frozenset({1, *PLAN_OK}),
+        says="fit",
+    ),
     "mcore-rl doctor": Case(says="torch"),
     "mcore-rl doctor --node": Case(says="fabric: all well"),
     "mcore-rl keys lr": Case(says=r"actor\.optimizer\.lr"),
@@ -122,6 +136,7 @@ READY = {
     "cp -r runs/demo_task/tool/model runs/demo_task/tool/warm_start",
     "game": "python scripts/demo_task.py --task game --out runs/demo_task/game && "
     "cp -r runs/demo_task/game/model runs/demo_task/game/warm_start",
+    "imported": f"mcore-rl import-slime {LAUNCH_SCRIPTS}/slime_grpo.sh --out slime.yaml",
     "compared": "mkdir -p runs/compare/dapo && cp compared.jsonl runs/compare/dapo/metrics.jsonl",
 }
 """Commands that create prerequisites. The first demo's warm start has one step; other demos skip their warm start."""

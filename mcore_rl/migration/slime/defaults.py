@@ -1,4 +1,7 @@
-"""Default values of slime's arguments that have a counterpart (slime 0.3, slime/utils/arguments.py, and Megatron's)."""
+"""Default values of slime's and Megatron's arguments that have a counterpart.
+
+Source: slime 0.3.1 (August 2026), slime/utils/arguments.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Default values of verl's keys that have a counterpart.
 
-Source: verl 0.8, verl/trainer/config/_generated_ppo_*_trainer.yaml.
+Source: verl 0.10.0.dev (August 2026), verl/trainer/config/_generated_ppo_*_trainer.yaml.
 """
 
 from __future__ import annotations
@@ -124,4 +124,4 @@ OLD_SUPERVISED: dict[str, object] = {
     "optim.lr_scheduler": "cosine",
     "trainer.n_gpus_per_node": 8,
 }
-"""Defaults of verl.trainer.fsdp_sft_trainer, up to verl 0.7 (verl/trainer/config/sft_trainer.yaml)."""
+"""Defaults of verl.trainer.fsdp_sft_trainer, which verl 0.10 no longer has (verl/trainer/config/sft_trainer.yaml)."""
