@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,8 +10,11 @@ from dataclasses import dataclass, field
 import yaml
 
 from mcore_rl.config.reading.values import NoneWord, YamlLoader
+from mcore_rl.errors import ConfigError
 from mcore_rl.migration.shell.words import UNKNOWN
 
+MAX_DEPTH = 20
+"""Maximum number of nested sections."""
 MAX_SHOWN = 60
 """Maximum length of a value in a message."""
 
@@ -93,13 +97,14 @@ class Source:
         setting = self.effective(*keys)
         if setting.value is None:
             return 0
-        if isinstance(setting.value, int | float):
-            return float(setting.value) if isinstance(setting.value, float) else int(setting.value)
         try:
-            return float(str(setting.value))
-        except ValueError:
-            self.reject(setting, "a number")
-            return 0
+            value = setting.value if isinstance(setting.value, int | float) else float(str(setting.value))
+            if math.isfinite(value):
+                return value
+        except (ValueError, OverflowError):
+            pass
+        self.reject(setting, "a number")
+        return 0
 
     def unread(self) -> list[Setting]:
         """Return the settings that no translation read, in their order."""
@@ -139,7 +144,12 @@ def parsed_value(text: str) -> object:
 
 
 def flattened(tree: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
-    """Yield the leaves of nested mappings with dotted keys; an empty mapping is a leaf."""
+    """Yield the leaves of nested mappings with dotted keys; an empty mapping is a leaf.
+
+    Raises: ConfigError for mappings that contain themselves or are nested too deeply.
+    """
+    if prefix.count(".") > MAX_DEPTH:
+        raise ConfigError(f"{prefix.removesuffix('.')[:MAX_SHOWN]}... is nested too deeply")
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping
 
-from mcore_rl.config.reading.unknown_keys import known_keys, nearest
+from mcore_rl.config.reading.unknown_keys import nearest
+from mcore_rl.migration.draft import OUR_DEFAULTS
 from mcore_rl.migration.source import Setting
 
 MAX_NAMED = 3
@@ -19,12 +20,11 @@ def grouped_lines(settings: Iterable[Setting], reasons: Mapping[str, str]) -> li
     """
     groups: dict[str, list[Setting]] = {}
     unknown: list[str] = []
-    keys = known_keys()
     for setting in settings:
         name = setting.key.removeprefix("--")
         reason = next((text for text, patterns in reasons.items() if matches(name, patterns.split())), None)
         if reason is None:
-            similar = nearest(name, keys)
+            similar = nearest(name, list(OUR_DEFAULTS))
             hint = "" if similar is None else f"; {similar} has a similar name"
             unknown.append(f"{setting.shown}: not known to this importer{hint}")
         else:

@@ -79,13 +79,20 @@ def _compare(a: str, sign: str, b: str, *, quoted: bool) -> bool | None:
         numbers = integer(a), integer(b)
         return None if None in numbers else COMPARISONS[sign](*numbers)
     if sign == "=~":
-        try:
-            return re.search(b, a) is not None
-        except re.error:
-            return None
+        return _matches(a, b)
     if sign in ("<", ">"):
         return a < b if sign == "<" else a > b
     return None
+
+
+def _matches(text: str, pattern: str) -> bool | None:
+    """Search for a regular expression; None if it is not one, or could take long."""
+    if len(re.findall(r"[*+{]", pattern)) > 1:
+        return None
+    try:
+        return re.search(pattern, text) is not None
+    except re.error:
+        return None
 
 
 def _unary(node: Node, expander: Expander) -> bool | None:

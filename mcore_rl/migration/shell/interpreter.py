@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcore_rl.errors import ConfigError
 from mcore_rl.migration.shell.conditions import holds
 from mcore_rl.migration.shell.expansion import Expander
 from mcore_rl.migration.shell.substitution import document_of
@@ -18,6 +19,8 @@ from mcore_rl.migration.shell.words import UNKNOWN, Variables, Word
 if TYPE_CHECKING:
     from tree_sitter import Node
 
+MAX_STATEMENTS = 100_000
+"""Maximum number of evaluated statements: functions that call each other would otherwise take for ever."""
 MAX_DEPTH = 20
 """Maximum depth of calls, sourced files and scripts in arguments."""
 SHELLS = ("bash", "sh", "zsh")
@@ -36,10 +39,13 @@ class Evaluation:
 def evaluate_script(text: str, given: Mapping[str, str], directory: Path) -> Evaluation:
     """Evaluate a script with the variables and numbered arguments in `given`. `directory` is the script's directory.
 
-    Raises: ConfigError if tree-sitter is not installed.
+    Raises: ConfigError if tree-sitter is not installed, or if the script is too deep, long or large to follow.
     """
     interpreter = _Interpreter(Variables.given(given, directory), frozenset(given))
-    interpreter.run(parse(text))
+    try:
+        interpreter.run(parse(text))
+    except RecursionError:
+        raise ConfigError("the script is nested too deeply to be read") from None
     return interpreter.evaluation
 
 
@@ -51,7 +57,7 @@ class _Interpreter:
         self.expander = Expander(variables)
         self.evaluation = Evaluation()
         self.functions: dict[str, Node] = {}
-        self.depth = 0
+        self.depth, self.count = 0, 0
         self.statements: dict[str, Callable[[Node], bool | None]] = {
             "variable_assignment": self._assign,
             "variable_assignments": self._declare,
@@ -72,6 +78,9 @@ class _Interpreter:
 
     def run(self, node: Node) -> bool | None:
         """Evaluate a statement. Returns its success as far as it is known, for `&&` and `||`."""
+        self.count += 1
+        if self.count > MAX_STATEMENTS:
+            raise ConfigError(f"the script evaluates more than {MAX_STATEMENTS} statements, too many to be read")
         if node.type in ("test_command", "negated_command") or text_of(node).startswith("(("):
             return holds(node, self.expander)
         statement = self.statements.get(node.type, self._run_children)

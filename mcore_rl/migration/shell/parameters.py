@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mcore_rl.migration.shell.expansion import Expander
 
 NAME_NODES = ("variable_name", "special_variable_name")
+MAX_TRIMMED = 10_000
+"""Maximum length of a value whose prefix or suffix is removed; a match is searched at every character."""
 CASES = {
     ",,": str.lower,
     "^^": str.upper,
@@ -89,6 +91,8 @@ def _changed(name: str, sign: Node, expander: Expander) -> str | None:
 
 def _trimmed(value: str, sign: str, pattern: str) -> str:
     """Remove the shortest (one sign) or longest (two signs) prefix (#) or suffix (%) that matches."""
+    if len(value) > MAX_TRIMMED:
+        return value
     ends = range(len(value) + 1)
     parts = [(value[:end], value[end:]) if sign[0] == "#" else (value[end:], value[:end]) for end in ends]
     matching = [rest for part, rest in parts if fnmatch.fnmatchcase(part, pattern)]

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 _ARITHMETIC_DEFAULT = re.compile(r"(\$\{\w+:?[-=+])\$\(\(([^\n\"]*?)\)\)\}")
 EXPANSIONS = ("expansion", "simple_expansion", "arithmetic_expansion", "command_substitution")
-MAX_CORRECTIONS = 1000
-"""Maximum number of lines that are separated from the next one."""
+MAX_CORRECTIONS = 20
+"""Maximum number of passes that separate lines; a corrected line can show that the next one needs it too."""
 
 
 def parse(script: str) -> Node:
@@ -28,10 +28,11 @@ def parse(script: str) -> Node:
     tree = parser.parse(source)
     # tree-sitter-bash 0.25 takes `A=1 B=2`, newline, `command` for one command. A semicolon keeps the line numbers.
     for _ in range(MAX_CORRECTIONS):
-        place = next(_merged_lines(tree.root_node, source), None)
-        if place is None:
+        places = set(_merged_lines(tree.root_node, source))
+        if not places:
             break
-        source = source[:place] + b";" + source[place:]
+        for place in sorted(places, reverse=True):
+            source = source[:place] + b";" + source[place:]
         tree = parser.parse(source)
     return tree.root_node
 

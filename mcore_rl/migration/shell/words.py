@@ -6,10 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from mcore_rl.errors import ConfigError
 
 UNKNOWN = re.compile(r"\$\{(\w+)\}|\$\((.*)\)", re.DOTALL)
 """Part of a word that the script does not determine: an environment variable, or the output of a command."""
+MAX_SIZE = 2**20
+"""Maximum number of characters of a variable, or items of an array: a script can double them in every line."""
 
 
 class Word(NamedTuple):
@@ -17,6 +21,9 @@ class Word(NamedTuple):
 
     text: str
     line: int
+
+
+Sized = TypeVar("Sized", str, list[Word])
 
 
 @dataclass
@@ -62,15 +69,22 @@ class Variables:
             )
             return
         self.arrays.pop(name, None)
-        self.texts[name] = (self.texts.get(name, "") if append else "") + text
+        self.texts[name] = _limited(name, (self.texts.get(name, "") if append else "") + text)
 
     def set_array(self, name: str, items: list[Word], *, append: bool = False) -> None:
         """Set an array, or append to it."""
         before = (self.items(name) or []) if append else []
         self.texts.pop(name, None)
-        self.arrays[name] = [*before, *items]
+        self.arrays[name] = _limited(name, [*before, *items])
 
     def forget(self, name: str) -> None:
         """Remove a variable whose value is not known any more."""
         self.texts.pop(name, None)
         self.arrays.pop(name, None)
+
+
+def _limited(name: str, value: Sized) -> Sized:
+    """Return `value`. Raises: ConfigError if it is too large for a launch script."""
+    if len(value) > MAX_SIZE:
+        raise ConfigError(f"the variable {name} of the script becomes larger than {MAX_SIZE}; write its value")
+    return value
