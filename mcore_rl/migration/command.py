@@ -6,8 +6,13 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mcore_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mcore_rl.migration.draft import Translation
+    from mcore_rl.migration.read_input import ReadInput
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, trainer: str) -> None:
@@ -44,29 +49,38 @@ def run(options: argparse.Namespace) -> int:
     from mcore_rl.migration.document import as_yaml
     from mcore_rl.migration.report import Report
 
-    path, given = Path(options.source), _variables(options.variables)
     if options.rows is not None and options.rows < 1:
         raise ConfigError(f"--rows={options.rows} must be at least 1")
-    if options.verb == "import-verl":
-        from mcore_rl.migration.verl.reader import read_verl
-        from mcore_rl.migration.verl.translation import translate
-
-        read = read_verl(path, given, None if options.base is None else Path(options.base))
-        source, draft, uncovered = translate(read.settings, options.rows, path.stem)
-    else:
-        from mcore_rl.migration.slime.reader import read_slime
-        from mcore_rl.migration.slime.translation import translate as translate_slime
-
-        read = read_slime(path, given)
-        source, draft, uncovered = translate_slime(read.settings, options.rows, path.stem)
-    problems = [*source.problems, *([] if options.force else draft.blockers)]
+    path = Path(options.source)
+    read, (source, draft, uncovered) = _translated(options, path, _variables(options.variables))
+    problems = dict.fromkeys([*source.problems, *([] if options.force else draft.blockers)])
     if problems:
         remedy = "" if options.force or not draft.blockers else ". --force leaves such settings out"
         raise ConfigError(f"{path} cannot be imported: {'; '.join(problems)}{remedy}")
     text = as_yaml(draft, f"Imported from {path.name} ({read.command}) by mcore-rl {options.verb}.")
     report = Report(draft, uncovered, read.notes, rejection(text))
-    _write(text, report, options.out)
+    if options.out is None:
+        print(text, end="")
+        print(report.as_text("config.yaml"), file=sys.stderr)
+    else:
+        _write(text, Path(options.out))
+        print(f"wrote {options.out}: {len(draft.values)} keys\n\n{report.as_text(options.out)}")
     return 0
+
+
+def _translated(options: argparse.Namespace, path: Path, given: dict[str, str]) -> tuple[ReadInput, Translation]:
+    """Read and translate the file with the importer of the verb."""
+    if options.verb == "import-verl":
+        from mcore_rl.migration.verl.reader import read_verl
+        from mcore_rl.migration.verl.translation import translate
+
+        read = read_verl(path, given, None if options.base is None else Path(options.base))
+        return read, translate(read.settings, options.rows, path.stem)
+    from mcore_rl.migration.slime.reader import read_slime
+    from mcore_rl.migration.slime.translation import translate as translate_slime
+
+    read = read_slime(path, given)
+    return read, translate_slime(read.settings, options.rows, path.stem)
 
 
 def _variables(words: list[str]) -> dict[str, str]:
@@ -79,23 +93,14 @@ def _variables(words: list[str]) -> dict[str, str]:
     return given
 
 
-def _write(text: str, report: object, out: str | None) -> None:
-    from mcore_rl.migration.report import Report
-
-    assert isinstance(report, Report)
-    if out is None:
-        print(text, end="")
-        print(report.as_text("config.yaml"), file=sys.stderr)
-        return
-    target = Path(out)
+def _write(text: str, target: Path) -> None:
+    """Write a new file under another name and rename it. Raises: ConfigError if it exists or cannot be written."""
     if target.is_dir() or (target.is_file() and target.stat().st_size):
-        raise ConfigError(f"--out={out} exists; remove it, or write another file")
+        raise ConfigError(f"--out={target} exists; remove it, or write another file")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, target)
     except OSError as error:
-        raise ConfigError(f"--out={out} cannot be written: {error}") from None
-    print(f"wrote {out}: {len(report.draft.values)} keys\n")
-    print(report.as_text(out))
+        raise ConfigError(f"--out={target} cannot be written: {error}") from None

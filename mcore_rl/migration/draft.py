@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mcore_rl.config.fields import leaves
 from mcore_rl.config.schema import Config
@@ -86,6 +87,14 @@ class Draft:
         """Add a setting that cannot be translated and changes what is trained."""
         place = "" if setting.line is None else f" (line {setting.line})"
         self.blockers.append(f"{setting.shown}{place}: {reason}")
+
+
+class Translation(NamedTuple):
+    """Result of a translation. uncovered: lines about keys without counterpart."""
+
+    source: Source
+    draft: Draft
+    uncovered: list[str]
 
 
 OUR_DEFAULTS: dict[str, object] = {leaf.key: leaf.value for leaf in leaves(Config())}

@@ -119,7 +119,7 @@ class Source:
 
 def unknown_remedy(text: str) -> str:
     """Describe how to provide the unknown parts of a text; empty if there are none."""
-    names = [match[1] for match in UNKNOWN.finditer(text) if match[1] is not None]
+    names = re.findall(r"\$\{(\w+)", text)
     if names:
         return f": the script does not set {names[0]}; add --set {names[0]}=VALUE"
     return ": commands of the script are not run; write the value into the script" if UNKNOWN.search(text) else ""

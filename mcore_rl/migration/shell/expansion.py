@@ -153,7 +153,7 @@ class Expander:
             return
         value = parameters.value_of(node, self)
         if value is None:
-            fields.add(f"${{{name}}}" if name is not None else f"$({text_of(node)})")
+            fields.add(_unknown(text_of(node).strip(), name))
         elif quoted:
             fields.add(value)
         else:
@@ -164,6 +164,12 @@ class Expander:
         is_name = node.type in ("variable_name", "word")
         text = self.variables.get(text_of(node)) if is_name else self.text(node)
         return None if text is None or UNKNOWN.search(text) else text
+
+
+def _unknown(source: str, name: str | None) -> str:
+    """Return the text of an expansion whose variable is not set: `${NAME}`, or `$(source)` if it changes the value."""
+    plain = name is not None and (source in (f"${name}", f"${{{name}}}") or "?" in source)
+    return f"${{{name}}}" if plain else f"$({source})"
 
 
 def _unset(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.migration.draft import Draft
+from mcore_rl.migration.draft import Draft, Translation
 from mcore_rl.migration.slime.algorithm import translate_algorithm
 from mcore_rl.migration.slime.batches import translate_batches, translate_schedule
 from mcore_rl.migration.slime.cluster import translate_cluster
@@ -15,14 +15,10 @@ from mcore_rl.migration.slime.uncovered import block_unsupported, list_uncovered
 from mcore_rl.migration.source import Setting, Source
 
 
-def translate(
-    settings: dict[str, Setting], rows: int | None = None, name: str = "imported"
-) -> tuple[Source, Draft, list[str]]:
+def translate(settings: dict[str, Setting], rows: int | None = None, name: str = "imported") -> Translation:
     """Translate arguments of slime.
 
     rows: number of training prompts, to compute steps from epochs. name: run.dir of a run without a name.
-
-    Returns the source (with its problems), the draft, and the lines of arguments without counterpart.
     """
     source, draft = Source("slime", settings, DEFAULTS, prefix="--", name=name), Draft()
     run = SlimeRun(source, draft, rows)
@@ -35,4 +31,4 @@ def translate(
     translate_ranks(run)
     translate_schedule(run)
     block_unsupported(run)
-    return source, draft, list_uncovered(source)
+    return Translation(source, draft, list_uncovered(source))

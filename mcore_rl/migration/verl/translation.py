@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.migration.draft import Draft
+from mcore_rl.migration.draft import Draft, Translation
 from mcore_rl.migration.source import Setting, Source
 from mcore_rl.migration.verl.algorithm import translate_algorithm
 from mcore_rl.migration.verl.cluster import translate_cluster
@@ -18,14 +18,10 @@ from mcore_rl.migration.verl.supervised import translate_supervised
 from mcore_rl.migration.verl.uncovered import block_unsupported, list_uncovered
 
 
-def translate(
-    settings: dict[str, Setting], rows: int | None = None, name: str = "imported"
-) -> tuple[Source, Draft, list[str]]:
+def translate(settings: dict[str, Setting], rows: int | None = None, name: str = "imported") -> Translation:
     """Translate settings of verl.
 
     rows: number of training prompts, to compute steps from epochs. name: run.dir of a run without a name.
-
-    Returns the source (with its problems), the draft, and the lines of keys without counterpart.
     """
     source, draft = Source("verl", settings, COMMON, name=name), Draft()
     run = VerlRun(source, draft, rows)
@@ -38,7 +34,7 @@ def translate(
             source.defaults = COMMON | ASYNCHRONOUS
         _translate_reinforcement(run)
     block_unsupported(source, draft)
-    return source, draft, list_uncovered(source)
+    return Translation(source, draft, list_uncovered(source))
 
 
 def _translate_reinforcement(run: VerlRun) -> None:

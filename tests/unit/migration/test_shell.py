@@ -100,9 +100,9 @@ def test_reader_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_reader_keeps_unknown_parts_visible() -> None:
-    evaluation = evaluate('record $HOME/x "a${NAME}b" $(hostname) ${1} $((N * 2))')
+    evaluation = evaluate('record $HOME/x "a${NAME}b" $(hostname) ${1} $((N * 2)) ${P##*/} ${Q:?no}')
     assert [word.text for word in evaluation.commands[0]] == [
-        *("record", "${HOME}/x", "a${NAME}b", "$(hostname)", "${1}", "$((N * 2))"),
+        *("record", "${HOME}/x", "a${NAME}b", "$(hostname)", "${1}", "$((N * 2))", "$(${P##*/})", "${Q}"),
     ]
 
 
