@@ -90,9 +90,10 @@ def _translate_loss_options(run: VerlRun) -> None:
             explicit = source.effective(f"{ACTOR}.{theirs}").value is not None
             key = f"{ACTOR}.{theirs}" if explicit else f"{ACTOR}.clip_ratio"
             draft.take(source, f"{LOSS}.{ours}", source.number(key), key)
-    if source.is_set(f"{ACTOR}.clip_ratio") and not source.is_set(f"{ACTOR}.clip_ratio_low"):
+    clip_ratio = source.find(f"{ACTOR}.clip_ratio")
+    if clip_ratio is not None and clip_ratio.value != 0.2 and not source.is_set(f"{ACTOR}.clip_ratio_low"):
         draft.changes.append(
-            f"{source.effective(f'{ACTOR}.clip_ratio').shown} has no effect in verl, which uses clip_ratio_low and "
+            f"{clip_ratio.shown} has no effect in verl, which uses clip_ratio_low and "
             f"clip_ratio_high (0.2); set {LOSS}.clip_low and {LOSS}.clip_high to clip at this value"
         )
     if loss == "ppo_clip":
@@ -104,7 +105,7 @@ def _translate_loss_options(run: VerlRun) -> None:
     if loss == "kl_cov":
         for ours, theirs in (("cov_ratio", "kl_cov_ratio"), ("kl_coef", "ppo_kl_coef")):
             draft.take(source, f"{LOSS}.{ours}", source.number(f"{options}.{theirs}"), f"{options}.{theirs}")
-    source.find(f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_c")
+    source.find(f"{ACTOR}.clip_ratio_c")
 
 
 def _translate_kl(run: VerlRun) -> None:

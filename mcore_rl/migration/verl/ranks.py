@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -82,7 +83,7 @@ def translate_budget(run: VerlRun, model: TrainedModel, *, tokens: str, micro: t
     source, draft = run.source, run.draft
     key = f"{model.section}.tokens_per_microbatch"
     ranks = _sequence_ranks(run, model)
-    responses = source.integer(*micro) or 1
+    responses = _responses(run, model, micro)
     if source.flag(dynamic):
         origin: tuple[str, ...] = (tokens,)
         budget = source.integer(tokens) * ranks
@@ -103,6 +104,15 @@ def translate_budget(run: VerlRun, model: TrainedModel, *, tokens: str, micro: t
         "a context-parallel group share; the number of responses in it varies"
     )
     source.find(tokens, *micro)
+
+
+def _responses(run: VerlRun, model: TrainedModel, micro: tuple[str, ...]) -> int:
+    """Return the responses of a micro-batch on one GPU. The older key, the last of `micro`, counts all GPUs."""
+    value = run.source.integer(*micro)
+    if not run.source.is_set(micro[0]) and value:
+        sizes = [run.draft.integer(f"{model.section}.parallel.{name}") for name in ("tp", "pp", "cp")]
+        value //= max(run.trainer_gpus // math.prod(max(size, 1) for size in sizes), 1)
+    return max(value, 1)
 
 
 def _sequence_ranks(run: VerlRun, model: TrainedModel) -> int:
