@@ -109,7 +109,7 @@ def translate_budget(run: VerlRun, model: TrainedModel, *, tokens: str, micro: t
 def _responses(run: VerlRun, model: TrainedModel, micro: tuple[str, ...]) -> int:
     """Return the responses of a micro-batch on one GPU. The older key, the last of `micro`, counts all GPUs."""
     value = run.source.integer(*micro)
-    if not run.source.is_set(micro[0]) and value:
+    if run.source.is_set(micro[-1]) and not run.source.is_set(micro[0]):
         sizes = [run.draft.integer(f"{model.section}.parallel.{name}") for name in ("tp", "pp", "cp")]
         value //= max(run.trainer_gpus // math.prod(max(size, 1) for size in sizes), 1)
     return max(value, 1)

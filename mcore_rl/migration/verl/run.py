@@ -83,4 +83,6 @@ class VerlRun:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
+        if self.is_supervised:
+            return self.source.integer("data.max_length")
         return self.source.integer("data.max_prompt_length") + self.source.integer("data.max_response_length")

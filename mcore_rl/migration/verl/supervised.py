@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_rl.migration.draft import Row
 from mcore_rl.migration.verl.cluster import DEVICES
 from mcore_rl.migration.verl.data import FILES, take_template_arguments, translate_model
-from mcore_rl.migration.verl.ranks import TrainedModel, translate_ranks
+from mcore_rl.migration.verl.ranks import TrainedModel, translate_budget, translate_ranks
 from mcore_rl.migration.verl.run import VerlRun
 from mcore_rl.migration.verl.schedule import translate_intervals, translate_learning_rate, translate_steps
 
@@ -44,13 +44,15 @@ def translate_supervised(run: VerlRun) -> None:
     translate_intervals(run)
     draft.drop("trainer.validate_every_steps")
     translate_ranks(run, MODEL)
+    dynamic = "data.use_dynamic_bsz"
+    translate_budget(run, MODEL, tokens="data.max_token_len_per_gpu", micro=MICRO, dynamic=dynamic)
     translate_learning_rate(run, MODEL, 1)
     draft.drop("actor.offload.")
     _translate_devices(run)
 
 
 def _translate_lengths(run: VerlRun) -> None:
-    """Translate data.max_length, which bounds prompt and answer together, and the micro-batch."""
+    """Translate data.max_length, which bounds prompt and answer together."""
     source, draft = run.source, run.draft
     longest = source.integer("data.max_length")
     draft.take(source, "rollout.max_prompt_tokens", longest // 2, "data.max_length", note="one half of it")
@@ -59,16 +61,7 @@ def _translate_lengths(run: VerlRun) -> None:
         f"data.max_length={longest} bounds prompt and answer together; here rollout.max_prompt_tokens and "
         "rollout.max_response_tokens bound each of them, and are set to one half"
     )
-    dynamic = source.flag("data.use_dynamic_bsz")
-    keys = ("data.max_token_len_per_gpu",) if dynamic else MICRO
-    responses = max(source.integer(*MICRO), 1)
-    budget = max(source.integer(keys[0]) if dynamic else responses * longest, longest)
-    draft.take(source, "actor.tokens_per_microbatch", budget, *keys, note="" if dynamic else f"x {longest} tokens")
-    draft.changes.append(
-        f"{source.effective(*keys).shown} per GPU: actor.tokens_per_microbatch={budget} is the maximum number of "
-        "tokens of a packed row"
-    )
-    source.find(*MICRO, "data.max_token_len_per_gpu", "data.truncation")
+    source.find("data.truncation")
 
 
 def _translate_devices(run: VerlRun) -> None:

@@ -188,6 +188,7 @@ def test_import_sft_script_with_arguments_is_supervised() -> None:
         "data.answer_key": "answer",
         "rollout.max_prompt_tokens": 1024,
         "actor.tokens_per_microbatch": 4 * 2048,
+        "data.val": None,
         "actor.lora.rank": 32,
         "actor.lora.alpha": 16,
         "actor.parallel.tp": 2,
@@ -198,6 +199,17 @@ def test_import_sft_script_with_arguments_is_supervised() -> None:
     source, draft, _ = translate(read_verl(SCRIPTS / "sft.sh", {"1": "8", "2": "out"}).settings)
     assert source.problems == []
     assert {key: draft.values.get(key) for key in keys} == keys
+
+
+def test_import_sft_budget_counts_the_ranks_of_a_sequence(tmp_path: Path) -> None:
+    overrides = "engine=megatron engine.context_parallel_size=2 model.path=/m data.train_files=/t"
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer {overrides} data.max_token_len_per_gpu=3000\n"
+    )
+    _, draft, _ = translate(read_verl(script, {}).settings)
+    assert draft.values["actor.tokens_per_microbatch"] == 6000
+    assert rejection(as_yaml(draft, "title")) is None
 
 
 def test_import_skypilot_yaml_reads_its_script() -> None:
