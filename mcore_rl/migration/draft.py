@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -79,9 +80,9 @@ class Draft:
             del self.values[key], self.origins[key]
 
     def integer(self, key: str) -> int:
-        """Return the value of an integer key, or our default."""
+        """Return the value of an integer key, or our default; 0 for null and values of another kind."""
         value = self.values.get(key, OUR_DEFAULTS.get(key))
-        return int(value) if isinstance(value, int | float) else 0
+        return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0
 
     def block(self, setting: Setting, reason: str) -> None:
         """Add a setting that cannot be translated and changes what is trained."""
