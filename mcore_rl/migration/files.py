@@ -31,7 +31,7 @@ def read_text(path: Path) -> str:
 
 
 def is_yaml(path: Path) -> bool:
-    """Return True if the name is that of a YAML file."""
+    """Return True if the file has the name of a YAML file."""
     return path.suffix.lower() in YAML_NAMES
 
 

@@ -112,7 +112,7 @@ def _holds_for(sign: str, text: str) -> bool | None:
     if sign in ("-n", "-z"):
         return bool(text) == (sign == "-n")
     if sign in FILES:
-        # A path of another machine says nothing about that machine.
+        # The script may be meant for another machine, where the file exists.
         return True if FILES[sign](text) else None
     return None
 

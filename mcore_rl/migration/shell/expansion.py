@@ -183,7 +183,7 @@ def _unescaped(match: re.Match[str]) -> str:
 
 
 def _ansi_c(source: str) -> str:
-    """Return the text of $'...', whose escapes are those of Python's strings."""
+    """Return the text of $'...', which has the escapes of Python's strings."""
     try:
         return str(ast.literal_eval(source[1:]))
     except (SyntaxError, ValueError):
