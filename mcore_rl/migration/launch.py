@@ -38,6 +38,8 @@ def find_launches(commands: Sequence[list[Word]], is_argument: Callable[[str], b
 
 def _split(words: list[Word], is_argument: Callable[[str], bool]) -> Launch:
     first = next(place for place, word in enumerate(words) if is_argument(word.text))
+    if first == 0:
+        return Launch("", words[0].line, [], words)
     place, program = _program(words[:first])
     return Launch(program, words[0].line, words[:place], words[place + 1 :])
 
@@ -47,7 +49,7 @@ def _program(words: list[Word]) -> tuple[int, str]:
     modules = [p + 1 for p, word in enumerate(words[:-1]) if word.text == _MODULE_FLAG]
     files = [p for p, word in enumerate(words) if re.search(r"\.py$", word.text) and not word.text.startswith("-")]
     place = max(modules + files, default=0)
-    return place, words[place].text if words else ""
+    return place, words[place].text
 
 
 def flag_values(words: Sequence[Word]) -> dict[str, tuple[list[str], int]]:

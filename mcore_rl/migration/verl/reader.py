@@ -24,6 +24,8 @@ EXPECTED = (
     "a verl launch script (a command such as `python3 -m verl.trainer.main_ppo data.train_files=...`) or a YAML "
     "configuration with verl's sections actor_rollout_ref, algorithm, data and trainer"
 )
+NO_TRAINING = ("main_gen", "main_eval")
+"""Beginnings of programs that generate or grade responses only."""
 BUILT_IN = re.compile(r"(\w+_)?(ppo|dapo|sft|one_step_off|fully_async)\w*trainer\w*")
 """Names of configurations that are part of verl and its recipes."""
 
@@ -53,6 +55,8 @@ def _from_script(path: Path, text: str, given: Mapping[str, str], base: Path | N
         skipped = f" ({'; '.join(evaluation.notes)})" if evaluation.notes else ""
         raise ConfigError(f"{path} starts no training of verl{skipped}; expected {EXPECTED}")
     launch, notes = launches[0], list(dict.fromkeys(evaluation.notes))
+    if launch.program.rpartition(".")[2].startswith(NO_TRAINING):
+        raise ConfigError(f"{path}, line {launch.line}: {launch.program} trains nothing; expected {EXPECTED}")
     for other in launches[1:]:
         notes.append(f"line {other.line}: another command, {other.program}, is not read")
     settings = _base_settings(path, launch, base, notes)

@@ -371,6 +371,15 @@ def test_reader_script_of_something_else_states_what_it_expects(text: str, tmp_p
         read_verl(path, {})
 
 
+def test_reader_program_that_only_generates_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("python3 -m verl.trainer.main_generation data.path=/a model.path=/b\n")
+    with pytest.raises(
+        ConfigError, match=r"line 1: verl.trainer.main_generation trains nothing; expected a verl launch"
+    ):
+        read_verl(path, {})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
