@@ -12,7 +12,7 @@ from mcore_rl.observe.metrics import TENSORBOARD, TIMELINE, MetricsLog, set_asid
 from mcore_rl.observe.progress import Progress
 from mcore_rl.observe.signs import CollapseSigns, Sign
 from mcore_rl.observe.tensorboard import TensorBoardLog
-from mcore_rl.observe.timeline import Timeline
+from mcore_rl.observe.timeline import STEP_SPAN, Timeline
 from mcore_rl.types import Metric, Span
 
 TRAINING_PHASES = ("rollout", "logp", "reference", "values", "advantages", "critic_update", "update", "weight_sync")
@@ -77,7 +77,7 @@ class RunJournal:
         # Written before all other outputs: the summary and resumed runs read the metrics from this file.
         self._metrics.append(step, values)
         self._tensorboard.append(step, values)
-        self._timeline.append([*spans, *(span for source in self.sources for span in source())])
+        self._timeline.append([*_step_span(step, spans), *spans, *(span for each in self.sources for span in each())])
         assert self._progress is not None, "resume_after was not called"
         self._progress.update(step, values)
         for warning in self._signs.check(step, values):
@@ -88,3 +88,11 @@ class RunJournal:
         if self._progress is not None:
             self._progress.close()
             self._tensorboard.close()
+
+
+def _step_span(step: int, spans: Sequence[Span]) -> list[Span]:
+    """Return one span from the first to the last of the driver's spans of a step; [] without spans."""
+    if not spans:
+        return []
+    start, end = min(span.start for span in spans), max(span.end for span in spans)
+    return [Span(f"{STEP_SPAN}{step}", start, end, spans[0].process)]

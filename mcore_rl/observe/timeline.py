@@ -18,6 +18,8 @@ from typing import TypedDict
 from mcore_rl.types import Span
 from model_converters.durable_files import durable_write
 
+STEP_SPAN = "step "
+"""Name of the span that encloses a step of the driver, before its number. Readers divide the timeline by it."""
 _HEAD = b"[\n"
 _TAIL = b"\n]\n"
 

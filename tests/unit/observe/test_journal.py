@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mcore_rl.observe.journal import RunJournal
 from mcore_rl.observe.metrics import read_metrics
+from mcore_rl.observe.timeline import read_timeline
 from mcore_rl.types import Span, Total
 
 
@@ -28,3 +29,14 @@ def test_finish_step_sums_phases_and_throughput_of_training(tmp_path: Path) -> N
     assert step["time/step"] == 20.0  # engine_sleep is a part of the rollout
     assert step["time/validate"] == 10.0
     assert step["throughput/tokens_per_second"] == 100.0
+
+
+def test_finish_step_marks_the_step_on_the_timeline(tmp_path: Path) -> None:
+    spans = [Span("rollout", 10.0, 12.0, "driver"), Span("update", 12.5, 15.0, "driver")]
+    journal = RunJournal(tmp_path, 2, lambda: spans, [lambda: [Span("generate", 9.0, 11.0, "engine")]])
+    journal.resume_after(-1)
+    journal.finish_step(3)
+    journal.close()
+    (mark,) = [event for event in read_timeline(tmp_path / "timeline.json") if event["name"] == "step 3"]
+    assert (mark["ts"], mark["dur"]) == (10_000_000, 5_000_000)
+    assert "time/step 3" not in read_metrics(tmp_path / "metrics.jsonl")[0]
