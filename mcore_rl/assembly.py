@@ -23,6 +23,7 @@ from mcore_rl.data.prompts import supervised_chunk
 from mcore_rl.data.records import remove_unjoined
 from mcore_rl.model_check import model_check
 from mcore_rl.observe.journal import RunJournal
+from mcore_rl.observe.report.background import ReportProcess
 from mcore_rl.observe.signs import Sign, signs_for
 from mcore_rl.ports import Publisher, Validator
 from mcore_rl.preparation.prepare import Prepared
@@ -263,7 +264,8 @@ class _Site:
         collapse."""
         trainers, engines, groups = self.processes.trainers, self.processes.engines, self.processes.groups
         sources = [group.spans for group in (trainers, *groups.values(), engines) if group is not None]
-        return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources, signs)
+        report = ReportProcess(self.directory, Path(self.config.run.logs), self.config.observe.report_every_steps)
+        return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources, signs, report)
 
     def _batch_of(self, journal: RunJournal) -> Callable[[Groups, int, int], Batch]:
         dp_size, cost = self.prepared.layout.dp, self.prepared.cost

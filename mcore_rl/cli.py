@@ -91,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     keys = add("keys", "every configuration key: its type, default, unit, range and meaning", _keys)
     keys.add_argument("word", metavar="WORD", nargs="?", default="", help="only keys with WORD in name or description")
     keys.add_argument("--json", action="store_true", help="print a JSON list of objects")
+    report = add("report", "write report.html about one or several runs", _report)
+    report.add_argument("runs", metavar="RUN_DIR", nargs="+", help="run.dir of a run, also while it is in progress")
+    report.add_argument("--out", metavar="FILE", help="instead of report.html in the first RUN_DIR")
     text = "show versions, devices, engines and missing packages; --node: test devices and network"
     add_doctor_arguments(add("doctor", text, run_doctor))
     for trainer in ("verl", "slime"):
@@ -114,6 +117,15 @@ def _run_configured(options: argparse.Namespace) -> int:
             return verbs.plan(config, as_json=options.json, suggest=options.suggest)
         case _:
             return verbs.slurm(config, options.config, options.overrides, force=options.force)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from mcore_rl.observe.report.write import write_report
+
+    print(write_report([Path(run) for run in options.runs], options.out and Path(options.out)))
+    return 0
 
 
 def _keys(options: argparse.Namespace) -> int:

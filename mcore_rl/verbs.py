@@ -32,11 +32,18 @@ def train(config: Config) -> int:
     with own_stderr(), STOPS.listening(lambda: _resume_hint(run_dir)), third_party_log() as log:
         try:
             start = partial(_train_locked, config, log)
-            finished = is_finished(run_dir, config.trainer) or _locked(config, start, exports=True)
+            was_finished = is_finished(run_dir, config.trainer)
+            finished = was_finished or _locked(config, start, exports=True)
         except KeyboardInterrupt:
             print(f"stopped: {_resume_hint(run_dir)}", file=sys.stderr)
             return STOPS.exit_code()
+        except McoreRLError as error:
+            # A failed run has a report too, if it has finished a step; invalid input (2) has changed nothing.
+            if error.exit_code != 2 and (run_dir / "metrics.jsonl").is_file():
+                print(_report(run_dir), file=sys.stderr)
+            raise
     if not finished:
+        print(_report(run_dir), file=sys.stderr)
         print(f"stopped on request: {_resume_hint(run_dir)}", flush=True)
         return STOPS.exit_code()
     # Imported late: numpy would delay the message about a mistyped key.
@@ -45,8 +52,23 @@ def train(config: Config) -> int:
 
     print(summary_table(read_metrics(run_dir / "metrics.jsonl")))
     print(f"run directory: {config.run.dir}")
+    print(_report(run_dir, keep=was_finished))
     print(f"Hugging Face model: {_export_hint(run_dir, config.trainer.export_hf, config.actor)}")
     return 0
+
+
+def _report(run_dir: Path, *, keep: bool = False) -> str:
+    """Write the report of the run; with `keep`, only if there is none. Returns a line with its path, or with the reason
+    why it could not be written."""
+    from mcore_rl.observe.report.write import REPORT, write_report
+
+    if keep and (run_dir / REPORT).exists():
+        return f"report: {run_dir / REPORT}"
+    try:
+        return f"report: {write_report([run_dir])}"
+    # A full disk, for example. The run itself is complete.
+    except (McoreRLError, OSError) as error:
+        return f"report: not written: {error}"
 
 
 def is_finished(run_dir: Path, trainer: TrainerConfig) -> bool:

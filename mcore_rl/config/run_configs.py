@@ -17,7 +17,7 @@ from mcore_rl.errors import ConfigError
 from model_converters.durable_files import durable_write
 
 CONFIG_FILE = "config.yaml"
-NOT_OF_THE_RUN = ("run.dir", "cluster.address", "slurm.", "plan.")
+NOT_OF_THE_RUN = ("run.dir", "cluster.address", "observe.", "slurm.", "plan.")
 """Keys and sections that describe where a run is started, not what it computes."""
 _UNKNOWN = object()
 

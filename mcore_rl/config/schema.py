@@ -15,6 +15,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.episodes import EpisodeConfig
 from mcore_rl.config.fields import setting
 from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
+from mcore_rl.config.observe import ObserveConfig
 from mcore_rl.config.reward import JudgeConfig, RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.staleness import StalenessConfig
@@ -367,6 +368,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 

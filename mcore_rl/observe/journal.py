@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mcore_rl.observe.metrics import TENSORBOARD, TIMELINE, MetricsLog, set_aside
 from mcore_rl.observe.progress import Progress
+from mcore_rl.observe.report.background import ReportProcess
 from mcore_rl.observe.signs import CollapseSigns, Sign
 from mcore_rl.observe.tensorboard import TensorBoardLog
 from mcore_rl.observe.timeline import STEP_SPAN, Timeline
@@ -27,6 +28,7 @@ class RunJournal:
     own_spans: function that drains the spans of this process.
     sources: functions that drain the spans of other processes.
     signs: signs of collapse to warn about.
+    report: process that writes the report during the run; None: no report.
     """
 
     run_dir: Path
@@ -34,6 +36,7 @@ class RunJournal:
     own_spans: Callable[[], list[Span]]
     sources: Sequence[Callable[[], list[Span]]]
     signs: InitVar[Sequence[Sign]] = ()
+    report: ReportProcess | None = None
     _pending: dict[str, Metric] = field(default_factory=dict, init=False)
     _progress: Progress | None = field(default=None, init=False)
 
@@ -82,9 +85,13 @@ class RunJournal:
         self._progress.update(step, values)
         for warning in self._signs.check(step, values):
             self.note(f"warning: {warning}")
+        if self.report is not None:
+            self.report.step_finished(step)
 
     def close(self) -> None:
-        """Close the progress display and TensorBoard, if the run has begun."""
+        """Close the progress display and TensorBoard, if the run has begun, and stop the report's process."""
+        if self.report is not None:
+            self.report.close()
         if self._progress is not None:
             self._progress.close()
             self._tensorboard.close()

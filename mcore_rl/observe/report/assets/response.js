@@ -1,0 +1,93 @@
+// One response: its texts and facts, and its tokens in colours.
+
+const SHOWN = new Set("prompt response digest line messages judge versions masked temperatures".split(" "));
+const MODES = ["engine - trainer difference", "weight version", "loss mask"];
+
+function responseItem(run, row, record) {
+  const badge = (text, kind = "") => element("span", { class: `badge ${kind}` }, text);
+  const head = element("summary", {},
+    element("b", {}, `step ${row.step}${row.validation ? " (validation)" : ""}, group ${record.group}.${record.sample}`),
+    badge(row.right ? "right" : "wrong", row.right ? "good" : "bad"), `reward ${format(record.reward)}`, `${format(record.tokens)} tokens`,
+    row.truncated ? badge(`truncated: ${record.finish_reason}`, "bad") : null, row.error ? badge("error", "bad") : null,
+    row.tools ? badge(`${record.tool_calls} tool calls`) : null, row.tokens_recorded ? badge("per-token values") : null,
+    element("span", { class: "snippet" }, visible(String(record.response).slice(0, 300).replaceAll("\n", " "))));
+  const body = element("div", { class: "body" });
+  const item = element("details", { class: "item" }, head, body);
+  item.addEventListener("toggle", () => {
+    if (item.open && !body.childElementCount) fillResponse(body, run, row, record);
+  });
+  return item;
+}
+
+async function fillResponse(body, run, row, record) {
+  const part = (title, ...content) => body.append(element("h3", {}, title), ...content);
+  const text = (value) => element("pre", { dir: "auto" }, visible(value));
+  part("Prompt", text(record.prompt));
+  part("Response", text(record.response));
+  for (const [number, answer] of (Array.isArray(record.judge) ? record.judge : []).entries()) {
+    part(`Judge, answer ${number + 1}: ${answer?.error ? `no score (${answer.error})` : `score ${format(answer?.score)}`}`, text(answer?.text ?? ""));
+  }
+  if (Array.isArray(record.messages) && record.messages.length) {
+    const messages = record.messages.map((message) => element("div", {}, element("b", {}, visible(message?.role ?? "")), text(plain(message?.content ?? message))));
+    part("Conversation", element("details", {}, element("summary", {}, `${messages.length} messages`), ...messages));
+  }
+  const facts = Object.entries(record).filter(([name, value]) => !SHOWN.has(name) && value !== null);
+  part("Facts", table(["name", "value"], facts.map(([name, value]) => [name, plain(value)])));
+  part("Versions", text((Array.isArray(record.versions) ? record.versions : []).map(([version, first, end]) => `version ${version}: tokens ${first} to ${end - 1}`).join("\n")));
+  if (!row.tokens_recorded) {
+    return body.append(element("p", { class: "dim" }, "No per-token values are recorded for this response (observe.token_responses)."));
+  }
+  const all = await block(`${run.prefix}tokens${row.step}`);
+  const values = all.find((each) => each.digest === record.digest);
+  if (values) part("Tokens", tokenView(values));
+}
+
+const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
+function tokenView(values) {
+  const masked = new Set(values.masked.flatMap(([first, end]) => range(first, Math.min(end, values.texts.length))));
+  const versions = values.texts.map((text, place) => values.versions.find(([, first, end]) => first <= place && place < end)?.[0] ?? null);
+  let trained = 0;
+  const tokens = values.texts.map((text, place) => {
+    const own = masked.has(place) ? null : trained++;
+    const engine = own === null ? null : values.engine[own], trainer = own === null ? null : values.trainer[own];
+    const known = typeof engine === "number" && typeof trainer === "number";
+    return { text, place, version: versions[place], masked: own === null, engine, trainer, difference: known ? engine - trainer : null };
+  });
+  const sizes = tokens.map((token) => Math.abs(token.difference ?? 0)), largest = Math.max(0, ...sizes);
+  const known = tokens.filter((token) => token.difference !== null);
+  const legend = element("p", { class: "dim" });
+  const holder = element("div", { class: "text tokens", dir: "auto" });
+  const choice = element("select", {}, ...MODES.map((mode) => element("option", {}, mode)));
+  const paint = () => {
+    const mode = MODES.indexOf(choice.value);
+    // Differences of rounding stay pale: full colour needs at least 0.01 nats.
+    const spans = tokens.map((token) => tokenSpan(token, mode, Math.max(largest, 0.01)));
+    holder.replaceChildren(...spans);
+    const mean = known.reduce((sum, token) => sum + Math.abs(token.difference), 0) / Math.max(known.length, 1);
+    const words = [
+      `Red: the engine's log-probability is higher; blue: the trainer's. Mean difference ${format(mean)} nats, largest ${format(largest)} at token ${sizes.indexOf(largest)}.`,
+      `Weight versions: ${[...new Set(versions.filter((version) => version !== null && version >= 0))].join(", ")}.`,
+      `${masked.size} of ${tokens.length} tokens are not trained (struck out).`,
+    ];
+    legend.textContent = words[mode] + (values.left_out ? ` ${format(values.left_out)} further tokens are left out.` : "");
+  };
+  choice.addEventListener("change", paint);
+  paint();
+  return element("div", {}, element("label", {}, "colour: ", choice), legend, holder);
+}
+
+function tokenSpan(token, mode, largest) {
+  const style = {};
+  if (mode === 0 && token.difference !== null) {
+    const strength = Math.min(1, Math.abs(token.difference) / largest) * 0.75;
+    style.background = `rgba(${token.difference > 0 ? "220, 60, 60" : "60, 110, 220"}, ${strength})`;
+  }
+  if (mode === 1 && token.version >= 0 && token.version !== null) style.background = `hsla(${(token.version * 67) % 360}, 70%, 50%, 0.35)`;
+  if (mode === 2 && !token.masked) style.background = "rgba(34, 160, 107, 0.35)";
+  const title = token.masked ? `token ${token.place}: not trained` :
+    `token ${token.place}: engine ${format(token.engine)}, trainer ${format(token.trainer)}, difference ${format(token.difference)} nats, version ${token.version}`;
+  return element("span", { class: token.masked ? "token masked" : "token", title, style }, visible(token.text));
+}
+
+const range = (first, end) => Array.from({ length: Math.max(0, end - first) }, (_, place) => first + place);

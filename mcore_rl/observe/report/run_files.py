@@ -1,0 +1,150 @@
+"""Tolerant reading of a run directory: runs in progress, interrupted writes, and files of newer versions."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.observe.metrics import FILE_NAME, FOLDER, ROLLOUTS
+from mcore_rl.types.json import JsonObject
+
+CONFIG = "config.yaml"
+SECRETS = "slurm.environment"
+"""Mapping whose values may be secrets; reports are shared, so they name its keys only."""
+_RESPONSES = re.compile(r"(val_)?step_(\d+)\.jsonl")
+
+
+@dataclass(frozen=True)
+class RolloutFile:
+    """Responses of one step. `is_validation`: generated for validation, after the step."""
+
+    path: Path
+    step: int
+    is_validation: bool
+
+
+@dataclass
+class RunFiles:
+    """Contents of a run directory, without responses and timeline.
+
+    records: metrics by step, in order; null (a value that was not finite) is None.
+    config: flattened configuration, {"actor.optimizer.lr": 1e-6}; {} if it cannot be read.
+    notes: parts that could not be read, for the report's table of warnings.
+    """
+
+    directory: Path
+    records: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
+    rollouts: list[RolloutFile] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def total_steps(self) -> int | None:
+        steps = self.config.get("trainer.steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def num_earlier(self) -> int:
+        """Number of folders with records that a resumed run has repeated."""
+        return sum(path.name.isdigit() for path in (self.directory / FOLDER).glob("*"))
+
+
+def read_run(directory: Path) -> RunFiles:
+    """Read metrics and configuration, and list the files with responses.
+
+    Raises: ConfigError if `directory` is not a run directory.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory; name a run.dir")
+    if not any((directory / name).exists() for name in (CONFIG, FILE_NAME, ROLLOUTS)):
+        raise ConfigError(f"{directory} is no run: it has no {CONFIG}, {FILE_NAME} or {ROLLOUTS}/; name a run.dir")
+    run = RunFiles(directory)
+    for record in json_lines(directory / FILE_NAME, run.notes):
+        if (step := _whole(record.get("step"))) is None:
+            run.notes.append(f"{FILE_NAME}: a line without a step is left out")
+        else:
+            # A step that occurs twice was repeated by a resumed run.
+            run.records[step] = {name: _number(value) for name, value in record.items() if _is_metric(name, value)}
+    run.records = dict(sorted(run.records.items()))
+    run.config = _read_config(directory / CONFIG, run.notes)
+    run.rollouts = sorted(_rollout_files(directory / ROLLOUTS), key=lambda file: (file.step, file.is_validation))
+    return run
+
+
+def json_lines(path: Path, notes: list[str]) -> Iterator[JsonObject]:
+    """Yield the JSON objects of a file, one per line; nothing if it does not exist.
+
+    Other lines are counted in `notes`, except a last line without a newline, which is being written.
+    """
+    invalid = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    invalid += line.endswith(b"\n")
+                    continue
+                if isinstance(record, dict):
+                    yield record
+                else:
+                    invalid += 1
+    # Files of a run in progress can be renamed or moved to earlier/.
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}")
+    if invalid:
+        notes.append(f"{path.name}: lines that are not JSON objects are left out ({invalid})")
+
+
+def _rollout_files(directory: Path) -> Iterator[RolloutFile]:
+    for path in directory.glob("*step_*.jsonl"):
+        if match := _RESPONSES.fullmatch(path.name):
+            yield RolloutFile(path, int(match[2]), match[1] is not None)
+
+
+def _read_config(path: Path, notes: list[str]) -> dict[str, object]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        notes.append(f"{path.name} does not exist: the report shows no configuration")
+        return {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        notes.append(f"{path.name} cannot be read: {' '.join(str(error).split())}")
+        return {}
+    return dict(_leaves(tree)) if isinstance(tree, dict) else {}
+
+
+def _leaves(tree: dict[object, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if f"{prefix}{name}" == SECRETS:
+            yield SECRETS, sorted(map(str, value)) if isinstance(value, dict) else None
+        elif isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _is_metric(name: str, value: object) -> bool:
+    return name != "step" and (value is None or (isinstance(value, int | float) and not isinstance(value, bool)))
+
+
+def _number(value: object) -> float | None:
+    """Return a finite float, or None. JSON allows integers beyond the range of floats."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

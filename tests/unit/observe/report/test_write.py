@@ -1,0 +1,138 @@
+"""Contents of a report, for complete, running, damaged and unknown run directories."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mcore_rl import cli
+from mcore_rl.errors import ConfigError
+from mcore_rl.observe.report.write import write_report
+from tests.recorded_run import CONFIG, groups, metrics_line, response, write_run
+from tests.unit.observe.report.pages_of import alerts_of, blocks_of, run_of
+
+
+def test_report_complete_run_has_all_parts(tmp_path: Path) -> None:
+    blocks = blocks_of(write_run(tmp_path / "run"))
+    (run,) = blocks["summary"]["runs"]
+    assert (run["name"], run["last_step"], run["total_steps"]) == ("run", 3, 4)
+    assert run["series"]["steps"] == [0, 1, 2, 3]
+    assert run["series"]["values"]["val/accuracy"] == [0.0, 0.2, 0.4, 0.6]
+    assert run["responses"]["steps"] == [1, 2, 3]
+    assert run["timeline"] == [0, 1, 2, 3]
+    assert blocks["run0.groups2"] == [[0, 4, 2], [1, 4, 2]]
+    assert sum(len(blocks[page[0]]) for page in run["responses"]["pages"]) == 24
+    assert "0.600 (step 3)" in run["table"]
+
+
+def test_report_timeline_of_step_has_its_spans_only(tmp_path: Path) -> None:
+    extent, processes, *spans = blocks_of(write_run(tmp_path / "run"))["run0.spans2"]
+    assert extent == [0, 9000]
+    assert processes == ["driver", "rollout engine 0"]
+    # Process, lane, name, start and duration in ms.
+    assert [0, 0, "update", 4000, 5000] in spans
+    assert sorted(span[2] for span in spans) == ["generate", "rollout", "update"]
+
+
+def test_report_loads_nothing_and_contains_no_text_of_models(tmp_path: Path) -> None:
+    hostile = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    directory = write_run(
+        tmp_path / "run", {"step_1": [response(prompt=hostile, response=hostile, **{hostile: hostile})]}
+    )
+    text = write_report([directory]).read_text()
+    assert "alert(1)" not in text
+    assert "default-src 'none'" in text
+    # The namespace and home page that the plotting library names are no requests.
+    assert not re.findall(r'(?:src|href)="(?!#)', text)
+    assert blocks_of(directory)["run0.responses0"][0]["response"] == hostile
+
+
+def test_report_several_runs_lists_differing_keys(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "a" / "run")
+    two = write_run(tmp_path / "b" / "run", config=CONFIG.replace("steps: 4", "steps: 9") + "reward: {new_key: 1}\n")
+    summary = blocks_of(one, two)["summary"]
+    assert [run["name"] for run in summary["runs"]] == ["a/run", "b/run"]
+    assert summary["differences"] == [["trainer.steps", [4, 9]], ["reward.new_key", [None, 1]]]
+
+
+def test_report_leaves_out_values_of_the_environment(tmp_path: Path) -> None:
+    config = CONFIG + "slurm: {environment: {TOKEN_OF_ME: hunter2}}\n"
+    run = run_of(write_run(tmp_path / "run", config=config))
+    assert run["config"]["slurm.environment"] == "['TOKEN_OF_ME']"
+    assert "hunter2" not in json.dumps(run)
+
+
+def test_report_run_in_progress_ignores_the_line_being_written(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write(metrics_line(4)[:40])
+    run = run_of(directory)
+    assert run["last_step"] == 3
+    assert not any("metrics.jsonl" in alert["text"] for alert in run["alerts"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("metrics.jsonl", metrics_line(1) + "{cut\n[1]\n" + metrics_line(2), "not JSON objects are left out (2)"),
+        ("metrics.jsonl", '{"reward/mean": 1}\n' + metrics_line(2), "a line without a step"),
+        ("rollouts/step_2.jsonl", json.dumps(response()) + "\n" + '{"response": "cu\n', "step_2.jsonl: lines that are"),
+        ("config.yaml", "trainer: [", "config.yaml cannot be read"),
+        ("config.yaml", CONFIG + "future: {key: 1}\n", "this version cannot read config.yaml"),
+        ("timeline.json", "[\n{cut", None),
+    ],
+)
+def test_report_damaged_file_is_named_and_rest_shown(tmp_path: Path, name: str, text: str, named: str | None) -> None:
+    directory = write_run(tmp_path / "run")
+    (directory / name).write_text(text)
+    alerts = alerts_of(directory)
+    assert named is None or any(named in alert for alert in alerts), alerts
+    assert run_of(directory)["last_step"] in (2, 3)
+
+
+def test_report_values_of_other_types_are_ignored(tmp_path: Path) -> None:
+    odd = response(tokens="many", accuracy=None, group=[1], mask="x", versions=None, digest=[], tool_calls={"a": []})
+    directory = write_run(tmp_path / "run", {"step_1": [odd], "step_2": [{}], "val_step_2": groups(1)})
+    line = json.dumps({"step": 4, "new/text": "x", "new/list": [1], "new/flag": True, "big": 10**400, "nan": None})
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    run = run_of(directory)
+    assert {"new/text", "new/list", "new/flag"}.isdisjoint(run["series"]["values"])
+    assert "not finite: big, nan" in [alert["text"] for alert in run["alerts"]]
+    assert [page[1:4] for page in run["responses"]["pages"]] == [[1, False, 1], [2, False, 1], [2, True, 4]]
+
+
+@pytest.mark.parametrize(("name", "message"), [("missing", "is not a directory"), ("empty", "is no run")])
+def test_report_other_directory_exits_with_2(
+    tmp_path: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["report", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "run.dir" in error
+    assert error.count("\n") == 1
+
+
+def test_report_out_names_another_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_run(tmp_path / "run")
+    assert cli.main(["report", str(directory), "--out", str(tmp_path / "r.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'r.html'}\n"
+    assert not (directory / "report.html").exists()
+    with pytest.raises(ConfigError, match="--out FILE"):
+        write_report([directory], tmp_path / "nowhere" / "r.html")
+
+
+def test_report_signs_of_collapse_and_failures_are_alerts(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    lines = [metrics_line(1), metrics_line(2, actor__entropy=0.05, reward__errors=3, engine__restarts=0)]
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    (directory / "earlier" / "1").mkdir(parents=True)
+    alerts = {alert["text"].split(":")[0]: alert["step"] for alert in run_of(directory)["alerts"]}
+    assert alerts["entropy fell from 2 to 0.05"] == 2
+    assert alerts["reward/errors"] == 2
+    assert "engine/restarts" not in alerts
+    assert alerts["the run was resumed"] is None
