@@ -1,9 +1,12 @@
-"""CRC-32 of files, computed while they are written or read. It is the fastest checksum in the standard library."""
+"""CRC-32 of files, computed while they are written or read, and of tokens. It is the fastest checksum in the standard
+library."""
 
 from __future__ import annotations
 
 import zlib
 from pathlib import Path
+
+import numpy as np
 
 from mcore_rl.types import SavedFile
 
@@ -41,3 +44,9 @@ def saved_file(directory: Path, name: str) -> SavedFile:
     """
     crc = file_crc32(directory / name)
     return SavedFile(name, crc.num_bytes, crc.value)
+
+
+def token_digest(token_ids: np.ndarray) -> int:
+    """Return the CRC-32 of a prompt with its response, which identifies a response in the files of a step. Shapes:
+    integer [S]."""
+    return zlib.crc32(token_ids.astype(np.int32).tobytes())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mcore_rl.config.observe import TOKEN_VALUES
 from mcore_rl.errors import DataError
 from model_converters.durable_files import durable_write
 
@@ -95,7 +96,8 @@ def set_aside(run_dir: Path, step: int) -> Path | None:
     Returns: the new directory; None if there are no such records.
     """
     metrics = MetricsLog(run_dir)
-    rollouts = [path for path in (run_dir / ROLLOUTS).glob("*.jsonl") if _step_of(path) > step]
+    folders = (run_dir / ROLLOUTS, run_dir / TOKEN_VALUES)
+    rollouts = [path for folder in folders for path in folder.glob("*.jsonl") if _step_of(path) > step]
     has_later = any(record["step"] > step for record in metrics.read())
     if not has_later and not rollouts:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mcore_rl.config.reward import RewardConfig
+from mcore_rl.data.checksum import token_digest
 from mcore_rl.data.json_text import to_plain
 from mcore_rl.data.records import SURROGATE_ERRORS
 from mcore_rl.errors import RewardError
@@ -104,8 +104,7 @@ def _episode_metrics(outcomes: Sequence[EpisodeOutcome], counts: np.ndarray) -> 
 
 def _digests(responses: Sequence[Response]) -> np.ndarray:
     trajectories = [t for r in responses for t in r.outcome.trajectories]
-    texts = [np.concatenate([t.prompt_ids, t.token_ids]).astype(np.int32).tobytes() for t in trajectories]
-    return np.array([zlib.crc32(text) for text in texts], np.uint32)
+    return np.array([token_digest(np.concatenate([t.prompt_ids, t.token_ids])) for t in trajectories], np.uint32)
 
 
 def write_records(path: Path, task: RolloutTask, responses: Sequence[Response]) -> None:
@@ -138,6 +137,8 @@ def _record(response: Response, trajectory: Trajectory, group: int, sample: int,
         "error": score.error,
         "turns": outcome.turns,
         "tool_calls": outcome.tool_calls,
+        # Connects the record with its per-token values, which a trainer rank writes.
+        "digest": token_digest(np.concatenate([trajectory.prompt_ids, trajectory.token_ids])),
     }
     if trajectory.trained is not None:
         record |= {"messages": list(outcome.messages), "mask": trajectory.trained.tolist()}

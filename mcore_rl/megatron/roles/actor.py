@@ -33,6 +33,7 @@ from mcore_rl.megatron.step.objective import (
     non_finite_samples,
 )
 from mcore_rl.megatron.step.replay import engine_routing
+from mcore_rl.megatron.step.token_values import TokenValues
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import LogpGap, Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -78,6 +79,9 @@ class MegatronActor(TrainedModel):
         super().__init__(spec, chunks, num_updates=updates_of_run(config.trainer), seed=seed)
         self.objective = Objective.from_config(config, self.group, self.context)
         self.estimator = estimator(config.algorithm.advantage, **advantage_options(config.algorithm))
+        # One data-parallel rank writes per-token values; its last stage has the log-probabilities.
+        has_logp = self.counts_tokens and not self.place.dp and self.objective.loss.needs.advantages
+        self.token_values = TokenValues.from_config(config, self.context) if has_logp else None
         self.reference: FrozenPolicy | BasePolicy | None = None
         if uses_reference(config.algorithm.kl):
             if base_is_reference(config.actor, config.reference):
@@ -231,6 +235,8 @@ class MegatronActor(TrainedModel):
         Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule unchanged.
         """
         microbatches, reports = self.accumulate_gradients(batch, index)
+        if self.token_values is not None and index == 0:
+            self.token_values.write(batch.shares[0], batch.chunks, microbatches, batch.old_logp)
         return self._step(microbatches, reports, index)
 
     def accumulate_gradients(self, batch: RankBatch, index: int) -> tuple[list[MicroBatch], list[MicroBatchReport]]:

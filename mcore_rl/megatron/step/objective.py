@@ -72,7 +72,8 @@ class Objective:
 
     correction: correction of the mismatch between engine and trainer; without algorithm.correction.apply it is only
     measured. group: tensor-parallel group; None for a single rank. context: the rank's part of every row; it reports
-    metrics of its own tokens only.
+    metrics of its own tokens only. stores_logp: keep the log-probabilities before the first update in the batch even if
+    no later update needs them.
 
     A loss that uses advantages refers to the distribution that the engine samples from: log-probabilities and entropies
     use the temperature at which each token was sampled, which is `temperature` unless the batch has another one. Other
@@ -86,6 +87,7 @@ class Objective:
     temperature: float
     group: dist.ProcessGroup | None
     context: ContextPart = SINGLE_RANK
+    stores_logp: bool = False
 
     @classmethod
     def from_config(
@@ -95,7 +97,8 @@ class Objective:
         algorithm = config.algorithm
         loss, correction = configured_loss(algorithm), Correction.from_config(algorithm.correction)
         temperature = config.rollout.temperature if loss.needs.advantages else 1.0
-        return cls(algorithm, config.actor, loss, correction, temperature, group, context)
+        stores_logp = config.observe.token_responses > 0
+        return cls(algorithm, config.actor, loss, correction, temperature, group, context, stores_logp)
 
     @property
     def needs_old_logp(self) -> bool:
@@ -152,7 +155,7 @@ class Objective:
         and the loss of multi-token-prediction layers.
 
         policy_is_old: the policy is the one before the first update; its log-probabilities are stored in
-            rank_batch.old_logp, if later updates need them.
+            rank_batch.old_logp, if later updates need them or stores_logp is set.
         chosen: result of `choose_tokens`.
         mtp_weight: 1 / (trained tokens) of the update on all ranks.
 
@@ -162,7 +165,7 @@ class Objective:
         # With MTP layers the hidden states of their depths follow the policy's (model/output.py).
         own = hidden[:row] if self.actor.mtp_loss_coefficient else hidden
         logp, entropy = self.logp(chunk, own, batch, compute_entropy=True)
-        if policy_is_old and self.needs_old_logp:
+        if policy_is_old and (self.needs_old_logp or self.stores_logp):
             parts = logp.detach().split(list(batch.trained_counts))
             # In place: the later updates of the batch read it.
             rank_batch.old_logp.update(zip(batch.samples, parts, strict=True))

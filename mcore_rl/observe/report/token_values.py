@@ -1,4 +1,4 @@
-"""Per-token values of a few responses per step: rollouts/tokens_step_<n>.jsonl, which a trainer rank writes.
+"""Per-token values of a few responses per step: tokens/step_<n>.jsonl, which a trainer rank writes.
 
 The key `digest` connects a line with the response of the same step in rollouts/step_<n>.jsonl.
 """
@@ -6,12 +6,13 @@ The key `digest` connects a line with the response of the same step in rollouts/
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import TypeGuard
 
-from mcore_rl.observe.metrics import ROLLOUTS
+from mcore_rl.config.observe import TOKEN_VALUES
 from mcore_rl.observe.report.run_files import json_lines
 from mcore_rl.observe.report.token_pieces import Pieces
 from mcore_rl.types.json import JsonObject
@@ -24,21 +25,18 @@ MAX_TOKENS = 4096
 class TokenValues:
     """Tokens of one response.
 
-    versions: (weight version, first token, token after the last). masked: (first, end) of tokens that are not trained.
     logp_rollout, logp_policy: log-probabilities of engine and trainer, one per trained token; None if not finite.
     Units: nats.
     """
 
     digest: int
     token_ids: list[int]
-    versions: list[list[int]]
-    masked: list[list[int]]
     logp_rollout: list[float | None]
     logp_policy: list[float | None]
 
 
 def token_values_path(run_dir: Path, step: int) -> Path:
-    return run_dir / ROLLOUTS / f"tokens_step_{step}.jsonl"
+    return run_dir / TOKEN_VALUES / f"step_{step}.jsonl"
 
 
 def read_token_values(run_dir: Path, step: int, notes: list[str]) -> list[TokenValues]:
@@ -53,40 +51,32 @@ def read_token_values(run_dir: Path, step: int, notes: list[str]) -> list[TokenV
 def shown_values(values: TokenValues, pieces: Pieces) -> dict[str, object]:
     """Return the values of the first MAX_TOKENS tokens for the page, with the text of each token."""
     texts = pieces.split(values.token_ids[:MAX_TOKENS])
-    trained = len(texts) - sum(max(0, min(end, len(texts)) - first) for first, end in values.masked)
     return {
         "digest": values.digest,
         "texts": texts,
-        "left_out": len(values.token_ids) - len(texts),
-        "versions": values.versions,
-        "masked": values.masked,
-        "engine": [_short(value) for value in values.logp_rollout[:trained]],
-        "trainer": [_short(value) for value in values.logp_policy[:trained]],
+        "engine": [_short(value) for value in values.logp_rollout[: len(texts)]],
+        "trainer": [_short(value) for value in values.logp_policy[: len(texts)]],
     }
 
 
 def _parsed(record: JsonObject) -> TokenValues | None:
-    digest, ids, versions, masked = (record.get(name) for name in ("digest", "token_ids", "versions", "masked"))
+    digest, ids = record.get("digest"), record.get("token_ids")
     rollout, policy = record.get("logp_rollout"), record.get("logp_policy")
-    if not (isinstance(digest, int) and _are_numbers(ids, int) and _are_spans(versions, 3) and _are_spans(masked, 2)):
+    if not (isinstance(digest, int) and _are_numbers(ids, int)):
         return None
     if not all(0 <= token < 2**31 for token in ids):
         return None
     if not (_are_numbers(rollout, int | float | None) and _are_numbers(policy, int | float | None)):
         return None
-    return TokenValues(digest, ids, versions, masked, rollout, policy)
+    return TokenValues(digest, ids, rollout, policy)
 
 
 def _are_numbers(value: object, kind: type | UnionType) -> TypeGuard[list]:  # type: ignore[type-arg]
     return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
-def _are_spans(value: object, size: int) -> TypeGuard[list[list[int]]]:
-    return isinstance(value, list) and all(_are_numbers(each, int) and len(each) == size for each in value)
-
-
 def _short(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+    return round(value, 4) if value is not None and math.isfinite(value) else None
 
 
 def spans_of_zeros(mask: list[int]) -> list[list[int]]:

@@ -20,6 +20,9 @@ def run_dir(tmp_path: Path) -> Path:
     for name in RESPONSES:
         (tmp_path / "rollouts").mkdir(exist_ok=True)
         (tmp_path / "rollouts" / name).write_text(name)
+    (tmp_path / "tokens").mkdir()
+    for step in (1, 2):
+        (tmp_path / "tokens" / f"step_{step}.jsonl").write_text(f"tokens of step {step}")
     (tmp_path / "timeline.json").write_text("[]")
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "events").write_text("")
@@ -37,7 +40,7 @@ def steps(directory: Path) -> list[int]:
 def test_set_aside_on_resume_moves_only_later_steps(run_dir: Path) -> None:
     before = {name: (run_dir / name).read_text() for name in files(run_dir)}
     assert set_aside(run_dir, 1) == run_dir / "earlier" / "1"
-    moved = {"rollouts/step_2.jsonl", "rollouts/step_12.jsonl", "rollouts/val_step_2.jsonl"}
+    moved = {"rollouts/step_2.jsonl", "rollouts/step_12.jsonl", "rollouts/val_step_2.jsonl", "tokens/step_2.jsonl"}
     assert files(run_dir / "earlier" / "1") == {*moved, "metrics.jsonl"}
     assert {(run_dir / "earlier" / "1" / name).read_text() for name in moved} == {before[name] for name in moved}
     assert files(run_dir) - {f"earlier/1/{name}" for name in (*moved, "metrics.jsonl")} == before.keys() - moved

@@ -3,13 +3,27 @@ run."""
 
 from __future__ import annotations
 
+import json
+import zlib
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError, RewardError
-from mcore_rl.rollout.results import GradingFailures, join_scalars
-from mcore_rl.types import RolloutScalars
+from mcore_rl.rollout.episodes.single_turn import Attempt
+from mcore_rl.rollout.results import GradingFailures, Response, join_scalars, write_records
+from mcore_rl.types import (
+    EpisodeOutcome,
+    GenerationRequest,
+    Prompt,
+    RolloutScalars,
+    RolloutTask,
+    SamplingOptions,
+    Score,
+    Trajectory,
+)
 from tests.unit.rollout.made import made_scalars
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "mine.py", line 3, in f'
@@ -26,6 +40,19 @@ def test_join_scalars_errors_tokens_and_seconds() -> None:
     assert joined.errors == ((1, "a"), (3, "b"))
     assert (joined.traceback, joined.tokens_taken_over, joined.seconds_generating) == ("at b", 12, 2.0)
     np.testing.assert_array_equal(joined.parts["half"], [np.nan, np.nan, np.nan, 0.5])
+
+
+def test_write_records_digest_covers_prompt_and_response(tmp_path: Path) -> None:
+    """Trainer ranks compute the same digest from the whole sequence, int32."""
+    ids, sampling = np.array([3, 4], np.int64), SamplingOptions(8)
+    attempt = Attempt(GenerationRequest("train.0.0", ids, 1, sampling), Prompt(0, ids, "34", "", None))
+    zeros = np.zeros(2)
+    trajectory = Trajectory(ids, np.array([5, 6], np.int64), zeros, zeros.astype(np.int32))
+    task = RolloutTask("train", np.array([0]), np.array([0]), 1, sampling, 1)
+    response = Response(attempt, EpisodeOutcome((trajectory,), "56", "stop"), Score(1.0, 1.0))
+    write_records(tmp_path / "part", task, [response])
+    record = json.loads((tmp_path / "part").read_text())
+    assert record["digest"] == zlib.crc32(np.array([3, 4, 5, 6], np.int32).tobytes())
 
 
 def graded(size: int, *failed: int, traceback: str | None = None) -> RolloutScalars:

@@ -1,4 +1,4 @@
-// One response: its texts and facts, and its tokens in colours.
+// One response: its texts and facts, and its tokens in colors.
 
 const SHOWN = new Set("prompt response digest line messages judge versions masked temperatures".split(" "));
 const MODES = ["engine - trainer difference", "weight version", "loss mask"];
@@ -7,7 +7,8 @@ function responseItem(run, row, record) {
   const badge = (text, kind = "") => element("span", { class: `badge ${kind}` }, text);
   const head = element("summary", {},
     element("b", {}, `step ${row.step}${row.validation ? " (validation)" : ""}, group ${record.group}.${record.sample}`),
-    badge(row.right ? "right" : "wrong", row.right ? "good" : "bad"), `reward ${format(record.reward)}`, `${format(record.tokens)} tokens`,
+    badge(row.right ? "right" : "wrong", row.right ? "good" : "bad"),
+    element("span", {}, `reward ${format(record.reward)}`), element("span", {}, `${format(record.tokens)} tokens`),
     row.truncated ? badge(`truncated: ${record.finish_reason}`, "bad") : null, row.error ? badge("error", "bad") : null,
     row.tools ? badge(`${record.tool_calls} tool calls`) : null, row.tokens_recorded ? badge("per-token values") : null,
     element("span", { class: "snippet" }, visible(String(record.response).slice(0, 300).replaceAll("\n", " "))));
@@ -39,14 +40,15 @@ async function fillResponse(body, run, row, record) {
   }
   const all = await block(`${run.prefix}tokens${row.step}`);
   const values = all.find((each) => each.digest === record.digest);
-  if (values) part("Tokens", tokenView(values));
+  if (values) part("Tokens", tokenView(values, record));
 }
 
 const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
-function tokenView(values) {
-  const masked = new Set(values.masked.flatMap(([first, end]) => range(first, Math.min(end, values.texts.length))));
-  const versions = values.texts.map((text, place) => values.versions.find(([, first, end]) => first <= place && place < end)?.[0] ?? null);
+function tokenView(values, record) {
+  const masked = new Set((record.masked ?? []).flatMap(([first, end]) => range(first, Math.min(end, values.texts.length))));
+  const spans = Array.isArray(record.versions) ? record.versions : [];
+  const versions = values.texts.map((text, place) => spans.find(([, first, end]) => first <= place && place < end)?.[0] ?? null);
   let trained = 0;
   const tokens = values.texts.map((text, place) => {
     const own = masked.has(place) ? null : trained++;
@@ -61,20 +63,19 @@ function tokenView(values) {
   const choice = element("select", {}, ...MODES.map((mode) => element("option", {}, mode)));
   const paint = () => {
     const mode = MODES.indexOf(choice.value);
-    // Differences of rounding stay pale: full colour needs at least 0.01 nats.
-    const spans = tokens.map((token) => tokenSpan(token, mode, Math.max(largest, 0.01)));
-    holder.replaceChildren(...spans);
+    // Differences of rounding stay pale: full color needs at least 0.01 nats.
+    holder.replaceChildren(...tokens.map((token) => tokenSpan(token, mode, Math.max(largest, 0.01))));
     const mean = known.reduce((sum, token) => sum + Math.abs(token.difference), 0) / Math.max(known.length, 1);
     const words = [
       `Red: the engine's log-probability is higher; blue: the trainer's. Mean difference ${format(mean)} nats, largest ${format(largest)} at token ${sizes.indexOf(largest)}.`,
       `Weight versions: ${[...new Set(versions.filter((version) => version !== null && version >= 0))].join(", ")}.`,
       `${masked.size} of ${tokens.length} tokens are not trained (struck out).`,
     ];
-    legend.textContent = words[mode] + (values.left_out ? ` ${format(values.left_out)} further tokens are left out.` : "");
+    legend.textContent = words[mode] + (record.tokens > tokens.length ? ` Tokens after ${format(tokens.length)} are left out.` : "");
   };
   choice.addEventListener("change", paint);
   paint();
-  return element("div", {}, element("label", {}, "colour: ", choice), legend, holder);
+  return element("div", {}, element("label", {}, "color: ", choice), legend, holder);
 }
 
 function tokenSpan(token, mode, largest) {
