@@ -2,7 +2,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang demo test check gpu lint type bench slurm sandbox
+.PHONY: help setup sglang demo test check gpu lint type bench slurm sandbox browser
 
 EXTRA ?= cpu
 HOSTS ?= 1
@@ -50,6 +50,9 @@ slurm: ## install SLURM and munge for the tests of job scripts (Debian, Ubuntu; 
 
 sandbox: ## install bubblewrap, the sandbox for code written by models (Debian, Ubuntu; as root)
 	@scripts/setup_sandbox.sh
+
+browser: ## install Chromium for the tests of the report (Debian, Ubuntu; as root)
+	@scripts/setup_browser.sh
 
 bench: setup ## run the benchmarks and print one table: ours, peer or limit, ratio
 	@$(PY) -m benchmarks $(ARGS)

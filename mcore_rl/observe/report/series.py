@@ -25,6 +25,7 @@ CHARTS = (
     Chart("Reward", "", ("reward/mean", "reward/std", "reward/greedy", "val/reward")),
     Chart("Accuracy", "fraction", ("val/accuracy", "val/accuracy/*", "reward/accuracy")),
     Chart("Parts of the reward", "", ("reward/*",)),
+    Chart("Responses without a grade", "", ("reward/errors", "val/errors")),
     Chart(
         "Response length",
         "tokens",

@@ -1,7 +1,7 @@
 // List of sampled responses with filters. Facts of all responses are in the summary; texts are loaded block by block.
 
 const PAGE = 30;
-const list = { rows: [], found: [], first: 0, request: 0 };
+const list = { rows: [], found: [], first: 0, request: 0, shown: 0 }; // numbers of the newest and the shown search
 
 const CHOICES = {
   result: { all: () => true, right: (row) => row.right, wrong: (row) => !row.right },
@@ -99,4 +99,5 @@ async function showList(run) {
   byId("list").replaceChildren(...items);
   byId("previous").disabled = !first;
   byId("next").disabled = last >= found.length;
+  list.shown = request;
 }

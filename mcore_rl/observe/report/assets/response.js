@@ -35,12 +35,12 @@ async function fillResponse(body, run, row, record) {
   const facts = Object.entries(record).filter(([name, value]) => !SHOWN.has(name) && value !== null);
   part("Facts", table(["name", "value"], facts.map(([name, value]) => [name, plain(value)])));
   part("Versions", text((Array.isArray(record.versions) ? record.versions : []).map(([version, first, end]) => `version ${version}: tokens ${first} to ${end - 1}`).join("\n")));
-  if (!row.tokens_recorded) {
-    return body.append(element("p", { class: "dim" }, "No per-token values are recorded for this response (observe.token_responses)."));
-  }
-  const all = await block(`${run.prefix}tokens${row.step}`);
-  const values = all.find((each) => each.digest === record.digest);
+  const values = row.tokens_recorded ? (await block(`${run.prefix}tokens${row.step}`)).find((each) => each.digest === record.digest) : null;
   if (values) part("Tokens", tokenView(values, record));
+  const end = values ? "" : "No per-token values are recorded for this response (observe.token_responses).";
+  const last = element("p", { class: "dim" }, end);
+  last.dataset.complete = "true";
+  body.append(last);
 }
 
 const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value));

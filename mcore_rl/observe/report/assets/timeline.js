@@ -74,7 +74,7 @@ function connectTimeline(made, spans, processes, rowOf, view, extent) {
   made.addEventListener("mouseleave", () => hint(""));
 }
 
-// Equal names have equal colours in all steps.
+// Equal names have equal colors in all steps.
 function colorOf(name) {
   let hash = 7;
   for (const character of name) hash = (hash * 31 + character.codePointAt(0)) % 3600;
