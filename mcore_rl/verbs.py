@@ -40,7 +40,7 @@ def train(config: Config) -> int:
         except McoreRLError as error:
             # A failed run has a report too, if it has finished a step; invalid input (2) has changed nothing.
             if error.exit_code != 2 and (run_dir / "metrics.jsonl").is_file():
-                print(_report(run_dir), file=sys.stderr)
+                print(_report(run_dir, failure=str(error)), file=sys.stderr)
             raise
     if not finished:
         print(_report(run_dir), file=sys.stderr)
@@ -57,15 +57,17 @@ def train(config: Config) -> int:
     return 0
 
 
-def _report(run_dir: Path, *, keep: bool = False) -> str:
-    """Write the report of the run; with `keep`, only if there is none. Returns a line with its path, or with the reason
-    why it could not be written."""
+def _report(run_dir: Path, *, keep: bool = False, failure: str | None = None) -> str:
+    """Write the report of the run; with `keep`, only if there is none. `failure`: error that ended the run.
+
+    Returns a line with its path, or with the reason why it could not be written.
+    """
     from mcore_rl.observe.report.write import REPORT, write_report
 
     if keep and (run_dir / REPORT).exists():
         return f"report: {run_dir / REPORT}"
     try:
-        return f"report: {write_report([run_dir])}"
+        return f"report: {write_report([run_dir], failure=failure)}"
     # A full disk, for example. The run itself is complete.
     except (McoreRLError, OSError) as error:
         return f"report: not written: {error}"

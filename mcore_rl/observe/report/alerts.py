@@ -33,6 +33,8 @@ def alerts_of(run: RunFiles) -> list[Alert]:
     Signs of collapse are evaluated again: the log of a run may be lost, and a resumed run starts a new comparison.
     """
     found = [*_signs(run), *_counted(run), *_not_finite(run)]
+    if run.failure is not None:
+        found.append(Alert(None, f"the run failed: {run.failure}"))
     if run.num_earlier:
         found.append(Alert(None, f"the run was resumed: repeated steps are in earlier/ ({run.num_earlier} folders)"))
     # dict.fromkeys removes equal notes of several files.

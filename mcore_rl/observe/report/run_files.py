@@ -37,6 +37,7 @@ class RunFiles:
     records: metrics by step, in order; null (a value that was not finite) is None.
     config: flattened configuration, {"actor.optimizer.lr": 1e-6}; {} if it cannot be read.
     notes: parts that could not be read, for the report's table of warnings.
+    failure: error that ended the run, if the process that reports it writes the report.
     """
 
     directory: Path
@@ -44,6 +45,7 @@ class RunFiles:
     config: dict[str, object] = field(default_factory=dict)
     rollouts: list[RolloutFile] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    failure: str | None = None
 
     @property
     def total_steps(self) -> int | None:

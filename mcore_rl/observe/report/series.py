@@ -25,7 +25,6 @@ CHARTS = (
     Chart("Reward", "", ("reward/mean", "reward/std", "reward/greedy", "val/reward")),
     Chart("Accuracy", "fraction", ("val/accuracy", "val/accuracy/*", "reward/accuracy")),
     Chart("Parts of the reward", "", ("reward/*",)),
-    Chart("Responses without a grade", "", ("reward/errors", "val/errors")),
     Chart(
         "Response length",
         "tokens",
@@ -61,6 +60,7 @@ CHARTS = (
     Chart("Memory", "bytes", ("memory/*",)),
     Chart("Loss", "", ("actor/loss", "critic/loss")),
     Chart("Critic", "", ("critic/*",)),
+    Chart("Responses without a grade", "", ("reward/errors", "val/errors")),
 )
 
 

@@ -10,8 +10,8 @@ SOLVED = 0.5
 """Accuracy above which a response counts as right, as in the metrics groups/solved_*."""
 EDGES = (0, 1, *sorted({bound for power in range(1, 24) for bound in (2**power, 3 * 2 ** (power - 1))}))
 """Lower bounds of the bins of response lengths in tokens; two bins per factor of 2."""
-RATES = 11
-"""Number of bins of solve rates: 0, ten steps up to 1."""
+RATES = 9
+"""Number of bins of solve rates, 0, 1/8, ... 1: groups usually have a power of 2 of responses, which fill all bins."""
 
 
 @dataclass

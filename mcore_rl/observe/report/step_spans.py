@@ -21,7 +21,7 @@ MAX_STEPS = 1000
 MAX_SPANS = 1000
 """Spans that are shown of a step, the longest ones."""
 _STEP = re.compile(rf"{STEP_SPAN}(\d+)")
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"\d{1,9}")
 
 
 def add_spans(blocks: Blocks, run: RunFiles, prefix: str, num_runs: int) -> list[int]:
@@ -72,8 +72,13 @@ def _chosen_processes(names: dict[int, str]) -> list[int]:
         kinds[_NUMBER.sub("", name)].append(pid)
     each = max(1, MAX_PROCESSES // len(kinds))
     chosen = {pid for members in kinds.values() for pid in evenly(members, each)}
-    # The driver comes first.
-    return sorted(chosen, key=lambda pid: (names[pid] != "driver", pid))
+    # The driver comes first, then the kinds in the order of their first spans.
+    order = {pid: place for place, members in enumerate(kinds.values()) for pid in members}
+    return sorted(chosen, key=lambda pid: (names[pid] != "driver", order[pid], _numbers(names[pid])))
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in _NUMBER.findall(name)]
 
 
 def _spans_by_step(

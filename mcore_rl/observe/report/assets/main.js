@@ -4,9 +4,10 @@ function showOverview(summary) {
   byId("written").textContent = `written ${summary.written}`;
   byId("runs").append(...summary.runs.map((run, place) => {
     const progress = run.last_step === null ? "no step is recorded" : `step ${run.last_step}${run.total_steps ? ` of ${run.total_steps}` : ""}`;
+    const unfinished = run.total_steps && run.last_step < run.total_steps ? "(in progress, stopped or failed) " : "";
     return element("div", {},
       element("p", {}, element("span", { class: "dot", style: { background: COLORS[place % COLORS.length] } }),
-        element("b", {}, run.name), ` ${progress} `, element("span", { class: "dim" }, run.directory)),
+        element("b", {}, run.name), ` ${progress} ${unfinished}`, element("span", { class: "dim" }, run.directory)),
       element("pre", { class: "table" }, run.table));
   }));
   const several = summary.runs.length > 1;

@@ -26,11 +26,11 @@ function showRates(run) {
   made.addEventListener("click", (event) => select({ step: steps[at(event)] }));
   made.addEventListener("mousemove", (event) => {
     const bins = rates[at(event)], bin = Math.floor((1 - event.offsetY / RATES_HEIGHT) * bins.length);
-    const rate = bin <= 0 ? "0" : bin >= bins.length - 1 ? "1" : `about ${bin / (bins.length - 1)}`;
+    const rate = bin <= 0 ? "0" : bin >= bins.length - 1 ? "1" : `about ${format(bin / (bins.length - 1))}`;
     hint(`step ${steps[at(event)]}: ${bins[Math.max(0, Math.min(bin, bins.length - 1))]} groups with solve rate ${rate}`, event);
   });
   made.addEventListener("mouseleave", () => hint(""));
-  holder.append(element("p", { class: "dim" }, "From bottom to top: solve rates from 0 to 1. The darker, the more groups. The outer rows are exactly 0 and 1."));
+  holder.append(element("p", { class: "dim" }, "Rows: solve rates from 0 (bottom) to 1 (top); the outer rows are exactly 0 and 1. Strong color: many groups. Click to select a step."));
 }
 
 async function showGroups(run) {

@@ -51,7 +51,7 @@ def test_statistics_only_unanimous_groups_are_in_outer_bins() -> None:
     for group, right in ((0, 0), (1, 1), (2, 99), (3, 100)):
         for sample in range(100):
             statistics.count(response(group, accuracy=float(sample < right), tokens=6))
-    assert statistics.solve_rates() == [1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1]
+    assert statistics.solve_rates() == [1, 1, 0, 0, 0, 0, 0, 1, 1]
     assert max(statistics.lengths[1]) == 200
 
 

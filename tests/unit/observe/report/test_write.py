@@ -10,6 +10,7 @@ import pytest
 
 from mcore_rl import cli
 from mcore_rl.errors import ConfigError
+from mcore_rl.observe.report.pages import decode
 from mcore_rl.observe.report.write import write_report
 from tests.recorded_run import CONFIG, groups, metrics_line, response, write_run
 from tests.unit.observe.report.pages_of import alerts_of, blocks_of, run_of
@@ -136,3 +137,12 @@ def test_report_signs_of_collapse_and_failures_are_alerts(tmp_path: Path) -> Non
     assert alerts["reward/errors"] == 2
     assert "engine/restarts" not in alerts
     assert alerts["the run was resumed"] is None
+
+
+def test_report_failure_of_the_run_is_the_first_alert(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    page = write_report([directory], failure="trainer rank 1 died").read_text()
+    block = re.findall(r'data-block="summary">([^<]*)<', page)[0]
+    summary = decode(block)
+    assert isinstance(summary, dict)
+    assert summary["runs"][0]["alerts"][0] == {"step": None, "text": "the run failed: trainer rank 1 died"}
