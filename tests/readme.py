@@ -15,6 +15,7 @@ PAGES = (
             "configuration",
             "recipes",
             "run-directory",
+            "report",
             "conversion",
             "diagnostics",
             "benchmarks",

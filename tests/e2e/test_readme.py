@@ -113,6 +113,13 @@ CASES = {
     "mcore-rl doctor": Case(says="torch"),
     "mcore-rl doctor --node": Case(says="fabric: all well"),
     "mcore-rl keys lr": Case(says=r"actor\.optimizer\.lr"),
+    "mcore-rl report runs/demo": Case(
+        where={"runs/demo": "runs/compare/dapo"}, needs=("compared",), says="runs/compare/dapo/report.html"
+    ),
+    "mcore-rl report runs/a runs/b --out both.html": Case(
+        where={"runs/[ab]": "runs/compare/dapo"}, needs=("compared",), says="both.html"
+    ),
+    "python scripts/screenshot_report.py RUN_DIR OUT.png": Case(add="--help", says="--theme"),
     "make bench": Case(add="--smallest advantages", says="advantages"),
     'make bench ARGS="--smallest NAME"': Case(where={"NAME": "advantages"}, says="advantages"),
 }
@@ -120,6 +127,7 @@ NOT_RUN = {
     "make test": "this suite",
     "make gpu": "fills a GPU where there is one; tests/unit/test_gpu_tests.py runs it where there is none",
     "make setup EXTRA=gpu": "installs the CUDA packages",
+    "make browser": "installs Chromium",
     "scripts/setup_trl.sh": "installs a peer of the benchmarks",
     "scripts/setup_mbridge.sh": "installs a peer of the benchmarks",
 }
