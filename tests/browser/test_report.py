@@ -93,6 +93,8 @@ def test_slider_changes_the_step_and_group_button_filters(page: ReportPage) -> N
     page.set("#step-range", 2)
     page.wait(lambda: page.texts("#step-number") == ["2"])
     page.wait(lambda: page.texts("#groups button") == ["2/4", "2/4"])
+    page.click("#of-step")
+    page.wait(lambda: " of 8 responses" in page.found())
     page.click("#groups button", 1)
     page.wait(lambda: " of 4 responses" in page.found())
     assert all("step 2, group 1." in text for text in page.texts("#list .item summary b"))

@@ -14,7 +14,7 @@ COUNTED = {
     "engine/restarts": "engines were restarted",
     "reward/errors": "responses could not be graded; they have the filter `error` below",
     "val/errors": "validation responses could not be graded",
-    "episode/failed": "of the episodes failed (mean)",
+    "episode/failed": "episodes failed (sum of the fractions of the steps)",
 }
 """Metrics that are 0 in a run without failures, and the text after their value."""
 
@@ -63,10 +63,12 @@ def _signs_of_run(run: RunFiles) -> list[Sign]:
 
 
 def _counted(run: RunFiles) -> Iterator[Alert]:
-    for step, values in run.records.items():
-        for name, text in COUNTED.items():
-            if value := values.get(name):
-                yield Alert(step, f"{name}: {value:.6g} {text}")
+    """Count each kind of failure once, at its first step."""
+    for name, text in COUNTED.items():
+        counts = {step: value for step, values in run.records.items() if (value := values.get(name))}
+        if counts:
+            steps = f" (in {len(counts)} steps)" if len(counts) > 1 else ""
+            yield Alert(next(iter(counts)), f"{name}: {sum(counts.values()):.6g} {text}{steps}")
 
 
 def _not_finite(run: RunFiles) -> Iterator[Alert]:

@@ -19,6 +19,8 @@ from mcore_rl.types.json import JsonObject, JsonValue
 
 MAX_FILES = 2000
 """Number of rollout files that are read; runs with more are sampled at equal distances."""
+MAX_RESPONSES = 100_000
+"""Responses in a report, whose facts the page keeps in memory."""
 LIMITS = (20_000, 4_000, 500)
 """Characters of a text; a smaller limit is used if not one response of a step fits with a larger one."""
 MAX_ITEMS = 1000
@@ -60,11 +62,13 @@ def add_responses(blocks: Blocks, run: RunFiles, prefix: str, num_runs: int, pie
     if len(files) < len(run.rollouts):
         run.notes.append(f"{len(files)} of {len(run.rollouts)} files with responses are read, at equal distances")
     training = [file.step for file in files if not file.is_validation]
-    with_tokens = set(evenly(training, max(1, TOKEN_BYTES // TOKEN_PAGE_BYTES // num_runs)))
-    share = RESPONSE_BYTES // (max(len(files), 1) * num_runs)
+    with_tokens = set(evenly(training, max(1, TOKEN_BYTES // (TOKEN_PAGE_BYTES * num_runs))))
+    # Shares of one file and one step.
+    parts, token_parts = max(len(files), 1) * num_runs, max(len(with_tokens), 1) * num_runs
+    token_bytes = min(TOKEN_PAGE_BYTES, TOKEN_BYTES // token_parts)
     for file in files:
-        tokens = _add_tokens(blocks, run, file, prefix, pieces) if file.step in with_tokens else set()
-        name, sample = f"{prefix}responses{len(summary.pages)}", _Sample(file.step, tokens, share)
+        tokens = _add_tokens(blocks, run, file, prefix, pieces, token_bytes) if file.step in with_tokens else set()
+        name, sample = f"{prefix}responses{len(summary.pages)}", _Sample(file.step, tokens, parts)
         for line, record in enumerate(json_lines(file.path, run.notes)):
             sample.add(line, record)
         shown = sample.add_fitting(blocks, name)
@@ -73,20 +77,22 @@ def add_responses(blocks: Blocks, run: RunFiles, prefix: str, num_runs: int, pie
             summary.rates.append(sample.statistics.solve_rates())
             summary.lengths.append(sample.statistics.lengths)
             rates = [[group, *counts] for group, counts in sorted(sample.statistics.groups.items())]
-            blocks.add_fitting(f"{prefix}groups{file.step}", rates, GROUP_BYTES // (len(files) * num_runs))
+            blocks.add_fitting(f"{prefix}groups{file.step}", rates, GROUP_BYTES // parts)
         summary.pages.append([name, file.step, file.is_validation, len(shown), sample.statistics.num_responses])
         for fact, value in itertools.chain.from_iterable(_facts(record, tokens).items() for record in shown):
             summary.index.setdefault(fact, []).append(value)
     return summary
 
 
-def _add_tokens(blocks: Blocks, run: RunFiles, file: RolloutFile, prefix: str, pieces: Pieces) -> set[int]:
+def _add_tokens(
+    blocks: Blocks, run: RunFiles, file: RolloutFile, prefix: str, pieces: Pieces, num_bytes: int
+) -> set[int]:
     """Add the per-token values of a step; returns the digests of the responses that have some."""
     if file.is_validation:
         return set()
     values = read_token_values(run.directory, file.step, run.notes)
     shown = [shown_values(each, pieces) for each in values]
-    count = blocks.add_fitting(f"{prefix}tokens{file.step}", shown, TOKEN_PAGE_BYTES)
+    count = blocks.add_fitting(f"{prefix}tokens{file.step}", shown, num_bytes)
     return {each.digest for each in values[:count]}
 
 
@@ -94,12 +100,14 @@ class _Sample:
     """Statistics of one step, and the records that the report prefers: responses with per-token values, a few with an
     error, then whole groups in a random, repeatable order.
 
-    Only the first records in this order are kept, up to RAW_FACTOR times the bytes of the step's block.
+    Only the first records in this order are kept, up to RAW_FACTOR times the bytes of the step's block, which is one of
+    `parts` of the report's responses.
     """
 
-    def __init__(self, step: int, with_tokens: set[int], num_bytes: int) -> None:
+    def __init__(self, step: int, with_tokens: set[int], parts: int) -> None:
         self.statistics = StepStatistics()
-        self._step, self._with_tokens, self._num_bytes = step, with_tokens, num_bytes
+        self._step, self._with_tokens = step, with_tokens
+        self._num_bytes, self._most = RESPONSE_BYTES // parts, max(1, MAX_RESPONSES // parts)
         self._errors, self._total = 0, 0
         self._kept: list[tuple[tuple[int, int, int], int, JsonObject]] = []
 
@@ -114,14 +122,15 @@ class _Sample:
             rank = 1
         place = zlib.crc32(f"{self._step}.{record.get('group')}".encode("utf-8", "backslashreplace"))
         key, limit = (rank, place, line), RAW_FACTOR * self._num_bytes
-        if self._total > limit and key > self._kept[-1][0]:
+        is_full = self._total > limit or len(self._kept) == self._most
+        if is_full and key > self._kept[-1][0]:
             return
         shown = _shortened(_compact(record), LIMITS[0])
         assert isinstance(shown, dict)
         size = len(json.dumps(shown))
         bisect.insort(self._kept, (key, size, shown | {"line": line}), key=lambda kept: kept[0])
         self._total += size
-        while self._total - self._kept[-1][1] > limit:
+        while self._total - self._kept[-1][1] > limit or len(self._kept) > self._most:
             self._total -= self._kept.pop()[1]
 
     def add_fitting(self, blocks: Blocks, name: str) -> list[JsonObject]:

@@ -49,8 +49,10 @@ function chartPanel(holder, title, unit) {
 }
 
 function drawChart(runs, chart, smoothing) {
-  const lines = runs.flatMap((run, number) => chart.names.filter((name) => run.series.values[name])
-    .map((name) => ({ run, number, name }))).slice(0, MAX_LINES);
+  const all = runs.flatMap((run, number) => chart.names.filter((name) => run.series.values[name])
+    .map((name) => ({ run, number, name })));
+  const lines = all.slice(0, MAX_LINES);
+  if (all.length > MAX_LINES) chart.panel.querySelector("h3").title = `${MAX_LINES} of ${all.length} lines are shown`;
   if (!lines.length) return;
   const data = uPlot.join(lines.map(({ run, name }) => [run.series.steps, smooth(run.series.values[name], smoothing)]));
   const several = runs.length > 1;

@@ -70,6 +70,7 @@ function showStep(summary) {
     return [...new Set([...run.series.steps, ...run.responses.steps, ...run.timeline])].sort((one, two) => one - two);
   };
   choice.addEventListener("change", () => select({ run: Number(choice.value), step: null }));
+  byId("of-step").addEventListener("click", () => filterBy({ step: selection.step }));
   range.addEventListener("input", () => select({ step: steps()[Number(range.value)] }));
   listeners.push((change) => {
     const run = summary.runs[selection.run], all = steps();

@@ -9,13 +9,13 @@ async function showTimeline(run) {
   if (!extent) {
     return holder.replaceChildren(element("span", { class: "dim" }, "no phases are recorded for this step; timeline.json opens in Perfetto"));
   }
-  const keys = new Map();
+  const places = new Map();
   for (const [process, lane] of [...spans].sort((one, two) => one[0] - two[0] || one[1] - two[1])) {
-    keys.set(`${process}.${lane}`, { process, lane, row: keys.size });
+    const key = `${process}.${lane}`;
+    if (!places.has(key)) places.set(key, { process, lane, row: places.size });
   }
-  const rows = [...new Map([...keys].map(([key, value]) => [key, value])).values()];
-  rows.forEach((row, place) => { row.row = place; });
-  const rowOf = (span) => keys.get(`${span[0]}.${span[1]}`).row;
+  const rows = [...places.values()];
+  const rowOf = (span) => places.get(`${span[0]}.${span[1]}`).row;
   const view = { from: extent[0], to: extent[1] };
   const height = rows.length * ROW + 22;
   // The longest span comes first, so that nested spans are drawn over it.
