@@ -72,9 +72,20 @@ def test_rollouts_hold_one_object_per_response(whole_run: Path) -> None:
     assert sum(r["reward"] for r in records) / len(records) == pytest.approx(row["reward/mean"], rel=1e-5)
 
 
+@pytest.mark.parametrize("step", [1, 4])
+def test_token_values_belong_to_recorded_responses(whole_run: Path, step: int) -> None:
+    lines = [(whole_run / folder / f"step_{step}.jsonl").read_text().splitlines() for folder in ("rollouts", "tokens")]
+    recorded, values = ({record["digest"]: record for record in map(json.loads, part)} for part in lines)
+    assert values
+    for digest, tokens in values.items():
+        assert len(tokens["token_ids"]) == len(tokens["logp_policy"]) == recorded[digest]["tokens"]
+        assert tokens["logp_policy"] == pytest.approx(tokens["logp_rollout"], abs=1e-4)  # float32 on both sides
+
+
 def test_the_run_directory_is_complete(whole_run: Path) -> None:
     names = {path.name for path in whole_run.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "rollouts", "timeline.json", "checkpoints", "tensorboard"} <= names
+    assert {"report.html", "tokens"} <= names
     assert load_config(str(whole_run / "config.yaml")).run.dir == str(whole_run)
     assert sorted(path.name for path in (whole_run / "checkpoints").iterdir()) == ["step_2", "step_4"]
     assert not list(whole_run.rglob("*.partial"))
