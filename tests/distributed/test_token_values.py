@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mcore_rl.megatron.model.context import ContextPart
 from mcore_rl.megatron.step.microbatches import Packing, build_microbatches
-from mcore_rl.megatron.step.token_values import TokenValues
+from mcore_rl.megatron.step.token_values import TokenValueWriter
 from tests.distributed import policy_batch
 from tests.distributed.launch import launch
 
@@ -41,5 +41,5 @@ def _write(rank: int, directory: str) -> bool:
         ]
         own = torch.cat(values)[batch.owners == rank]
         logp |= dict(zip(batch.samples, own.split(list(batch.trained_counts)), strict=True))
-    TokenValues(Path(directory), 7, part).write(share, chunks, microbatches, logp)
+    TokenValueWriter(Path(directory), 7, part).write(share, chunks, microbatches, logp)
     return True

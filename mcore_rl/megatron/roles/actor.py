@@ -33,7 +33,7 @@ from mcore_rl.megatron.step.objective import (
     non_finite_samples,
 )
 from mcore_rl.megatron.step.replay import engine_routing
-from mcore_rl.megatron.step.token_values import TokenValues
+from mcore_rl.megatron.step.token_values import TokenValueWriter
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import LogpGap, Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -81,7 +81,7 @@ class MegatronActor(TrainedModel):
         self.estimator = estimator(config.algorithm.advantage, **advantage_options(config.algorithm))
         # One data-parallel rank writes per-token values; its last stage has the log-probabilities.
         has_logp = self.counts_tokens and not self.place.dp and self.objective.loss.needs.advantages
-        self.token_values = TokenValues.from_config(config, self.context) if has_logp else None
+        self.token_values = TokenValueWriter.from_config(config, self.context) if has_logp else None
         self.reference: FrozenPolicy | BasePolicy | None = None
         if uses_reference(config.algorithm.kl):
             if base_is_reference(config.actor, config.reference):

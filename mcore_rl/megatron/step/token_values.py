@@ -31,7 +31,7 @@ DIGITS = 5
 
 
 @dataclass(frozen=True)
-class TokenValues:
+class TokenValueWriter:
     """Writer of run.dir/tokens/step_<n>.jsonl with the first `num_responses` responses of one data-parallel rank's
     micro-batches.
 
@@ -43,7 +43,7 @@ class TokenValues:
     context: ContextPart
 
     @classmethod
-    def from_config(cls, config: Config, context: ContextPart) -> TokenValues | None:
+    def from_config(cls, config: Config, context: ContextPart) -> TokenValueWriter | None:
         """Return the writer; None if observe.token_responses is 0."""
         number = config.observe.token_responses
         return cls(Path(config.run.dir) / TOKEN_VALUES, number, context) if number else None

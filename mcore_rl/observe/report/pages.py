@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 MAX_BYTES = 20_000_000
 """Size limit of a report. A browser opens a page of this size within 2 s."""
-RESPONSE_BYTES, TOKEN_BYTES, TIMELINE_BYTES, GROUP_BYTES = 10_000_000, 3_000_000, 3_000_000, 1_000_000
+RESPONSE_BYTES, TOKEN_BYTES, TIMELINE_BYTES, GROUP_BYTES = 9_000_000, 3_000_000, 3_000_000, 1_000_000
 """Shares of responses, of their per-token values, of the timeline and of the groups, in bytes of base64. The rest is
 for metrics, which have a limit of their own (series.py), and for the page itself."""
 

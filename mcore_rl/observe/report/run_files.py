@@ -85,7 +85,7 @@ def json_lines(path: Path, notes: list[str]) -> Iterator[JsonObject]:
 
     Other lines are counted in `notes`, except a last line without a newline, which is being written.
     """
-    invalid = 0
+    invalid, name = 0, path.name if path.name == FILE_NAME else "/".join(path.parts[-2:])
     try:
         with path.open("rb") as file:
             for line in file:
@@ -102,9 +102,9 @@ def json_lines(path: Path, notes: list[str]) -> Iterator[JsonObject]:
     except FileNotFoundError:
         return
     except OSError as error:
-        notes.append(f"{path.name} cannot be read: {error.strerror}")
+        notes.append(f"{name} cannot be read: {error.strerror}")
     if invalid:
-        notes.append(f"{path.name}: lines that are not JSON objects are left out ({invalid})")
+        notes.append(f"{name}: lines that are not JSON objects are left out ({invalid})")
 
 
 def _rollout_files(directory: Path) -> Iterator[RolloutFile]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 MAX_BUCKETS = 1000
 """Longer runs are divided into this number of buckets of consecutive steps."""
-MAX_VALUES = 400_000
+MAX_VALUES = 300_000
 """Limit of the numbers of a report, about 2 MB; with more metrics or runs, there are fewer buckets."""
 
 

@@ -18,6 +18,7 @@ from mcore_rl.observe.timeline import STEP_SPAN, TraceEvent
 MAX_PROCESSES = 32
 """Processes that are shown: the driver, and some of each kind."""
 MAX_STEPS = 1000
+"""Steps whose spans are shown, at equal distances."""
 MAX_SPANS = 1000
 """Spans that are shown of a step, the longest ones."""
 _STEP = re.compile(rf"{STEP_SPAN}(\d+)")
@@ -32,11 +33,10 @@ def add_spans(blocks: Blocks, run: RunFiles, prefix: str, num_runs: int) -> list
     """
     path = run.directory / TIMELINE
     names, steps = _processes_and_steps(path)
-    if not steps:
+    if not steps or not names:
         return []
-    chosen = _chosen_processes(names)
-    spans = _spans_by_step(path, steps, chosen)
-    shown = evenly(sorted(steps), MAX_STEPS)
+    chosen, shown = _chosen_processes(names), evenly(sorted(steps), MAX_STEPS)
+    spans = _spans_by_step(path, {step: steps[step] for step in shown}, chosen)
     if len(chosen) < len(names):
         run.notes.append(f"{len(chosen)} of {len(names)} processes are in the report; {TIMELINE} has all")
     share = TIMELINE_BYTES // (len(shown) * num_runs)
@@ -59,7 +59,7 @@ def _processes_and_steps(path: Path) -> tuple[dict[int, str], dict[int, tuple[in
     for event in _events(path, (b'"process_name"', f'"{STEP_SPAN}'.encode())):
         if event.get("name") == "process_name":
             names[event["pid"]] = str(event["args"]["name"])
-        elif match := _STEP.fullmatch(event["name"]):
+        elif event["ph"] == "X" and (match := _STEP.fullmatch(event["name"])):
             # A repeated step replaces the one before the resume.
             steps[int(match[1])] = event["ts"], event["ts"] + event["dur"]
     return names, steps
@@ -110,17 +110,20 @@ def _events(path: Path, markers: Sequence[bytes]) -> Iterator[TraceEvent]:
         return
     with file:
         for line in file:
-            if not any(marker in line for marker in markers):
-                continue
-            try:
-                event: TraceEvent = json.loads(line.rstrip(b",\r\n"))
-                if event["ph"] == "X" and not event["ts"] <= event["ts"] + event["dur"]:
-                    continue
-                hash(event["pid"])
-                str.strip(event["name"])
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue
-            yield event
+            if any(marker in line for marker in markers) and (event := _parsed(line)) is not None:
+                yield event
+
+
+def _parsed(line: bytes) -> TraceEvent | None:
+    """Return the event of a line; None for events of another form than the project's Timeline writes."""
+    try:
+        event: TraceEvent = json.loads(line.rstrip(b",\r\n"))
+        times = (event["ts"], event["dur"]) if event["ph"] == "X" else ()
+        text = event["args"]["name"] if event["name"] == "process_name" else event["name"]
+        integers = all(isinstance(each, int) for each in (*times, event["pid"], event.get("tid", 0)))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return event if integers and isinstance(text, str) else None
 
 
 def _ms(microseconds: int) -> float:

@@ -44,7 +44,7 @@ def read_token_values(run_dir: Path, step: int, notes: list[str]) -> list[TokenV
     path = token_values_path(run_dir, step)
     values = [_parsed(record) for record in json_lines(path, notes)]
     if unknown := values.count(None):
-        notes.append(f"{path.name}: {unknown} lines have an unknown form and are left out")
+        notes.append(f"{TOKEN_VALUES}/{path.name}: {unknown} lines have an unknown form and are left out")
     return [each for each in values if each is not None]
 
 

@@ -13,7 +13,7 @@ import torch
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.model.context import SINGLE_RANK
 from mcore_rl.megatron.step.microbatches import Packing, build_microbatches
-from mcore_rl.megatron.step.token_values import TokenValues
+from mcore_rl.megatron.step.token_values import TokenValueWriter
 from tests.distributed import policy_batch
 
 SHARE = policy_batch.share(list(range(len(policy_batch.PROMPTS))), 0, 1)
@@ -30,7 +30,7 @@ def logp_policy() -> dict[int, torch.Tensor]:
 def written(directory: Path, num_responses: int, tokens_per_microbatch: int = 20) -> list[dict[str, list[float]]]:
     chunks = policy_batch.chunks()
     microbatches = build_microbatches(SHARE, chunks, Packing(tokens=tokens_per_microbatch))
-    TokenValues(directory, num_responses, SINGLE_RANK).write(SHARE, chunks, microbatches, logp_policy())
+    TokenValueWriter(directory, num_responses, SINGLE_RANK).write(SHARE, chunks, microbatches, logp_policy())
     path = directory / f"step_{policy_batch.VERSION + 1}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -62,11 +62,11 @@ def test_token_values_long_response_is_cut(tmp_path: Path, monkeypatch: pytest.M
 def test_token_values_of_zero_responses_need_no_writer() -> None:
     config = Config()
     config.observe.token_responses = 0
-    assert TokenValues.from_config(config, SINGLE_RANK) is None
+    assert TokenValueWriter.from_config(config, SINGLE_RANK) is None
 
 
 def test_token_values_unwritable_directory_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     chunks = policy_batch.chunks()
     microbatches = build_microbatches(SHARE, chunks, Packing(tokens=20))
-    TokenValues(tmp_path / "no" / "where", 2, SINGLE_RANK).write(SHARE, chunks, microbatches, logp_policy())
+    TokenValueWriter(tmp_path / "no" / "where", 2, SINGLE_RANK).write(SHARE, chunks, microbatches, logp_policy())
     assert "cannot be written" in caplog.text

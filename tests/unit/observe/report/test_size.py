@@ -69,7 +69,7 @@ def test_report_many_long_responses_stays_in_budget(tmp_path: Path) -> None:
 
 
 def test_report_sample_has_whole_groups_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_rl.observe.report.responses.RESPONSE_BYTES", 20_000)
+    monkeypatch.setattr("mcore_rl.observe.report.sample.RESPONSE_BYTES", 20_000)
     records = groups(num_groups=64, samples=8)
     for record in records:
         record["response"] = noise(600, int(str(record["group"])) * 8 + int(str(record["sample"])))

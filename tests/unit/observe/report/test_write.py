@@ -84,6 +84,10 @@ def test_report_run_in_progress_ignores_the_line_being_written(tmp_path: Path) -
         ("config.yaml", "trainer: [", "config.yaml cannot be read"),
         ("config.yaml", CONFIG + "future: {key: 1}\n", "this version cannot read config.yaml"),
         ("timeline.json", "[\n{cut", None),
+        ("timeline.json", '{"name": "step 1", "ph": "X", "ts": 1, "dur": 2, "pid": 1}\n', None),
+        ("timeline.json", '{"name": "process_name", "ph": "M", "pid": [], "args": 1}\n[1, "X"]\n', None),
+        ("timeline.json", '{"name": "step 1", "ph": "M", "pid": 1}\n', None),
+        ("timeline.json", '{"name": "step 1", "ph": "X", "ts": "a", "dur": "b", "pid": 1}\n', None),
     ],
 )
 def test_report_damaged_file_is_named_and_rest_shown(tmp_path: Path, name: str, text: str, named: str | None) -> None:
