@@ -48,6 +48,18 @@ def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", ANSWER, *arguments], capture_output=True, text=True, check=False)
 
 
+def test_train_finished_run_writes_a_missing_report_only(run_dir: Path) -> None:
+    report = run_dir / "report.html"
+    assert f"report: {report}" in train(run_dir, "trainer.steps=4").stdout.splitlines()
+    report.write_text("kept")
+    assert f"report: {report}" in train(run_dir, "trainer.steps=4").stdout.splitlines()
+    assert report.read_text() == "kept"
+
+
+def test_report_that_cannot_be_written_is_a_line(tmp_path: Path) -> None:
+    assert verbs._report(tmp_path / "missing").startswith("report: not written: ")
+
+
 @pytest.mark.parametrize("steps", [4, 3])
 def test_train_finished_run_ends_before_heavy_imports(run_dir: Path, steps: int) -> None:
     done = train(run_dir, f"trainer.steps={steps}")
