@@ -49,8 +49,9 @@ function chartPanel(holder, title, unit) {
 }
 
 function drawChart(runs, chart, smoothing) {
-  const all = runs.flatMap((run, number) => chart.names.filter((name) => run.series.values[name])
-    .map((name) => ({ run, number, name })));
+  // By metric first, so that all runs have their main metric if there are too many lines.
+  const all = chart.names.flatMap((name) => runs.map((run, number) => ({ run, number, name })))
+    .filter(({ run, name }) => run.series.values[name]);
   const lines = all.slice(0, MAX_LINES);
   if (all.length > MAX_LINES) chart.panel.querySelector("h3").title = `${MAX_LINES} of ${all.length} lines are shown`;
   if (!lines.length) return;
