@@ -97,7 +97,7 @@ class Objective:
         algorithm = config.algorithm
         loss, correction = configured_loss(algorithm), Correction.from_config(algorithm.correction)
         temperature = config.rollout.temperature if loss.needs.advantages else 1.0
-        stores_logp = config.observe.token_responses > 0
+        stores_logp = config.observe.token_responses > 0 and loss.needs.advantages
         return cls(algorithm, config.actor, loss, correction, temperature, group, context, stores_logp)
 
     @property
