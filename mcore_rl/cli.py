@@ -94,6 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     report = add("report", "write report.html about one or several runs", _report)
     report.add_argument("runs", metavar="RUN_DIR", nargs="+", help="run.dir of a run, also while it is in progress")
     report.add_argument("--out", metavar="FILE", help="instead of report.html in the first RUN_DIR")
+    watch = add("watch", "show the progress of a run in this terminal until it has finished", _watch)
+    watch.add_argument(
+        "directory", metavar="RUN_DIR", help="run.dir of a run, also on another host that shares the directory"
+    )
+    watch.add_argument("--once", action="store_true", help="print one frame, also if stdout is no terminal")
     text = "show versions, devices, engines and missing packages; --node: test devices and network"
     add_doctor_arguments(add("doctor", text, run_doctor))
     for trainer in ("verl", "slime"):
@@ -126,6 +131,17 @@ def _report(options: argparse.Namespace) -> int:
 
     print(write_report([Path(run) for run in options.runs], options.out and Path(options.out)))
     return 0
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from functools import partial
+    from pathlib import Path
+
+    from mcore_rl.observe.watch.live import watch
+    from mcore_rl.preparation.run_dir import holder_renewal
+
+    directory = Path(options.directory)
+    return watch(directory, partial(holder_renewal, directory), once=options.once)
 
 
 def _keys(options: argparse.Namespace) -> int:

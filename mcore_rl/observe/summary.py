@@ -1,4 +1,4 @@
-"""Table of the main metrics at the end of a run."""
+"""Main metrics, and their table at the end of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ _ROWS = (
     ("tool calls (training)", "episode/tool_calls", "{:.2f}", "{:+.2f}"),
 )
 """Title, metric, format of values, format of the change."""
-_HAS_BEST = "val/accuracy"
+ACCURACY = "val/accuracy"
+MAIN_METRICS = (
+    *("reward/mean", ACCURACY, "response_tokens/mean", "response_tokens/clipped_fraction"),
+    *("groups/without_signal", "actor/loss", "actor/entropy", "actor/ppo_kl", "actor/clip_fraction"),
+    *("actor/grad_norm", "rollout/logp_diff_mean", "staleness/mean", "throughput/tokens_per_second"),
+)
+"""Metrics that the live view and comparisons of runs show, if a run has them."""
 _HEAD = ("", "before", "best", "after", "change")
 
 
@@ -35,7 +41,7 @@ def summary_table(records: Sequence[Mapping[str, float]]) -> str:
         if len(seen) == 1:
             cells[:2], change = ["-", "-"], "-"
         # For other metrics, the highest value is not always the best one.
-        elif not key.startswith(_HAS_BEST):
+        elif not key.startswith(ACCURACY):
             cells[1] = ""
         lines.append((title, *cells, change))
     if len(lines) == 1:
@@ -47,11 +53,11 @@ def summary_table(records: Sequence[Mapping[str, float]]) -> str:
 
 def _parts(records: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str, str]]:
     """Return rows for the accuracy of each set and source, if there are several."""
-    keys = dict.fromkeys(key for record in records for key in record if key.startswith(f"{_HAS_BEST}/"))
+    keys = dict.fromkeys(key for record in records for key in record if key.startswith(f"{ACCURACY}/"))
     # A single part equals the overall accuracy.
     if len(keys) < 2:
         return []
-    return [(f"  {key.removeprefix(f'{_HAS_BEST}/')}", key, *_ROWS[0][2:]) for key in keys]
+    return [(f"  {key.removeprefix(f'{ACCURACY}/')}", key, *_ROWS[0][2:]) for key in keys]
 
 
 def _join(cells: tuple[str, ...], widths: list[int]) -> str:

@@ -254,6 +254,17 @@ def read_holder(path: Path) -> Holder | None:
         return None
 
 
+def holder_renewal(directory: Path) -> tuple[str, float] | None:
+    """Return a description of the process that holds a run directory, and the time at which it last renewed the lock,
+    in seconds since 1970 by the file server's clock. None if no process holds it. Only reads."""
+    path = directory / FILE_NAME
+    holder = read_holder(path)
+    try:
+        return None if holder is None else (holder.describe(), _modified(path))
+    except OSError:
+        return None
+
+
 def _modified(path: Path) -> float:
     # Opening the file makes an NFS client ask the server for the current attributes.
     with path.open("rb") as file:

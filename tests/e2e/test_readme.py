@@ -119,6 +119,12 @@ CASES = {
     "mcore-rl report runs/a runs/b --out both.html": Case(
         where={"runs/[ab]": "runs/compare/dapo"}, needs=("compared",), says="both.html"
     ),
+    "mcore-rl watch runs/demo": Case(
+        add="--once",
+        where={"runs/demo": "runs/compare/dapo"},
+        needs=("compared",),
+        says="not running(.|\\n)*val/accuracy",
+    ),
     "python scripts/screenshot_report.py RUN_DIR OUT.png": Case(add="--help", says="--theme"),
     "make bench": Case(add="--smallest advantages", says="advantages"),
     'make bench ARGS="--smallest NAME"': Case(where={"NAME": "advantages"}, says="advantages"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import yaml
 
@@ -52,6 +54,13 @@ class RunFiles:
         steps = self.config.get("trainer.steps")
         return steps if isinstance(steps, int) else None
 
+    def known_records(self) -> list[dict[str, float]]:
+        """Return the records with `step` and without null values, the form of read_metrics."""
+        return [
+            {"step": step, **{name: value for name, value in values.items() if value is not None}}
+            for step, values in self.records.items()
+        ]
+
     @property
     def num_earlier(self) -> int:
         """Number of folders with records that a resumed run has repeated."""
@@ -80,14 +89,17 @@ def read_run(directory: Path) -> RunFiles:
     return run
 
 
-def json_lines(path: Path, notes: list[str]) -> Iterator[JsonObject]:
-    """Yield the JSON objects of a file, one per line; nothing if it does not exist.
+def json_lines(path: Path, notes: list[str], *, last_bytes: int | None = None) -> Iterator[JsonObject]:
+    """Yield the JSON objects of a file, one per line; nothing if it does not exist. last_bytes: only complete lines in
+    the last bytes of the file.
 
     Other lines are counted in `notes`, except a last line without a newline, which is being written.
     """
     invalid, name = 0, path.name if path.name == FILE_NAME else "/".join(path.parts[-2:])
     try:
         with path.open("rb") as file:
+            if last_bytes is not None:
+                _skip_to_last(file, last_bytes)
             for line in file:
                 try:
                     record = json.loads(line)
@@ -107,6 +119,15 @@ def json_lines(path: Path, notes: list[str]) -> Iterator[JsonObject]:
         notes.append(f"{name}: lines that are not JSON objects are left out ({invalid})")
 
 
+def _skip_to_last(file: BinaryIO, num_bytes: int) -> None:
+    """Go to the first line that begins in the last `num_bytes` of the file."""
+    # One byte before: if it is a newline, the line after it is complete.
+    start = file.seek(0, os.SEEK_END) - num_bytes - 1
+    file.seek(max(start, 0))
+    if start >= 0:
+        file.readline()
+
+
 def _rollout_files(directory: Path) -> Iterator[RolloutFile]:
     for path in directory.glob("*step_*.jsonl"):
         if match := _RESPONSES.fullmatch(path.name):
@@ -117,7 +138,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, object]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        notes.append(f"{path.name} does not exist: the report shows no configuration")
+        notes.append(f"{path.name} does not exist: the configuration is unknown")
         return {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{path.name} cannot be read: {' '.join(str(error).split())}")

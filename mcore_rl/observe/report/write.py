@@ -63,7 +63,7 @@ def _describe(blocks: Blocks, run: RunFiles, prefix: str, num_runs: int, name: s
         "directory": str(run.directory.absolute()),
         "last_step": steps[-1] if steps else None,
         "total_steps": run.total_steps,
-        "table": summary_table([{"step": step, **_known(values)} for step, values in run.records.items()]),
+        "table": summary_table(run.known_records()),
         "series": asdict(series_of(run.records, num_runs)),
         "responses": asdict(responses),
         "timeline": timeline,
@@ -71,10 +71,6 @@ def _describe(blocks: Blocks, run: RunFiles, prefix: str, num_runs: int, name: s
         # After the other parts, which add notes.
         "alerts": [asdict(alert) for alert in alerts_of(run)],
     }
-
-
-def _known(values: dict[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _names(run_dirs: Sequence[Path]) -> list[str]:
