@@ -99,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
         "directory", metavar="RUN_DIR", help="run.dir of a run, also on another host that shares the directory"
     )
     watch.add_argument("--once", action="store_true", help="print one frame, also if stdout is no terminal")
+    compare = add("compare", "print the differences between runs, with their significance over seeds", _compare)
+    compare.add_argument("first", metavar="A", help="run.dir of a run")
+    compare.add_argument(
+        "others", metavar="B", nargs="+", help="other runs; runs that differ only in run.seed are repetitions"
+    )
     text = "show versions, devices, engines and missing packages; --node: test devices and network"
     add_doctor_arguments(add("doctor", text, run_doctor))
     for trainer in ("verl", "slime"):
@@ -142,6 +147,14 @@ def _watch(options: argparse.Namespace) -> int:
 
     directory = Path(options.directory)
     return watch(directory, partial(holder_renewal, directory), once=options.once)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from mcore_rl.observe.compare.command import compare
+
+    return compare([Path(run) for run in (options.first, *options.others)])
 
 
 def _keys(options: argparse.Namespace) -> int:

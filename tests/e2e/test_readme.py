@@ -125,6 +125,11 @@ CASES = {
         needs=("compared",),
         says="not running(.|\\n)*val/accuracy",
     ),
+    "mcore-rl compare runs/a runs/b": Case(
+        where={"runs/a": "runs/other", "runs/b": "runs/compare/dapo"},
+        needs=("compared", "other"),
+        says=r"best val/accuracy +0\.5 +0\.5 +\+0",
+    ),
     "python scripts/screenshot_report.py RUN_DIR OUT.png": Case(add="--help", says="--theme"),
     "make bench": Case(add="--smallest advantages", says="advantages"),
     'make bench ARGS="--smallest NAME"': Case(where={"NAME": "advantages"}, says="advantages"),
@@ -152,6 +157,7 @@ READY = {
     "cp -r runs/demo_task/game/model runs/demo_task/game/warm_start",
     "imported": f"mcore-rl import-slime {LAUNCH_SCRIPTS}/slime_grpo.sh --out slime.yaml",
     "compared": "mkdir -p runs/compare/dapo && cp compared.jsonl runs/compare/dapo/metrics.jsonl",
+    "other": "mkdir -p runs/other && cp compared.jsonl runs/other/metrics.jsonl",
 }
 """Commands that create prerequisites. The first demo's warm start has one step; other demos skip their warm start."""
 
