@@ -258,11 +258,17 @@ def holder_renewal(directory: Path) -> tuple[str, float] | None:
     """Return a description of the process that holds a run directory, and the time at which it last renewed the lock,
     in seconds since 1970 by the file server's clock. None if no process holds it. Only reads."""
     path = directory / FILE_NAME
-    holder = read_holder(path)
     try:
-        return None if holder is None else (holder.describe(), _modified(path))
+        state = path.stat()
+        # The record is erased when the lock is released.
+        if not state.st_size:
+            return None
+        # Other users may see the directory, but not read the file.
+        modified = _modified(path) if os.access(path, os.R_OK) else state.st_mtime
     except OSError:
         return None
+    holder = read_holder(path)
+    return f"a process whose record in {FILE_NAME} cannot be read" if holder is None else holder.describe(), modified
 
 
 def _modified(path: Path) -> float:

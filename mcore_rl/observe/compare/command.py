@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mcore_rl.observe.compare.metric_comparison import MetricComparison, Statistic, compare_metrics, last_common_step
 from mcore_rl.observe.compare.permutation import Significance
-from mcore_rl.observe.compare.rows import Row, Statistic, compare_sides, last_common_step
 from mcore_rl.observe.compare.sides import SEED, Side, read_sides
 from mcore_rl.observe.report.alerts import differences
 from mcore_rl.observe.terminal_text import shortened, visible
@@ -37,7 +37,7 @@ def compare(directories: Sequence[Path]) -> int:
     if step is None:
         console.print("metrics: no step has been finished by all runs")
         return 0
-    console.print(_metrics(sides, compare_sides(sides, step), step))
+    console.print(_metrics(sides, compare_metrics(sides, step), step))
     if any(_is_tested(sides, number) for number in range(1, len(sides))):
         console.print(
             "p: exact two-sided permutation test over seeds; in brackets the smallest value that this number of runs "
@@ -51,8 +51,8 @@ def compare(directories: Sequence[Path]) -> int:
 
 def _letter(number: int) -> str:
     """Name sides A, B, ... Z, A1, B1, ..."""
-    turn, place = divmod(number, len(ascii_uppercase))
-    return ascii_uppercase[place] + (str(turn) if turn else "")
+    cycle, place = divmod(number, len(ascii_uppercase))
+    return ascii_uppercase[place] + (str(cycle) if cycle else "")
 
 
 def _table(title: str, *heads: str) -> Table:
@@ -90,7 +90,7 @@ def _value(value: object) -> Text:
     return Text("-", style="dim") if value is None else visible(shortened(str(value), VALUE_CHARS))
 
 
-def _metrics(sides: Sequence[Side], rows: Sequence[Row], step: int) -> Table:
+def _metrics(sides: Sequence[Side], rows: Sequence[MetricComparison], step: int) -> Table:
     """Return a table with the value on each side, and its difference from side A."""
     table = _table(f"metrics at step {step}", "", "A")
     for number in range(1, len(sides)):

@@ -14,7 +14,7 @@ show clients an old modification time."""
 
 
 @dataclass(frozen=True)
-class Holder:
+class HolderState:
     """Process that holds the run directory. `silent_seconds`: time since it last renewed its record."""
 
     description: str
@@ -38,7 +38,7 @@ class Heartbeat:
         self._seen: Renewal | None = None
         self._alive_at = 0.0
 
-    def holder(self) -> Holder | None:
+    def holder(self) -> HolderState | None:
         """Return the current holder; None if no process holds the directory."""
         renewal, now = self._renewal(), time.monotonic()
         if renewal is None:
@@ -49,4 +49,4 @@ class Heartbeat:
         elif renewal != self._seen:
             self._alive_at = now
         self._seen = renewal
-        return Holder(renewal[0], now - self._alive_at)
+        return HolderState(renewal[0], now - self._alive_at)

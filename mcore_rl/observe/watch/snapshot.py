@@ -11,7 +11,7 @@ from pathlib import Path
 from mcore_rl.observe.metrics import FILE_NAME, ROLLOUTS
 from mcore_rl.observe.report.alerts import Alert, alerts_of
 from mcore_rl.observe.report.run_files import CONFIG, RunFiles, read_run
-from mcore_rl.observe.watch.heartbeat import Heartbeat, Holder
+from mcore_rl.observe.watch.heartbeat import Heartbeat, HolderState
 from mcore_rl.observe.watch.responses import LastResponses, last_responses
 
 WINDOW = 20
@@ -31,7 +31,7 @@ class Snapshot:
     run: RunFiles
     alerts: list[Alert]
     responses: LastResponses
-    holder: Holder | None = None
+    holder: HolderState | None = None
     step_seconds: float | None = None
 
     @property

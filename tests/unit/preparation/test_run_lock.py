@@ -20,7 +20,7 @@ import pytest
 
 from mcore_rl.errors import ConfigError, RunDirLostError
 from mcore_rl.preparation import run_dir
-from mcore_rl.preparation.run_dir import FILE_NAME, Holder, RunLock, read_holder
+from mcore_rl.preparation.run_dir import FILE_NAME, Holder, RunLock, holder_renewal, read_holder
 
 HOLD = """
 import sys
@@ -147,6 +147,22 @@ def test_run_lock_of_a_silent_remote_holder_is_taken_after_a_wait(tmp_path: Path
 def test_run_lock_of_a_stale_remote_holder_is_taken_at_once(tmp_path: Path) -> None:
     elsewhere(tmp_path, age_seconds=3600)
     assert not taken_and_released(tmp_path).notices
+
+
+def test_holder_renewal_follows_the_lock(tmp_path: Path) -> None:
+    assert holder_renewal(tmp_path) is None
+    lock = Lock(tmp_path)
+    lock.take()
+    os.utime(tmp_path / FILE_NAME, (1000.0, 1000.0))
+    assert holder_renewal(tmp_path) == (Holder(**json.loads((tmp_path / FILE_NAME).read_text())).describe(), 1000.0)
+    lock.release()
+    assert holder_renewal(tmp_path) is None
+
+
+def test_holder_renewal_of_an_unreadable_record_is_a_holder(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"{")
+    os.utime(tmp_path / FILE_NAME, (1000.0, 1000.0))
+    assert holder_renewal(tmp_path) == ("a process whose record in run.lock cannot be read", 1000.0)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"{", b"[]", b'{"host": 1}', b"[" * 10_000])

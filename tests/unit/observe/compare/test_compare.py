@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl import cli
-from mcore_rl.observe.compare.rows import compare_sides, last_common_step
+from mcore_rl.observe.compare.metric_comparison import compare_metrics, last_common_step
 from mcore_rl.observe.compare.sides import read_sides
 from tests.recorded_run import CONFIG, metrics_line, write_run
 
@@ -54,7 +54,7 @@ def test_rows_compare_at_last_common_step(tmp_path: Path) -> None:
     long = write_seed(tmp_path / "long", 1, lr="2e-6", accuracies=(0.1, 0.3, 0.35, 0.9))
     sides = read_sides([short, long])
     assert last_common_step(sides) == 2
-    rows = {row.name: row for row in compare_sides(sides, 2)}
+    rows = {row.name: row for row in compare_metrics(sides, 2)}
     # The accuracy 0.9 of a later step does not count.
     best = rows["best val/accuracy"]
     assert [side and side.values for side in best.sides] == [[0.5], [0.35]]
@@ -68,7 +68,7 @@ def test_rows_metric_that_one_run_lacks_has_no_mean(tmp_path: Path) -> None:
     runs = [write_seed(tmp_path / str(seed), seed) for seed in (1, 2)]
     runs.append(write_seed(tmp_path / "other", 1, lr="2e-6"))
     (runs[1] / "metrics.jsonl").write_text(metrics_line(0) + metrics_line(1, val__accuracy=None))
-    rows = {row.name: row for row in compare_sides(read_sides(runs), 1)}
+    rows = {row.name: row for row in compare_metrics(read_sides(runs), 1)}
     assert rows["val/accuracy"].sides[0] is None
     assert rows["val/accuracy"].difference(1) is None
     assert rows["reward/mean"].difference(1) == 0

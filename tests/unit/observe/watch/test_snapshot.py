@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.observe.report.run_files import read_run
+from mcore_rl.observe.report.run_files import json_lines, read_run
 from mcore_rl.observe.watch import snapshot as snapshots
 from mcore_rl.observe.watch.heartbeat import SILENT_AFTER_SECONDS, Heartbeat, Renewal
 from mcore_rl.observe.watch.responses import TAIL_BYTES, last_responses
@@ -101,6 +101,18 @@ def test_reader_reads_again_only_after_a_change(tmp_path: Path, monkeypatch: pyt
     with (directory / "rollouts" / "step_3.jsonl").open("a") as file:
         file.write(json.dumps(response(response="new")) + "\n")
     assert reader.read().responses.records[-1]["response"] == "new"
+
+
+@pytest.mark.parametrize(
+    ("last_bytes", "values"), [(8, []), (9, [2]), (10, [2]), (17, [2]), (18, [1, 2]), (99, [1, 2])]
+)
+def test_json_lines_of_last_bytes_are_complete(tmp_path: Path, last_bytes: int, values: list[int]) -> None:
+    path = tmp_path / "lines.jsonl"
+    notes: list[str] = []
+    # Two lines of 9 bytes.
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    assert [record["a"] for record in json_lines(path, notes, last_bytes=last_bytes)] == values
+    assert notes == []
 
 
 def test_last_responses_of_newest_file_that_has_some(tmp_path: Path) -> None:

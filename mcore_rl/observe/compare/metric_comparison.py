@@ -1,4 +1,4 @@
-"""Rows of the comparison: each metric on each side, and its difference from the first side."""
+"""Comparison of each metric: its values on each side, and differences from the first side."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Statistic:
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricComparison:
     """One metric. `sides`: its statistic on each side; None if a run of the side lacks it."""
 
     name: str
@@ -52,17 +52,15 @@ def last_common_step(sides: Sequence[Side]) -> int | None:
     return max(set.intersection(*steps), default=None)
 
 
-def compare_sides(sides: Sequence[Side], step: int) -> list[Row]:
+def compare_metrics(sides: Sequence[Side], step: int) -> list[MetricComparison]:
     """Return the best validation accuracy up to a step, and the main metrics at this step. Metrics that no side has are
     left out."""
-    rows = [
-        Row(f"best {ACCURACY}", [_statistic(side, partial(best_accuracy, step=step)) for side in sides]),
-        *(
-            Row(name, [_statistic(side, partial(_value_at, step=step, name=name)) for side in sides])
-            for name in MAIN_METRICS
-        ),
-    ]
-    return [row for row in rows if any(side is not None for side in row.sides)]
+    readers: dict[str, Callable[[RunFiles], float | None]] = {
+        f"best {ACCURACY}": partial(best_accuracy, step=step),
+        **{name: partial(_value_at, step=step, name=name) for name in MAIN_METRICS},
+    }
+    compared = [MetricComparison(name, [_statistic(side, read) for side in sides]) for name, read in readers.items()]
+    return [each for each in compared if any(side is not None for side in each.sides)]
 
 
 def _value_at(run: RunFiles, step: int, name: str) -> float | None:
@@ -75,7 +73,7 @@ def best_accuracy(run: RunFiles, step: int) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _statistic(side: Side, value: Callable[[RunFiles], float | None]) -> Statistic | None:
-    values = [value(run) for run in side.runs]
+def _statistic(side: Side, read: Callable[[RunFiles], float | None]) -> Statistic | None:
+    values = [read(run) for run in side.runs]
     known = [each for each in values if each is not None]
     return Statistic(known) if len(known) == len(values) else None
