@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rich.bar import Bar
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -15,37 +15,38 @@ from mcore_rl.observe.journal import STEP_PHASES
 from mcore_rl.observe.progress import clock
 from mcore_rl.observe.summary import MAIN_METRICS
 from mcore_rl.observe.terminal_text import shortened, visible
+from mcore_rl.observe.watch.bands import Band, fit_rows
 from mcore_rl.observe.watch.snapshot import WINDOW, Snapshot
 from mcore_rl.observe.watch.sparkline import Curve
 from mcore_rl.types.json import JsonObject, JsonValue
 
 WIDE = 110
 """Columns from which curves and phases are side by side."""
+HEAD_ROWS, METRIC_ROWS, PHASE_ROWS, ALERT_ROWS, RESPONSE_ROWS = 5, 7, 5, 3, 7
+"""Rows of each part, with borders, on a low terminal."""
 MAX_ALERTS = 6
-"""Newest warnings that are shown."""
+"""Warnings about steps, and about the whole run, that are shown."""
 FACTS = ("group", "sample", "reward", "accuracy", "tokens")
 """Numbers of a response that are shown."""
 ALERT_CHARS, PROMPT_CHARS, RESPONSE_CHARS = 400, 200, 600
 """Characters of a text that are shown."""
 
 
-def frame(snapshot: Snapshot, width: int) -> RenderableType:
-    """Return the parts that have contents, the most important first: a terminal that is too low cuts off the last ones.
+def frame(snapshot: Snapshot, console: Console, rows: int | None = None) -> RenderableType:
+    """Return the parts that have contents, for the width of `console`.
 
-    width: columns of the terminal.
+    rows: height of the terminal, on which every part gets some rows as far as possible; None: everything is shown.
     """
-    metrics, phases = _metrics(snapshot), _phases(snapshot)
-    alerts, responses = _alerts(snapshot), _responses(snapshot)
-    parts: list[RenderableType | None] = [_progress(snapshot)]
-    if width >= WIDE and metrics is not None and phases is not None:
-        pair = Table.grid(expand=True)
-        pair.add_column(ratio=3)
-        pair.add_column(ratio=2)
-        pair.add_row(metrics, phases)
-        parts.append(pair)
-    else:
-        parts += [metrics, phases]
-    return Group(*(part for part in (*parts, alerts, responses) if part is not None))
+    middle = [(_metrics(snapshot), METRIC_ROWS), (_phases(snapshot), PHASE_ROWS)]
+    bands = [Band([panel], min_rows) for panel, min_rows in middle if panel is not None]
+    if console.width >= WIDE and len(bands) == 2:
+        bands = [Band([*bands[0].panels, *bands[1].panels], METRIC_ROWS)]
+    last = [(_alerts(snapshot), ALERT_ROWS), (_responses(snapshot), RESPONSE_ROWS)]
+    bands += [Band([panel], min_rows) for panel, min_rows in last if panel is not None]
+    bands.insert(0, Band([_progress(snapshot)], HEAD_ROWS))
+    if rows is not None:
+        fit_rows(bands, console, rows)
+    return Group(*(band.renderable() for band in bands))
 
 
 def state_line(snapshot: Snapshot) -> str:
@@ -58,8 +59,7 @@ def state_line(snapshot: Snapshot) -> str:
         return "finished"
     if holder is not None:
         return f"no sign of life for {clock(holder.silent_seconds)}: {holder.description}"
-    steps = "" if total is None else f", {total - (last or 0)} steps are left"
-    return f"not running{steps}"
+    return "not running" if total is None else f"not running, steps left: {total - (last or 0)}"
 
 
 def _progress(snapshot: Snapshot) -> Panel:
@@ -84,7 +84,7 @@ def _times(snapshot: Snapshot) -> str:
         parts.append(f"{each:.2f} s per step")
     if snapshot.is_alive and snapshot.step_seconds is not None:
         parts.append(f"last step ended {clock(snapshot.step_seconds)} ago")
-    # A low terminal cuts off the warnings themselves.
+    # A low terminal shows only the first of them.
     if count := len(snapshot.alerts):
         parts.append(f"{count} warning{'s' * (count > 1)}")
     return "  ".join(parts)
@@ -130,10 +130,10 @@ def _phases(snapshot: Snapshot) -> Panel | None:
 
 
 def _alerts(snapshot: Snapshot) -> Panel | None:
-    """Return the warnings about the whole run, then the newest ones about steps."""
+    """Return the warnings about steps, the newest first, then those about the whole run."""
     of_run = [alert for alert in snapshot.alerts if alert.step is None]
     of_steps = [alert for alert in snapshot.alerts if alert.step is not None]
-    shown = [*of_run[:MAX_ALERTS], *of_steps[-MAX_ALERTS:]]
+    shown = [*of_steps[: -MAX_ALERTS - 1 : -1], *of_run[:MAX_ALERTS]]
     if not shown:
         return None
     lines = []

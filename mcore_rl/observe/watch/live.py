@@ -44,7 +44,7 @@ def watch(
         reader = SnapshotReader(directory, Heartbeat(renewal))
         snapshot = reader.read()
         if once:
-            console.print(frame(snapshot, console.width))
+            console.print(frame(snapshot, console))
             return 0
         # rich takes a pipe for a terminal if FORCE_COLOR is set.
         if not sys.stdout.isatty() or console.is_dumb_terminal:
@@ -63,8 +63,8 @@ def _follow(reader: SnapshotReader, snapshot: Snapshot, console: Console, sleep:
     """Show frames on the alternate screen until the run has finished. Returns the last snapshot."""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not snapshot.has_finished:
-            # The width may have changed since the last frame.
-            live.update(frame(snapshot, console.width), refresh=True)
+            # The size may have changed since the last frame.
+            live.update(frame(snapshot, console, console.height), refresh=True)
             sleep(SECONDS_PER_FRAME)
             snapshot = reader.read()
     return snapshot

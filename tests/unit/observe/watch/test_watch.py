@@ -27,12 +27,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(directory: Path, *, width: int = 100, alive: bool = False) -> str:
+def shown(directory: Path, *, width: int = 100, rows: int | None = None, alive: bool = False) -> str:
     """Return a frame as text."""
     renewal = ("process 17 on host n3", time.time()) if alive else None
     snapshot = SnapshotReader(directory, Heartbeat(lambda: renewal)).read()
     file = io.StringIO()
-    Console(file=file, width=width, color_system=None).print(frame(snapshot, width))
+    console = Console(file=file, width=width, color_system=None)
+    console.print(frame(snapshot, console, rows))
     return file.getvalue()
 
 
@@ -61,6 +62,31 @@ def test_frame_lines_fit_the_width(tmp_path: Path, width: int) -> None:
     assert {cell_len(line) for line in shown(directory, width=width).splitlines()} == {width}
 
 
+@pytest.mark.parametrize(("width", "rows"), [(80, 27), (80, 30), (80, 45), (120, 22), (120, 40)])
+def test_frame_on_low_terminal_has_rows_of_every_part(tmp_path: Path, width: int, rows: int) -> None:
+    directory = write_run(tmp_path / "run", {"step_3": [response(n, response="many words " * 100) for n in range(3)]})
+    names = (
+        "actor__loss",
+        "actor__ppo_kl",
+        "actor__clip_fraction",
+        "actor__grad_norm",
+        "time__update",
+        "time__rollout",
+    )
+    lines = [metrics_line(step, **dict.fromkeys(names, 1.0), **{f"m{step}": None}) for step in range(1, 4)]
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    frame_lines = shown(directory, width=width, rows=rows).splitlines()
+    assert len(frame_lines) == rows
+    text = "\n".join(frame_lines)
+    parts = ("step 3/4", "reward/mean", "val/accuracy", "update", "not finite: m3", "group 2  sample 0", "many words")
+    assert [part for part in parts if part not in text] == []
+
+
+def test_frame_on_high_terminal_is_complete(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    assert shown(directory, rows=100) == shown(directory)
+
+
 def test_frame_escapes_texts_of_models(tmp_path: Path) -> None:
     hostile = "\x1b[2J\x1b]0;x\x07[bold]b[/bold][/] \u202eright\r\nleft"
     record = response(prompt=hostile, response=hostile, finish_reason=hostile, error=hostile)
@@ -84,14 +110,15 @@ def test_frame_shows_records_of_other_forms(tmp_path: Path, record: dict[str, ob
 
 def test_frame_of_stopped_and_silent_runs_names_the_state(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", steps=1)
-    assert "not running, 3 steps are left" in shown(directory)
+    assert "not running, steps left: 3" in shown(directory)
     (directory / FILE_NAME).write_text(json.dumps(vars(Holder.this_process())))
     os.utime(directory / FILE_NAME, (time.time() - 600,) * 2)
     renewal = holder_renewal(directory)
     assert renewal is not None
     snapshot = SnapshotReader(directory, Heartbeat(lambda: renewal)).read()
     file = io.StringIO()
-    Console(file=file, width=200).print(frame(snapshot, 200))
+    console = Console(file=file, width=200)
+    console.print(frame(snapshot, console))
     assert "no sign of life for 10:00: process" in file.getvalue()
 
 
