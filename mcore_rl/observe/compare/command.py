@@ -119,7 +119,7 @@ def _statistic(statistic: Statistic | None) -> str:
     if statistic is None:
         return "-"
     spread = statistic.deviation
-    return f"{statistic.mean:.4g}" + ("" if spread is None else f" ± {spread:.2g}")
+    return f"{statistic.mean:.4g}" + ("" if spread is None else f" ± {spread:.3g}")
 
 
 def _significance(found: Significance | None) -> str:

@@ -20,8 +20,8 @@ from mcore_rl.observe.watch.snapshot import WINDOW, Snapshot
 from mcore_rl.observe.watch.sparkline import Curve
 from mcore_rl.types.json import JsonObject, JsonValue
 
-WIDE = 110
-"""Columns from which curves and phases are side by side."""
+WIDE = 150
+"""Columns from which curves and phases are side by side; the curves then have about 20 columns."""
 HEAD_ROWS, METRIC_ROWS, PHASE_ROWS, ALERT_ROWS, RESPONSE_ROWS = 5, 7, 5, 3, 7
 """Rows of each part, with borders, on a low terminal."""
 MAX_ALERTS = 6

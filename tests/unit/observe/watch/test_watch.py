@@ -62,7 +62,7 @@ def test_frame_lines_fit_the_width(tmp_path: Path, width: int) -> None:
     assert {cell_len(line) for line in shown(directory, width=width).splitlines()} == {width}
 
 
-@pytest.mark.parametrize(("width", "rows"), [(80, 27), (80, 30), (80, 45), (120, 22), (120, 40)])
+@pytest.mark.parametrize(("width", "rows"), [(80, 27), (80, 30), (80, 45), (160, 22), (120, 40)])
 def test_frame_on_low_terminal_has_rows_of_every_part(tmp_path: Path, width: int, rows: int) -> None:
     directory = write_run(tmp_path / "run", {"step_3": [response(n, response="many words " * 100) for n in range(3)]})
     names = (
