@@ -7,16 +7,9 @@ from dataclasses import dataclass
 
 from mcore_rl.config import load_config
 from mcore_rl.errors import ConfigError
+from mcore_rl.observe.guide.table import COUNTED
 from mcore_rl.observe.report.run_files import CONFIG, RunFiles
 from mcore_rl.observe.signs import CollapseSigns, Sign, signs_for
-
-COUNTED = {
-    "engine/restarts": "engines were restarted",
-    "reward/errors": "responses could not be graded; they have the filter `error` below",
-    "val/errors": "validation responses could not be graded",
-    "episode/failed": "episodes failed (sum of the fractions of the steps)",
-}
-"""Metrics that are 0 in a run without failures, and the text after their value."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +57,11 @@ def _signs_of_run(run: RunFiles) -> list[Sign]:
 
 def _counted(run: RunFiles) -> Iterator[Alert]:
     """Count each kind of failure once, at its first step."""
-    for name, text in COUNTED.items():
+    for name, counted in COUNTED.items():
         counts = {step: value for step, values in run.records.items() if (value := values.get(name))}
         if counts:
             steps = f" (in {len(counts)} steps)" if len(counts) > 1 else ""
-            yield Alert(next(iter(counts)), f"{name}: {sum(counts.values()):.6g} {text}{steps}")
+            yield Alert(next(iter(counts)), f"{name}: {sum(counts.values()):.6g} {counted.text}{steps}")
 
 
 def _not_finite(run: RunFiles) -> Iterator[Alert]:

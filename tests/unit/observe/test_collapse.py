@@ -7,7 +7,8 @@ import pytest
 from mcore_rl.algorithms.registry import POLICY_LOSSES
 from mcore_rl.config.reward import WeightedFunctionConfig
 from mcore_rl.config.schema import Config
-from mcore_rl.observe.signs import UPPER_CLIPS, CollapseSigns, signs_for
+from mcore_rl.observe.guide.policy import UPPER_CLIPS
+from mcore_rl.observe.signs import CollapseSigns, signs_for
 from tests.unit.config.test_fields import config_with
 
 HEALTHY = {
