@@ -20,7 +20,8 @@ from mcore_rl.rollout.tasks import Until
 from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.engines.process import EngineProcess
-from mcore_rl.runtime.health import PART_OF_CALLS, kill_all
+from mcore_rl.runtime.health import PART_OF_CALLS
+from mcore_rl.runtime.roles.places import kill_all
 from mcore_rl.types import RolloutTask, SamplingOptions
 
 CALLS, AT_ONCE = size((200, 50), (4, 2))

@@ -24,10 +24,11 @@ from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
-from mcore_rl.runtime.health import Watch, kill_all
+from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.phases import Stages
 from mcore_rl.runtime.roles.base import RankProcess, RunProcess
 from mcore_rl.runtime.roles.groups import RankMap
+from mcore_rl.runtime.roles.places import kill_all
 from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import Mean, Metric, RankShares, RolloutScalars, RolloutTask

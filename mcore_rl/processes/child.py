@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import psutil
 
+from mcore_rl.processes.stacks import remove_child_stacks
 from mcore_rl.processes.tree import descendants_of, kill_tree, marked, new_mark
 
 _POLL_SECONDS = 0.02
@@ -76,7 +77,9 @@ class Child:
 
     def kill(self) -> int:
         """Kill the process tree; return the exit code of the child."""
-        return kill_tree(self._process, self._mark, self._descendants)
+        code = kill_tree(self._process, self._mark, self._descendants)
+        remove_child_stacks(self.pid)
+        return code
 
 
 def kill_all(children: Collection[Child]) -> None:

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.parent_death import die_with
+from mcore_rl.processes.stacks import write_child_stacks
 
 Message = TypeVar("Message")
 OK, REFUSED, FAILED = "ok", "refused", "failed"
@@ -29,13 +30,15 @@ TRACE_LINES = 12
 def parent_socket() -> socket.socket:
     """Set up this process as a child of child.start_module and return the socket to its parent.
 
-    The child ignores Ctrl-C, which the parent handles, ends with its parent, and writes no core dump.
+    The child ignores Ctrl-C, which the parent handles, ends with its parent, writes no core dump, and writes its stacks
+    on request.
     """
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.set_inheritable(descriptor, False)
+    write_child_stacks()
     return socket.socket(fileno=descriptor)
 
 

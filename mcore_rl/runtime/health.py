@@ -13,12 +13,12 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 
 from mcore_rl.errors import ClusterDiedError, McoreRLError, PeerLostError, WorkerDiedError, storage_error
 from mcore_rl.runtime.calls import ProcessHandle, Ref
-from mcore_rl.runtime.daemons import Daemons, pid_is_alive
+from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.roles.base import RunProcess
 from mcore_rl.runtime.roles.origins import first_line, last_lines, named, origin_of
 from mcore_rl.runtime.roles.places import Places
+from mcore_rl.runtime.stack_dumps import StackRequests, dump_stacks, files_of
 from mcore_rl.runtime.stops import STOPS
-from mcore_rl.weights.transports.hosts import this_host
 
 if TYPE_CHECKING:
     from mcore_rl.runtime.delivery import Chunk
@@ -73,6 +73,8 @@ class Watch:
     start_seconds: float = 1800.0
     """Time limit of a process's start."""
     places: Places = field(default_factory=Places)
+    stacks: StackRequests = field(default_factory=StackRequests)
+    """Requests for stack dumps of all processes."""
     attendant: Attendant | None = None
     """Receives its ended calls in every wait of this process."""
     processes: dict[object, AnyProcess] = field(default_factory=dict, init=False)
@@ -178,7 +180,7 @@ class Watch:
 
     def _require_in_time(self, processes: Sequence[AnyProcess], deadline: float) -> None:
         if processes and time.monotonic() > deadline:
-            self._give_up(
+            self._give_up_stalled(
                 processes,
                 f"did not start within {self.start_seconds:g} s (cluster.start_timeout_seconds): see the end "
                 "of its log, or raise that key",
@@ -228,6 +230,8 @@ class Watch:
         if self._ends and (pending or not refs) and time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
             elapsed, self._looked = time.monotonic() - self._looked, time.monotonic()
             self.places.update()
+            if self.stacks.take():
+                self._dump_stacks()
             dead, _ = ray.wait(list(self._ends), num_returns=1, timeout=0)
             if dead:
                 self._report_death(dead[0])
@@ -268,7 +272,7 @@ class Watch:
         silent_processes = [self._probes[call] for call in silent if self._probes[call] in self._answered]
         self._require_moving({self._probes.pop(call): call for call in answered})
         if silent_processes and self._waited > self.timeout_seconds:
-            self._give_up(silent_processes, f"did not answer for {self.timeout_seconds:g} s")
+            self._give_up_stalled(silent_processes, f"did not answer for {self.timeout_seconds:g} s")
         # New probes only while no process is silent, so that `_waited` measures the silence.
         if not silent_processes and self._waited > self.timeout_seconds / PROBES_PER_TIMEOUT:
             self._probes = {process.call(RunProcess.seconds_stuck): process for process in self.processes.values()}
@@ -278,7 +282,17 @@ class Watch:
         for process, call in answers.items():
             with contextlib.suppress(RayError):  # the process is dead
                 if (seconds := ray.get(call)) > self.timeout_seconds:
-                    self._give_up([process], f"has hung for {seconds:.0f} s in one call")
+                    self._give_up_stalled([process], f"has hung for {seconds:.0f} s in one call")
+
+    def _give_up_stalled(self, processes: Sequence[AnyProcess], why: str) -> None:
+        """Give up processes that make no progress, after a stack dump of all processes. Raises: as `_give_up`."""
+        self._give_up(processes, f"{why}{self._dump_stacks()}")
+
+    def _dump_stacks(self) -> str:
+        """Make all living processes write their stacks. Return a note with their files; "" if no process is known."""
+        living = [process for process in self.processes.values() if process not in self.lost]
+        is_dumped = dump_stacks(self.places.members(living), set(self._probes.values()))
+        return f"; stacks of all processes: {files_of(self.places.logs)}" if is_dumped and self.places.logs else ""
 
     def _give_up(self, processes: Sequence[AnyProcess], why: str) -> None:
         """Mark processes as lost. Raises: WorkerDiedError unless all of them can be replaced."""
@@ -371,20 +385,3 @@ class Watch:
         else:
             why = "ended: see its log in run.logs"
         self._give_up([process], why)
-
-
-def kill_all(processes: Sequence[AnyProcess], seconds: float = 10.0) -> None:
-    """Kill processes at once and wait, up to `seconds`, until those on this host are gone."""
-    calls = [process.call(RunProcess.where) for process in processes]
-    # Processes that are dead or do not answer are killed below too, but their ids stay unknown.
-    answered, _ = ray.wait(calls, num_returns=len(calls), timeout=1) if calls else ([], [])
-    pids = []
-    for call in answered:
-        with contextlib.suppress(RayError):
-            host, pid = ray.get(call)
-            pids += [pid] if host == this_host() else []
-    for process in processes:
-        ray.kill(process.actor, no_restart=True)
-    deadline = time.monotonic() + seconds
-    while any(pid_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)

@@ -22,14 +22,15 @@ from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.cores import shares_cores
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
-from mcore_rl.runtime.health import Starts, Watch, kill_all
+from mcore_rl.runtime.health import Starts, Watch
 from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.output import ray_output_to
 from mcore_rl.runtime.phases import Stages, shares_device
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import RankMap, Role, RoleGroup
-from mcore_rl.runtime.roles.places import Places
+from mcore_rl.runtime.roles.places import Places, kill_all
 from mcore_rl.runtime.roles.trainer import TrainerActor, TrainerGroup, TrainerProcess
+from mcore_rl.runtime.stack_dumps import StackRequests
 from mcore_rl.weights.transports.hosts import this_host
 
 if TYPE_CHECKING:
@@ -70,9 +71,10 @@ def launch(
     placement = place(cluster, rollout, num_ranks, on_gpus=on_gpus, num_engines=num_engines, guests=guests)
     show("starting Ray" if cluster.address is None else f"joining the Ray cluster at {cluster.address}")
     # Call this before `ray_cluster` sets OMP_NUM_THREADS: `shares_cores` would take it for the user's setting.
-    several_threads = shares_cores(config)
+    several_threads, stacks = shares_cores(config), StackRequests()
     with (
         ray_output_to(Path(config.run.logs)),
+        stacks.listening(Path(config.run.logs)),
         ray_cluster(cluster, placement.bundle) as nodes,
         _journals(Path(config.run.dir), rollout, config.actor.moe.router_replay) as journals,
         contextlib.ExitStack() as at_the_end,
@@ -82,6 +84,7 @@ def launch(
             timeout_seconds=cluster.collective_timeout_seconds,
             start_seconds=cluster.start_timeout_seconds,
             places=Places(config.run.logs),
+            stacks=stacks,
         )
         at_the_end.callback(lambda: kill_all(list(watch.processes.values())))
         starter = _Starter(placement, nodes, watch, config.run.logs, several_threads)

@@ -17,6 +17,11 @@ def log_file(directory: Path, name: str) -> Path:
     return directory / f"{name.replace(' ', '_')}.log"
 
 
+def stacks_file(directory: Path, name: str) -> Path:
+    """Return the file of the process's stacks (processes.stacks) without its suffix, beside its log file."""
+    return log_file(directory, name).with_suffix("")
+
+
 def write_output_to(directory: Path, name: str) -> None:
     """Append all output of this process, including C libraries, to `name`.log from now on."""
     descriptor = _open(log_file(directory, name))

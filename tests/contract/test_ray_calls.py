@@ -22,10 +22,10 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, McoreRLError, NonFiniteError, WorkerDiedError
 from mcore_rl.runtime.calls import FanOut, ProcessHandle, remote_method
 from mcore_rl.runtime.cluster import ray_cluster
-from mcore_rl.runtime.health import Watch, kill_all
+from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RankProcess
 from mcore_rl.runtime.roles.origins import marks_errors
-from mcore_rl.runtime.roles.places import Places
+from mcore_rl.runtime.roles.places import Places, kill_all
 from mcore_rl.runtime.roles.trainer import TrainerActor
 from mcore_rl.weights.transports.hosts import this_host
 
@@ -275,3 +275,19 @@ def test_watch_stopped_rank_without_calls_is_named_in_time(group: Group) -> None
     os.kill(pids[0], signal.SIGSTOP)
     with pytest.raises(WorkerDiedError, match="rank 0 did not answer for 4 s"):
         group.calls.call(Rank.add, 0, 0).results()
+
+
+def test_watch_stopped_start_dumps_the_stacks_of_a_blocked_rank(node: Any, tmp_path: Path) -> None:
+    rank = start(RankActor, node, 0, "trainer rank 0", str(tmp_path))
+    watch = Watch(places=Places(str(tmp_path)), start_seconds=1.0)
+    watch.add(rank)
+    watch.places.ask([rank])
+    watch.get([rank.actor.where.remote()])
+    try:
+        blocked = rank.actor.meet.remote(False)
+        with pytest.raises(WorkerDiedError, match=rf"stacks of all processes: {tmp_path}/\*\.stacks"):
+            watch.get_started({blocked: [rank]})
+        # The function in which the rank waits.
+        assert "in meet" in (tmp_path / "trainer_rank_0.stacks").read_text()
+    finally:
+        kill_all([rank])

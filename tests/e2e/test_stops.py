@@ -44,3 +44,29 @@ def test_second_signal_in_a_step_ends_it(task: Path, tmp_path: Path) -> None:
         time.sleep(1.5)  # an earlier second signal counts as the same stop
         os.killpg(run.process.pid, signal.SIGINT)
         assert_stopped(run, 130, FROM_THE_BEGINNING)
+
+
+def test_usr2_writes_stacks_of_all_processes_and_the_run_continues(task: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_REWARD.format(metrics=str(tmp_path / "run" / "metrics.jsonl")))
+    long_step = (f"reward.function={tmp_path / 'slow.py'}:slow", "reward.timeout_seconds=600", *ONE_RANK)
+    logs = tmp_path / "run" / "logs"
+    with TrainProcess(task, tmp_path / "run", long_step) as run:
+        run.wait_until(in_step(run, 1, "generating"))
+        run.process.send_signal(signal.SIGUSR2)
+        for name, function in (("driver", "wait"), ("trainer_rank_0", "main_loop"), ("rollout_engine_0", "serve")):
+            file = logs / f"{name}.stacks"
+            run.wait_until(lambda file=file, function=function: file.is_file() and function in file.read_text())
+
+        def has_user_function() -> bool:
+            """Request stacks again, because grading may begin after the first request."""
+            run.process.send_signal(signal.SIGUSR2)
+            time.sleep(1)  # the driver looks twice a second
+            # Grading processes are children of the engine.
+            return any("in slow" in path.read_text() for path in logs.glob("rollout_engine_0_*.stacks"))
+
+        run.wait_until(has_user_function)
+        assert run.process.poll() is None
+        os.killpg(run.process.pid, signal.SIGINT)
+        time.sleep(1.5)  # an earlier second signal counts as the same stop
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert_stopped(run, 130, FROM_THE_BEGINNING)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_rl.engines.sglang.settings import RankSettings, disable_nagle
 from mcore_rl.parent_death import die_with
 from mcore_rl.processes import served
+from mcore_rl.processes.stacks import write_child_stacks
 
 if TYPE_CHECKING:
     from mcore_rl.engines.sglang.scheduler import SteppedScheduler
@@ -40,6 +41,7 @@ class Rank:
 
 def main(address: str, rank: int, parent: int) -> None:
     die_with(parent)
+    write_child_stacks()
     with _connect(address, bytes.fromhex(os.environ.pop(KEY_VARIABLE))) as connection:
         connection.send(rank)
         with contextlib.suppress(EOFError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
@@ -45,6 +46,7 @@ class VllmEngine(RankEngine):
         # All ranks have mapped the message queues now.
         self._ranks.call("unlink_queues")
         unlink_queues()
+        self._ranks.call("write_stacks", os.getpid())
         self._ranks.call("prepare_worker")
         if settings.capture_routing and not torch.cuda.is_available():
             self._ranks.call("start_routing_capture")

@@ -8,6 +8,7 @@ every call has a deadline, and after a missing answer every later call fails.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -18,6 +19,7 @@ import psutil
 
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.processes import served
+from mcore_rl.processes.stacks import write_child_stacks
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 
 if TYPE_CHECKING:
@@ -46,6 +48,11 @@ class RankMethods:
 
     def unlink_queues(self) -> None:
         unlink_queues()
+
+    def write_stacks(self, engine_pid: int) -> None:
+        """Write stacks on request (processes.stacks), if this rank is not a thread of the engine's process."""
+        if os.getpid() != engine_pid:
+            write_child_stacks()
 
     def answer(self, method: str, *args: object) -> tuple[str, object]:
         """Call a method. Returns its outcome."""

@@ -16,9 +16,10 @@ from mcore_rl.runtime.calls import ProcessHandle, Ref
 from mcore_rl.runtime.delivery import ReleasedKeys
 from mcore_rl.runtime.engines.balance import EngineKey
 from mcore_rl.runtime.engines.process import EngineActor, EngineProcess, FollowerActor, FollowerProcess
-from mcore_rl.runtime.health import Watch, kill_all
+from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import drain_spans
+from mcore_rl.runtime.roles.places import kill_all
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.types import Metric, Span, Total, merge_metrics
 from mcore_rl.weights.transports.topology import Endpoint

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import ray
 
 from mcore_rl.errors import McoreRLError
+from mcore_rl.processes.stack_requests import request_stacks
+from mcore_rl.processes.stacks import write_stacks_to
 from mcore_rl.runtime.addresses import free_port, meet_at
 from mcore_rl.runtime.agreement import HostFacts, host_facts
 from mcore_rl.runtime.calls import ProcessHandle, Ref, call_all, remote_method
 from mcore_rl.runtime.collectives import pending_collectives
 from mcore_rl.runtime.cores import share_cores
 from mcore_rl.runtime.isolation.choice import other_users
-from mcore_rl.runtime.output import write_output_to
+from mcore_rl.runtime.output import stacks_file, write_output_to
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.trajectory_store import FetchRequest, Producer, fetch
 from mcore_rl.types import SavedFile, SavedState, Span, TokenColumn, TrajectoryBuffers
@@ -59,13 +61,14 @@ class RunProcess:
     def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
         """Create the process without setting it up.
 
-        logs: directory of its log file; None: Ray redirects the output.
+        logs: directory of its log file and stack dumps; None: Ray redirects the output, and there are no dumps.
         peers: number of processes that share the host's cores equally; None: the environment sets the threads.
         """
         if peers is not None:
             share_cores(peers)
         if logs is not None:
             write_output_to(Path(logs), name)
+            write_stacks_to(stacks_file(Path(logs), name))
         self.name = name
         self.spans = SpanRecorder(name)
         self._producers: dict[str, ProcessHandle[Producer]] = {}
@@ -101,6 +104,11 @@ class RunProcess:
     def pending_collectives(self) -> list[str]:
         """Return the collectives in which this process waits for its peers."""
         return pending_collectives()
+
+    @remote_method(concurrency_group="watch")
+    def request_stacks(self, pids: Sequence[int]) -> None:
+        """Make processes of this host write their stacks (stack_requests.request_stacks)."""
+        request_stacks(pids)
 
     @remote_method(concurrency_group="watch")
     def free_address(self) -> str:

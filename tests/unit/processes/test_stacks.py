@@ -1,0 +1,104 @@
+"""Processes write their stacks on SIGUSR2, also while they are blocked, and their children too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.processes.child import Child
+from mcore_rl.processes.stacks import SIGNAL, VARIABLE, handles_signal, remove_empty
+
+SCRIPT = """
+import ctypes, os, subprocess, sys, threading, time
+from pathlib import Path
+from mcore_rl.processes.stacks import write_child_stacks, write_stacks_to
+
+def wait_in_a_thread():
+    time.sleep(600)
+
+def hold_the_lock():
+    # A call of native code that keeps the interpreter lock; the kernel restarts `read` after a signal.
+    ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+
+if sys.argv[1] == "child":
+    write_child_stacks()
+else:
+    write_stacks_to(Path(sys.argv[1]))
+    child = subprocess.Popen([sys.executable, __file__, "child"], stdout=subprocess.DEVNULL)
+threading.Thread(target=wait_in_a_thread, daemon=True).start()
+time.sleep(0.1)
+hold_the_lock()
+"""
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def test_stacks_of_busy_process_and_child_have_all_threads(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen([sys.executable, str(script), str(tmp_path / "logs" / "rank_0")]) as process:
+        try:
+            own = tmp_path / "logs" / "rank_0.stacks"
+            wait_until(lambda: list((tmp_path / "logs").glob("rank_0_*.stacks")))
+            (child,) = (tmp_path / "logs").glob("rank_0_*.stacks")
+            pid = int(child.stem.rpartition("_")[2])
+            for number, path in ((process.pid, own), (pid, child)):
+                wait_until(lambda number=number: handles_signal(number))  # type: ignore[misc]
+                time.sleep(0.5)
+                os.kill(number, SIGNAL)
+                wait_until(lambda path=path: "hold_the_lock" in text_of(path))  # type: ignore[misc]
+                assert "wait_in_a_thread" in text_of(path)
+            assert process.poll() is None
+        finally:
+            for each in (*psutil.Process(process.pid).children(), process):
+                each.kill()
+
+
+def test_handles_signal_is_false_for_other_and_ended_processes() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not handles_signal(process.pid)
+        process.kill()
+    assert not handles_signal(process.pid)
+
+
+def test_remove_empty_keeps_files_with_stacks(tmp_path: Path) -> None:
+    (tmp_path / "a.stacks").touch()
+    (tmp_path / "b.stacks").write_text("Thread 0x1\n")
+    (tmp_path / "c.log").touch()
+    remove_empty(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.stacks", "c.log"]
+
+
+@pytest.mark.parametrize("dumped", [False, True])
+def test_killed_child_leaves_a_file_only_with_stacks(
+    dumped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "engine"))
+    code = "import time; from mcore_rl.processes.stacks import write_child_stacks as w; w(); time.sleep(600)"
+    child = Child([sys.executable, "-c", code], os.environ)
+    path = tmp_path / f"engine_{child.pid}.stacks"
+    try:
+        wait_until(lambda: handles_signal(child.pid))
+        assert path.exists()
+        if dumped:
+            os.kill(child.pid, SIGNAL)
+            wait_until(lambda: path.stat().st_size)
+    finally:
+        child.kill()
+    assert path.exists() == dumped
