@@ -43,6 +43,7 @@ from mcore_rl.runtime.roles.groups import RankMap, Role
 from mcore_rl.runtime.roles.judge import JudgeGroup, judge_role
 from mcore_rl.runtime.roles.reward_model import RewardModelGroup, reward_model_role
 from mcore_rl.runtime.spans import SpanRecorder
+from mcore_rl.runtime.step_profiler import StepProfiler
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.sandbox.confinement.memory import groups_removed
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
@@ -158,6 +159,7 @@ class _Site:
             critic=self._group(CriticGroup),
             reference=reference,
             logp_gap=self._logp_gap(scheduler),
+            profiler=self._profiler(journal),
         )
 
     def _logp_gap(self, scheduler: Scheduler) -> LogpGapCheck:
@@ -244,15 +246,25 @@ class _Site:
             # Without advantages: the supervised loss has none.
             return build_batch([chunk], gather([scalars]), schedule=schedule, weights_of=weights_of)
 
+        journal = self._journal(signs=())
         return SupervisedRun(
             config=config,
             actor=self.processes.trainers,
             next_batch=next_batch,
-            journal=self._journal(signs=()),
+            journal=journal,
+            profiler=self._profiler(journal),
             checkpoints=self._checkpoints(),
             remove_unfinished=functools.partial(remove_unjoined, self.directory / "rollouts"),
             positions={"sampler": sampler},
             stops=STOPS,
+        )
+
+    def _profiler(self, journal: RunJournal) -> StepProfiler | None:
+        settings, trainers = self.config.observe.profile, self.processes.trainers
+        if not settings.steps:
+            return None
+        return StepProfiler(
+            trainers.processes, trainers.watch, self.directory, settings.steps, settings.ranks, journal.note
         )
 
     def _checkpoints(self) -> Checkpoints:

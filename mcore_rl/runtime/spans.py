@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from mcore_rl.types import Span
 
@@ -15,6 +15,8 @@ class SpanRecorder:
 
     def __init__(self, process: str) -> None:
         self.process = process
+        self.annotate: Callable[[str], AbstractContextManager[object]] = nullcontext
+        """Context manager by name that each span enters, such as torch.profiler.record_function."""
         self._spans: list[Span] = []
         self._lock = threading.Lock()
 
@@ -25,7 +27,8 @@ class SpanRecorder:
         # the Unix clock may be set back.
         start, steady = time.time(), time.perf_counter()
         try:
-            yield
+            with self.annotate(name):
+                yield
         finally:
             self.record(name, start, start + time.perf_counter() - steady)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.trainer.run import Run, load_latest, resume, save, saves_settled, steps_left
+from mcore_rl.trainer.run import Run, end_profile, load_latest, resume, save, saves_settled, steps_left
 from mcore_rl.trainer.validation import describe_validation
 from mcore_rl.types import BatchHandle, Metric, RolloutScalars, Total, merge_metrics
 
@@ -55,9 +55,10 @@ def estimate(run: Run, logp: BatchHandle) -> tuple[BatchHandle, dict[str, Metric
 
 
 def finish(run: Run) -> bool:
-    """Verify weights, validate and save a checkpoint if they are due after this step, and write the step's metrics.
+    """Verify weights, validate and save a checkpoint if they are due after this step; write its metrics and profile.
     Returns True if a stop was requested; a checkpoint is then saved in any case."""
     step, trainer = run.state.step, run.config.trainer
+    end_profile(run)
     last = step == trainer.steps
     if _due(step, run.config.weights.verify_every):
         run.journal.record({"weights/tensors_verified": Total(run.publisher.verify())})

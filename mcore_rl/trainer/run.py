@@ -66,6 +66,15 @@ class StopRequests(Protocol):
     def requested(self) -> bool: ...
 
 
+class Profiler(Protocol):
+    """Profiles of some steps."""
+
+    def begin(self, step: int) -> None: ...
+
+    def end(self, step: int) -> None:
+        """End the step's profile after its training. A step that fails has none."""
+
+
 @dataclass(kw_only=True)
 class TrainingRun:
     """Parts that every run has."""
@@ -79,6 +88,7 @@ class TrainingRun:
     positions: dict[str, Stateful]
     stops: StopRequests
     """Checked once at the end of each step; on a request the run saves and stops."""
+    profiler: Profiler | None = None
     critic: Critic | None = None
     in_flight: InFlightGroups | None = None
     """Groups submitted ahead of the step that trains them; None in synchronous runs."""
@@ -187,7 +197,15 @@ def steps_left(run: TrainingRun) -> Iterator[int]:
     for step in range(run.state.step + 1, run.config.trainer.steps + 1):
         # A signal from now on waits for the end of this step.
         run.stops.begin(step)
+        if run.profiler is not None:
+            run.profiler.begin(step)
         yield step
+
+
+def end_profile(run: TrainingRun) -> None:
+    """End the profile of the step that has just been trained, if it has one."""
+    if run.profiler is not None:
+        run.profiler.end(run.state.step)
 
 
 def save(run: TrainingRun, accuracy: float | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.trainer.run import SupervisedRun, resume, save, saves_settled, steps_left
+from mcore_rl.trainer.run import SupervisedRun, end_profile, resume, save, saves_settled, steps_left
 
 
 def train_supervised(run: SupervisedRun) -> bool:
@@ -14,6 +14,7 @@ def train_supervised(run: SupervisedRun) -> bool:
         for step in steps_left(run):
             update = run.actor.update(run.actor.recompute_logp(run.next_batch()))
             run.state = run.state.finished(step, 0)
+            end_profile(run)
             run.journal.record(update)
             run.journal.finish_step(step)
             run.checkpoints.poll()

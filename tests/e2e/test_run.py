@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import shutil
@@ -154,3 +155,20 @@ def test_finished_run_with_more_steps_resumes_in_another_layout(whole_run: Path,
     assert after[5]["routing/differing_tokens"] < 0.05
     assert after[5]["routing/logp_diff_mean_without_replay"] < 1e-4
     assert after[5]["rollout/logp_diff_max"] < 1e-4
+
+
+def test_profiled_step_has_a_trace_of_the_chosen_rank_only(task: Path, tmp_path: Path) -> None:
+    options = (
+        "trainer.steps=2",
+        "observe.profile.steps=[2]",
+        "observe.profile.ranks=[1]",
+        "trainer.validate_before=false",
+    )
+    log = train(task, tmp_path / "run", *options)
+    assert f"profiles of step 2: {tmp_path / 'run' / 'profile'}" in log
+    (trace,) = (tmp_path / "run" / "profile").iterdir()
+    assert trace.name == "step_2_rank_1.json.gz"
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = {event.get("name") for event in events}
+    # A span of the rank, and operators of its passes.
+    assert {"update", "aten::matmul"} <= names

@@ -148,6 +148,9 @@ class _Key:
             text = self._expanded(value) if self.expand else value
             may_be_one = self.domain.path or self.domain.one_or_more
             return [text] if listed is not None and may_be_one else text
+        # Not for lists of texts: YAML reads 007 as 7.
+        if listed == list[int] and self.domain.one_or_more and isinstance(value, int) and not isinstance(value, bool):
+            return [value]
         if isinstance(value, list):
             item = get_args(listed)[0] if listed is not None else Any
             return [self._inside(f"{self.key}[{place}]", each, item) for place, each in enumerate(value)]

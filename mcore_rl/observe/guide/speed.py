@@ -61,7 +61,10 @@ SPEED = (
     MetricEntry(
         "throughput/tokens_per_second",
         "constant; rises with the length of responses",
-        (Remedy("compare time/generate, time/update and time/weight_sync with an early step"),),
+        (
+            Remedy("compare time/generate, time/update and time/weight_sync with an early step"),
+            Remedy("profile a slow step with observe.profile.steps"),
+        ),
         signs="falls while the lengths do not change: a device is throttled, or a phase grows",
     ),
     MetricEntry(

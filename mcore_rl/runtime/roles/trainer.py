@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import operator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,6 +54,22 @@ class TrainerProcess(TrainedRankProcess):
 
         self.actor = self.role = MegatronActor(context.config, rank, world_size, address)
         self.actor.memory.span = self.spans.span
+
+    def start_profile(self) -> None:
+        """Record a profile until `write_profile`, with the spans of this process as ranges."""
+        # Not at the top: torch may be imported only after the set-up has hidden other GPUs.
+        from torch.profiler import record_function
+
+        from mcore_rl.runtime.rank_profile import RankProfile
+
+        self._profile = RankProfile()
+        self.spans.annotate = record_function
+
+    def write_profile(self, path: str) -> None:
+        """Stop the profile and write it to files whose names begin with `path`."""
+        self.spans.annotate = nullcontext
+        self._profile.write(Path(path))
+        del self._profile  # it holds the events of the step
 
     def compare(self, shares: RankShares, *chunks: TrajectoryBuffers) -> dict[str, Metric]:
         """Compare the policy's log-probabilities with the recorded ones, for the samples of the first update."""

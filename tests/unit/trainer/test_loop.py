@@ -329,3 +329,39 @@ def test_load_latest_other_parts_are_rejected(tmp_path: Path, part: str, before:
             train(run)
     with pytest.raises(CheckpointError, match=rf"{message} set run\.dir to a new directory"):
         train(run)
+
+
+class RecordedProfiler:
+    """Profiler that records its calls among those of `part`."""
+
+    def __init__(self, part: Recorder) -> None:
+        self.part = part
+
+    def begin(self, step: int) -> None:
+        self.part.note(f"begin profile {step}")
+
+    def end(self, step: int) -> None:
+        self.part.note(f"end profile {step}")
+
+
+def test_train_profile_covers_the_step_without_validation(tmp_path: Path) -> None:
+    part = Recorder()
+    run = make(tmp_path, 2, part)
+    run.profiler = RecordedProfiler(part)
+    train(run)
+    training = ("collect 2", "logp 2", "update 2", "publish 2")
+    start = part.calls.index("begin profile 2")
+    assert part.calls[start:] == ["begin profile 2", *training, "end profile 2", "validate 2", "figures 2", "save"]
+
+
+def test_train_stopped_step_has_a_profile_and_a_failed_one_has_none(tmp_path: Path) -> None:
+    stopped, failed = Recorder(), Recorder("update 1")
+    stopped.stop_at = "collect 1"
+    for part, name in ((stopped, "stopped"), (failed, "failed")):
+        run = make(tmp_path / name, 4, part)
+        run.profiler = RecordedProfiler(part)
+        with pytest.raises(NonFiniteError) if part is failed else nullcontext():
+            train(run)
+    assert "end profile 1" in stopped.calls
+    assert "begin profile 2" not in stopped.calls
+    assert failed.calls[-1] == "update 1"

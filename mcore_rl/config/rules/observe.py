@@ -1,0 +1,25 @@
+"""Checks of section `observe`."""
+
+from __future__ import annotations
+
+from mcore_rl.config.fields import reject_unless_default
+from mcore_rl.config.observe import ProfileConfig
+from mcore_rl.errors import ConfigError
+
+
+def check_profile(profile: ProfileConfig, num_steps: int, num_ranks: int) -> None:
+    """Require that the profiled steps and trainer ranks exist.
+
+    Raises: ConfigError naming the key.
+    """
+    if not profile.steps:
+        reject_unless_default("observe.profile", profile, "set observe.profile.steps", ["ranks"])
+        return
+    if (last := max(profile.steps)) > num_steps:
+        raise ConfigError(f"observe.profile.steps has step {last}, but the run ends after trainer.steps={num_steps}")
+    if not profile.ranks:
+        raise ConfigError("observe.profile.ranks is empty, so no rank would record a profile; set it to [0]")
+    if (highest := max(profile.ranks)) >= num_ranks:
+        raise ConfigError(
+            f"observe.profile.ranks has rank {highest}, but the run has {num_ranks} trainer ranks, numbered from 0"
+        )
