@@ -73,10 +73,12 @@ def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) ->
         check(processes.trainers)
         site = _Site(config, prepared, processes, recorder, stages, Path(config.run.dir), show)
         run = site.supervised() if prepared.data.targets is not None else site.reinforcement()
+        failed = True
         try:
             yield run
+            failed = False
         finally:
-            run.journal.close()
+            run.journal.close(failed=failed)
 
 
 def _roles(judge: JudgeConfig, prepared: Prepared) -> list[Role]:
@@ -276,8 +278,9 @@ class _Site:
         collapse."""
         trainers, engines, groups = self.processes.trainers, self.processes.engines, self.processes.groups
         sources = [group.spans for group in (trainers, *groups.values(), engines) if group is not None]
-        report = ReportProcess(self.directory, Path(self.config.run.logs), self.config.observe.report_every_steps)
-        return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources, signs, report)
+        observe, steps = self.config.observe, self.config.trainer.steps
+        report = ReportProcess(self.directory, Path(self.config.run.logs), observe.report_every_steps)
+        return RunJournal(self.directory, steps, self.recorder.drain, sources, signs, report, observe)
 
     def _batch_of(self, journal: RunJournal) -> Callable[[Groups, int, int], Batch]:
         dp_size, cost = self.prepared.layout.dp, self.prepared.cost

@@ -33,7 +33,7 @@ def train(config: Config) -> int:
         try:
             start = partial(_train_locked, config, log)
             was_finished = is_finished(run_dir, config.trainer)
-            finished = was_finished or _locked(config, start, exports=True)
+            finished = was_finished or _locked(config, start, trains=True)
         except KeyboardInterrupt:
             print(f"stopped: {_resume_hint(run_dir)}", file=sys.stderr)
             return STOPS.exit_code()
@@ -108,17 +108,22 @@ def _export_hint(run_dir: Path, export_hf: str | None, actor: ActorConfig) -> st
     return f"python -m model_converters to-hf --ckpt {shlex.quote(str(newest))} --out DIR"
 
 
-def _locked(config: Config, run: Callable[[Show, Callable[[], None]], Result], *, exports: bool) -> Result:
+def _locked(config: Config, run: Callable[[Show, Callable[[], None]], Result], *, trains: bool) -> Result:
     """Check and isolate the run, then call run(show, take_lock) with run.dir locked.
 
     `show` prints a line of the start-up log. If run.dir does not exist yet, `run` creates it and then calls take_lock.
+    `trains`: check also what a training writes, its exports and trackers.
     """
     from mcore_rl.preparation.preflight import check_exports, check_run
 
     show = start_up_log()
     check_run(config)
-    if exports:
+    if trains:
         check_exports(config.trainer)
+        # After the configuration's own checks: a tracker's check may import its package.
+        from mcore_rl.observe.trackers.check import check_observers
+
+        check_observers(config.observe)
     # Imports follow the checks that do not need them, so that errors are reported at once.
     from mcore_rl.runtime.isolation.choice import isolate
 
@@ -177,8 +182,10 @@ def evaluate(config: Config) -> int:
     """Print the validation accuracy of the newest checkpoint in run.dir, or of model.hf_path if there is none."""
     if not config.data.validation:
         raise ConfigError("data.val must be set: it names the prompts to evaluate on")
+    # An evaluation records no metrics, so it needs neither their packages nor a network for them.
+    config.observe.trackers, config.observe.prometheus_port = [], 0
     with own_stderr(), STOPS.listening(), third_party_log() as log:
-        return _locked(config, partial(_evaluate_locked, config, log), exports=False)
+        return _locked(config, partial(_evaluate_locked, config, log), trains=False)
 
 
 def _evaluate_locked(config: Config, log: ThirdPartyLog, show: Show, take_lock: Callable[[], None]) -> int:

@@ -49,13 +49,13 @@ class Domain:
         return " and ".join(words for words, _, _ in self._bounds()) or None
 
     def violation(self, value: object) -> str | None:
-        """Return the requirement that `value` (or a value of a mapping or list) violates, or None."""
+        """Return the requirement that `value` (or an item of a list or mapping) violates, or None."""
         if isinstance(value, str):
             known = not self.choices or value in self.choices or (self.function and names_function(value))
             return None if known else self._listed()
         if isinstance(value, dict | list):
-            inside = value.values() if isinstance(value, dict) else value
-            return next((demand for each in inside if (demand := self.violation(each)) is not None), None)
+            items = value.values() if isinstance(value, dict) else value
+            return next((demand for each in items if (demand := self.violation(each)) is not None), None)
         # bool is a subclass of int, but has no bounds. Other types are checked by OmegaConf.
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None

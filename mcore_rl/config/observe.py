@@ -9,6 +9,11 @@ from mcore_rl.config.fields import setting
 TOKEN_VALUES = "tokens"
 """Folder of run.dir with the per-token values of a few responses, one file step_<n>.jsonl per step."""
 
+LOCAL_TRACKER = "tensorboard"
+"""Tracker that always writes into the run directory and needs no network."""
+TRACKERS = (LOCAL_TRACKER, "wandb", "mlflow")
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass
 class ProfileConfig:
@@ -30,3 +35,24 @@ class ObserveConfig:
     """Responses per step whose log-probabilities of engine and trainer are recorded token by token, for the report. One
     trainer rank writes them. 0: none."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    trackers: list[str] = setting([LOCAL_TRACKER], choices=TRACKERS, one_or_more=True)
+    """Trackers that receive metrics, the configuration and a few responses. Each works in a thread of its own and
+    cannot stop the run. []: none."""
+    trackers_offline: bool = False
+    """Trackers write below run.dir/trackers instead of sending to a server."""
+    project: str = "mcore-rl"
+    """Project of wandb; experiment of mlflow."""
+    run_name: str | None = None
+    """Name of the run in trackers; null: the last part of run.dir."""
+    table_responses: int = setting(4, minimum=0, unit="responses")
+    """Responses per step, and per validation, that trackers show in a table. 0: none."""
+    prometheus_port: int = setting(0, minimum=0, maximum=65535)
+    """Port of an OpenMetrics endpoint with the metrics of the last step. 0: no endpoint."""
+    prometheus_host: str = LOOPBACK
+    """Address at which the endpoint listens. It has no authentication; 0.0.0.0 lets every host that reaches this one
+    read the metrics."""
+
+    @property
+    def online_trackers(self) -> list[str]:
+        """Trackers that may send to a server."""
+        return [] if self.trackers_offline else [name for name in self.trackers if name != LOCAL_TRACKER]

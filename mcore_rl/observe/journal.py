@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
-from mcore_rl.observe.metrics import TENSORBOARD, TIMELINE, MetricsLog, set_aside
+from mcore_rl.config.observe import ObserveConfig
+from mcore_rl.observe.endpoint import MetricsEndpoint
+from mcore_rl.observe.metrics import TIMELINE, MetricsLog, set_aside
 from mcore_rl.observe.progress import Progress
 from mcore_rl.observe.report.background import ReportProcess
 from mcore_rl.observe.signs import CollapseSigns, Sign
-from mcore_rl.observe.tensorboard import TensorBoardLog
 from mcore_rl.observe.timeline import STEP_SPAN, Timeline
+from mcore_rl.observe.trackers.group import Trackers
 from mcore_rl.types import Metric, Span
 
 TRAINING_PHASES = ("rollout", "logp", "reference", "values", "advantages", "critic_update", "update", "weight_sync")
@@ -29,6 +31,7 @@ class RunJournal:
     sources: functions that drain the spans of other processes.
     signs: signs of collapse to warn about.
     report: process that writes the report during the run; None: no report.
+    observe: trackers, and their settings.
     """
 
     run_dir: Path
@@ -37,6 +40,7 @@ class RunJournal:
     sources: Sequence[Callable[[], list[Span]]]
     signs: InitVar[Sequence[Sign]] = ()
     report: ReportProcess | None = None
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
     _pending: dict[str, Metric] = field(default_factory=dict, init=False)
     _progress: Progress | None = field(default=None, init=False)
 
@@ -47,8 +51,9 @@ class RunJournal:
         """Continue the files of earlier starts. Records of steps after `step` (-1: all) are moved to earlier/ first."""
         kept = set_aside(self.run_dir, step)
         self._timeline = Timeline(self.run_dir / TIMELINE)
-        self._tensorboard = TensorBoardLog(self.run_dir / TENSORBOARD, purge_step=step + 1)
+        self._trackers = Trackers(self.run_dir, self.observe, first_step=step + 1)
         self._progress = Progress(self.total_steps, first_step=max(step, 0))
+        self._endpoint = self._start_endpoint()
         if kept is not None:
             since = f"of steps after {step}" if step >= 0 else "of a start that saved nothing"
             self.note(f"the records {since} are kept in {kept}")
@@ -79,22 +84,42 @@ class RunJournal:
         self._pending = {}
         # Written before all other outputs: the summary and resumed runs read the metrics from this file.
         self._metrics.append(step, values)
-        self._tensorboard.append(step, values)
         self._timeline.append([*_step_span(step, spans), *spans, *(span for each in self.sources for span in each())])
         assert self._progress is not None, "resume_after was not called"
         self._progress.update(step, values)
         for warning in self._signs.check(step, values):
             self.note(f"warning: {warning}")
+        # After metrics.jsonl, which belongs to the run; a tracker only receives copies.
+        self._trackers.step_finished(step, values)
+        if self._endpoint is not None:
+            self._endpoint.step_finished(step, values)
+        for line in self._trackers.news():
+            self.note(line)
         if self.report is not None:
             self.report.step_finished(step)
 
-    def close(self) -> None:
-        """Close the progress display and TensorBoard, if the run has begun, and stop the report's process."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close the progress display and the trackers, if the run has begun, and stop the report's process. `failed`:
+        an error or a signal ends the run."""
         if self.report is not None:
             self.report.close()
         if self._progress is not None:
             self._progress.close()
-            self._tensorboard.close()
+            if self._endpoint is not None:
+                self._endpoint.close()
+            for line in self._trackers.close(failed=failed):
+                self.note(line)
+
+    def _start_endpoint(self) -> MetricsEndpoint | None:
+        host, port = self.observe.prometheus_host, self.observe.prometheus_port
+        if not port:
+            return None
+        try:
+            return MetricsEndpoint(host, port, self.observe.run_name or self.run_dir.absolute().name)
+        # The address was free when the run was checked, but another process has taken it since.
+        except OSError as error:
+            self.note(f"warning: no metrics at observe.prometheus_port={port}: {error.strerror}; the run continues")
+            return None
 
 
 def _step_span(step: int, spans: Sequence[Span]) -> list[Span]:

@@ -18,7 +18,7 @@ from model_converters.durable_files import durable_write
 
 FILE_NAME = "metrics.jsonl"
 FOLDER = "earlier"
-TIMELINE, TENSORBOARD, ROLLOUTS = "timeline.json", "tensorboard", "rollouts"
+TIMELINE, TENSORBOARD, TRACKERS, ROLLOUTS = "timeline.json", "tensorboard", "trackers", "rollouts"
 _OF_STEP = re.compile(r"(?:.*_)?step_(\d+)\.jsonl")
 
 
@@ -91,7 +91,8 @@ def _plain(value: float | np.generic) -> float | None:
 def set_aside(run_dir: Path, step: int) -> Path | None:
     """Move records of steps after `step` (-1: all) to a new earlier/<n>/ with the layout of the run directory.
 
-    Timeline and TensorBoard files continue after a resume; they are moved only if the run starts from the beginning.
+    Timeline and the files of trackers continue after a resume; they are moved only if the run starts from the
+    beginning. Trackers then begin a new run, because the ids of the earlier one are moved too.
 
     Returns: the new directory; None if there are no such records.
     """
@@ -101,7 +102,8 @@ def set_aside(run_dir: Path, step: int) -> Path | None:
     has_later = any(record["step"] > step for record in metrics.read())
     if not has_later and not rollouts:
         return None
-    whole = [path for name in (TIMELINE, TENSORBOARD) if (path := run_dir / name).exists()] if step < 0 else []
+    outputs = (TIMELINE, TENSORBOARD, TRACKERS) if step < 0 else ()
+    whole = [path for name in outputs if (path := run_dir / name).exists()]
     taken = [int(path.name) for path in (run_dir / FOLDER).glob("*") if path.name.isdigit()]
     target = run_dir / FOLDER / str(max(taken, default=0) + 1)
     target.mkdir(parents=True)

@@ -63,6 +63,10 @@ ONE_DOOR = {
     "mcp": ["mcore_rl/rollout/tools/kinds/mcp_servers.py"],
     "openai": ["mcore_rl/rewards/judge/server.py"],
     "tree_sitter": ["mcore_rl/migration/shell/*"],
+    "tensorboard": ["mcore_rl/observe/trackers/tensorboard.py"],
+    "wandb": ["mcore_rl/observe/trackers/wandb.py"],
+    "mlflow": ["mcore_rl/observe/trackers/mlflow.py"],
+    "prometheus_client": ["mcore_rl/observe/endpoint.py"],
 }
 INSIDE_FUNCTIONS = {
     "model_converters/dcp/convert.py": "mcore_rl.megatron",

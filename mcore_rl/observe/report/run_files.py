@@ -84,7 +84,7 @@ def read_run(directory: Path) -> RunFiles:
             # A step that occurs twice was repeated by a resumed run.
             run.records[step] = {name: _number(value) for name, value in record.items() if _is_metric(name, value)}
     run.records = dict(sorted(run.records.items()))
-    run.config = _read_config(directory / CONFIG, run.notes)
+    run.config = read_config(directory / CONFIG, run.notes)
     run.rollouts = sorted(_rollout_files(directory / ROLLOUTS), key=lambda file: (file.step, file.is_validation))
     return run
 
@@ -134,7 +134,11 @@ def _rollout_files(directory: Path) -> Iterator[RolloutFile]:
             yield RolloutFile(path, int(match[2]), match[1] is not None)
 
 
-def _read_config(path: Path, notes: list[str]) -> dict[str, object]:
+def read_config(path: Path, notes: list[str]) -> dict[str, object]:
+    """Read a config.yaml as {"actor.optimizer.lr": 1e-6}, without the values of SECRETS.
+
+    If it cannot be read, the result is {} and the reason is added to `notes`.
+    """
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -55,7 +55,7 @@ class ResponseSample:
         is_full = self._total > limit or len(self._kept) == self._most
         if is_full and key > self._kept[-1][0]:
             return
-        shown = _shortened(_compact(record), LIMITS[0])
+        shown = shortened(_compact(record), LIMITS[0])
         assert isinstance(shown, dict)
         size = len(json.dumps(shown))
         bisect.insort(self._kept, (key, size, shown | {"line": line}), key=lambda kept: kept[0])
@@ -67,7 +67,7 @@ class ResponseSample:
         """Add the block of the step. Returns its records."""
         records = [record for _, _, record in self._kept]
         for limit in LIMITS:
-            shown = records if limit == LIMITS[0] else [_shortened(record, limit) for record in records[:1]]
+            shown = records if limit == LIMITS[0] else [shortened(record, limit) for record in records[:1]]
             count = blocks.add_fitting(name, shown, self._num_bytes)
             if count or not records:
                 return [record for record in shown[:count] if isinstance(record, dict)]
@@ -89,7 +89,7 @@ def _compact(record: JsonObject) -> JsonObject:
     return kept | {"masked": spans_of_zeros(mask)}
 
 
-def _shortened(value: JsonValue, limit: int, depth: int = 8) -> JsonValue:
+def shortened(value: JsonValue, limit: int, depth: int = 8) -> JsonValue:
     """Cut long texts in the middle, long lists at the end, and deep nesting."""
     if isinstance(value, str):
         if len(value) <= limit:
@@ -102,8 +102,8 @@ def _shortened(value: JsonValue, limit: int, depth: int = 8) -> JsonValue:
     if isinstance(value, Mapping | list) and not depth:
         return "..."
     if isinstance(value, list):
-        return [_shortened(each, limit, depth - 1) for each in value[:MAX_ITEMS]]
+        return [shortened(each, limit, depth - 1) for each in value[:MAX_ITEMS]]
     if isinstance(value, Mapping):
         items: Iterator[tuple[str, JsonValue]] = itertools.islice(value.items(), MAX_ITEMS)
-        return {name[:limit]: _shortened(each, limit, depth - 1) for name, each in items}
+        return {name[:limit]: shortened(each, limit, depth - 1) for name, each in items}
     return value

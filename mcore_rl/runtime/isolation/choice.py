@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from mcore_rl.config.observe import ObserveConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.isolation import namespace
@@ -48,7 +49,7 @@ def isolate(config: Config, show: Callable[[str], None]) -> None:
     if wanted == "auto" and not others:
         return
     reason = f"cluster.isolation={wanted}" + (f": {_names(others)} logged in on this host" if others else "")
-    servers = {"judge.url": config.judge.url, "sandbox.url": config.sandbox.url}
+    servers = {"judge.url": config.judge.url, "sandbox.url": config.sandbox.url, **_observers(config.observe)}
     if addresses := [f"{key}={value}" for key, value in servers.items() if value is not None]:
         raise ConfigError(
             f"{reason}, and a run with a network of its own cannot reach {' and '.join(addresses)}; {REMEDY}"
@@ -64,6 +65,15 @@ def isolate(config: Config, show: Callable[[str], None]) -> None:
     sys.stderr.flush()
     python = sys.executable
     os.execv(python, [python, "-m", namespace.__name__, python, *sys.orig_argv])
+
+
+def _observers(observe: ObserveConfig) -> dict[str, str | None]:
+    """Return the settings of trackers and the metrics endpoint that need a network; None: not used."""
+    online = ", ".join(observe.online_trackers)
+    return {
+        "observe.trackers": f"[{online}] (observe.trackers_offline=true writes files instead)" if online else None,
+        "observe.prometheus_port": str(observe.prometheus_port) if observe.prometheus_port else None,
+    }
 
 
 def check_remote_host(isolation: str, host: str, others: Sequence[str]) -> None:

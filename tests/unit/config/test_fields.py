@@ -94,6 +94,13 @@ def test_check_domains_bad_value_names_the_full_key(key: str, value: object, mes
     assert str(caught.value).startswith(message)
 
 
+def test_check_domains_list_items_have_choices() -> None:
+    with pytest.raises(ConfigError, match=r"observe\.trackers=\['wandbb'\] must be one of tensorboard, wandb"):
+        check_domains(config_with("observe.trackers", ["wandbb"]))
+    check_domains(config_with("observe.trackers", ["tensorboard", "wandb"]))
+    check_domains(config_with("observe.trackers", []))
+
+
 def test_make_paths_absolute_changes_paths_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config, untouched = Config(), Config()

@@ -94,6 +94,26 @@ def test_isolate_where_impossible_is_rejected(
     assert wanted in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("trackers", ["tensorboard", "wandb"], r"observe\.trackers=\[wandb\] \(observe\.trackers_offline=true writes"),
+        ("prometheus_port", 9400, r"observe\.prometheus_port=9400"),
+    ],
+)
+def test_isolate_with_an_observer_that_needs_a_network_is_rejected(
+    key: str, value: object, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_in(monkeypatch, ["alice"])
+    config = config_of("auto")
+    setattr(config.observe, key, value)
+    with pytest.raises(ConfigError, match=f"cannot reach {wanted}"):
+        choice.isolate(config, print)
+    config.observe.trackers_offline, config.observe.prometheus_port = True, 0
+    with pytest.raises(Restarted):
+        choice.isolate(config, print)
+
+
 def test_isolate_namespace_with_a_joined_cluster_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.address"):
         choice.isolate(config_of("namespace", address="10.0.0.1:6379"), print)

@@ -92,7 +92,7 @@ class Recorder:
     def resume_after(self, step: int) -> None:
         self.note(f"resume after {step}")
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None: ...
 
     def begin(self, step: int) -> None:
         self.under_way = step
