@@ -11,7 +11,7 @@ TOKEN_VALUES = "tokens"
 
 LOCAL_TRACKER = "tensorboard"
 """Tracker that always writes into the run directory and needs no network."""
-TRACKERS = (LOCAL_TRACKER, "wandb", "mlflow")
+TRACKERS = (LOCAL_TRACKER, "wandb", "mlflow", "trackio", "swanlab")
 LOOPBACK = "127.0.0.1"
 
 
@@ -41,7 +41,7 @@ class ObserveConfig:
     trackers_offline: bool = False
     """Trackers write below run.dir/trackers instead of sending to a server."""
     project: str = "mcore-rl"
-    """Project of wandb; experiment of mlflow."""
+    """Project of wandb, trackio and swanlab; experiment of mlflow."""
     run_name: str | None = None
     """Name of the run in trackers; null: the last part of run.dir."""
     table_responses: int = setting(4, minimum=0, unit="responses")

@@ -66,6 +66,8 @@ ONE_DOOR = {
     "tensorboard": ["mcore_rl/observe/trackers/tensorboard.py"],
     "wandb": ["mcore_rl/observe/trackers/wandb.py"],
     "mlflow": ["mcore_rl/observe/trackers/mlflow.py"],
+    "trackio": ["mcore_rl/observe/trackers/trackio.py"],
+    "swanlab": ["mcore_rl/observe/trackers/swanlab.py"],
     "prometheus_client": ["mcore_rl/observe/endpoint.py"],
 }
 INSIDE_FUNCTIONS = {

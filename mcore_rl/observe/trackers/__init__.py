@@ -1,4 +1,4 @@
-"""Trackers, such as wandb, behind one Protocol.
+"""Trackers: tensorboard, wandb, mlflow, trackio and swanlab behind one Protocol.
 
 RunJournal --step, metrics--> Trackers --bounded queue, one thread per tracker--> Tracker
 

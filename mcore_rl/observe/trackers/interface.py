@@ -69,6 +69,11 @@ class SampledResponse:
         facts = [self.step, subset, self.group, self.reward, self.accuracy, self.tokens, self.finish_reason]
         return [*facts, self.prompt, self.response]
 
+    def caption(self) -> str:
+        """Return the facts about the response in one line."""
+        scores = f"reward {self.reward:g}, accuracy {self.accuracy:g}"
+        return f"group {self.group}, {scores}, {self.tokens} tokens, {self.finish_reason}"
+
 
 class Tracker(Protocol):
     """One open run of a tracker. All calls come from one thread, which is not the main thread.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mcore_rl.observe.trackers import mlflow, tensorboard, wandb
+from mcore_rl.observe.trackers import mlflow, swanlab, tensorboard, trackio, wandb
 from mcore_rl.observe.trackers.interface import RunFacts, Tracker
 
 
@@ -34,4 +34,6 @@ TRACKERS: Mapping[str, TrackerKind] = {
     "tensorboard": TrackerKind(("tensorboard",), "tensorboard", "2.20", tensorboard.TensorBoardLog),
     "wandb": TrackerKind(("wandb",), "wandb", "0.31", wandb.WandbRun, wandb.login_problem),
     "mlflow": TrackerKind(("mlflow-skinny", "mlflow"), "mlflow", "3.17", mlflow.MlflowRun, mlflow.login_problem),
+    "trackio": TrackerKind(("trackio",), "trackio", "0.43", trackio.TrackioRun, trackio.login_problem),
+    "swanlab": TrackerKind(("swanlab",), "swanlab", "0.10", swanlab.SwanlabRun, swanlab.login_problem),
 }

@@ -126,9 +126,7 @@ def _facts_table(facts: Mapping[str, object]) -> str:
 def _shown(response: SampledResponse) -> str:
     """Format a response in Markdown. Its texts are indented by four spaces, so that they stay literal: no line of them
     can end the block."""
-    facts = f"group {response.group}, reward {response.reward:g}, accuracy {response.accuracy:g}, "
-    facts += f"{response.tokens} tokens, {response.finish_reason}"
-    return f"{facts}\n\n{_literal(response.prompt)}\n\n**Response**\n\n{_literal(response.response)}"
+    return f"{response.caption()}\n\n{_literal(response.prompt)}\n\n**Response**\n\n{_literal(response.response)}"
 
 
 def _literal(text: str) -> str:

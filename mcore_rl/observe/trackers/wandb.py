@@ -32,6 +32,8 @@ class WandbRun:
             silent=True,
             disable_git=True,
             save_code=False,
+            # Its metadata contains the command line, which may have secrets of slurm.environment.
+            x_disable_meta=True,
             # Otherwise wandb waits for its server at the end, and again in an atexit hook, without a limit.
             finish_timeout=FINISH_SECONDS,
             finish_timeout_raises=True,

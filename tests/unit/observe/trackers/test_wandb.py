@@ -68,6 +68,7 @@ def test_wandb_offline_records_metrics_config_and_table(tmp_path: Path, capfd: p
     (ended,) = [each.exit for each in records(tmp_path) if each.WhichOneof("record_type") == "exit"]
     assert ended.exit_code == 1
     assert capfd.readouterr() == ("", "")
+    assert not list(tmp_path.rglob("wandb-metadata.json"))  # it has the command line
 
 
 @pytest.mark.slow
