@@ -101,6 +101,9 @@ SETTINGS = {
     ),
     f"{LORA} actor.lora.path=/nowhere": ("actor.lora.path=/nowhere: /nowhere/adapter_config.json does not exist",),
     f"{LORA} trainer.export_adapter={{model}}": ("trainer.export_adapter",),
+    "observe.trackers=wandbb": ("observe.trackers=['wandbb'] must be one of tensorboard, wandb",),
+    "observe.trackers=[mlflow]": ("error: observe.trackers: mlflow is not", "leave mlflow out of observe.trackers"),
+    "observe.prometheus_port=9400 observe.prometheus_host=192.0.2.1": ("observe.prometheus_host=192.0.2.1",),
     f"{LORA} model.random_init=true": ("model.random_init=True is not supported with actor.lora.rank=4",),
 }
 """Overrides -> parts of the message. {model}: the task's model; {tmp}: a directory without a model."""

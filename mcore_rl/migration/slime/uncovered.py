@@ -23,7 +23,7 @@ REASONS = {
         deterministic-mode enable-experimental train-backend allgather-cp prefill-num-servers
     """,
     "chosen by the engine": "sglang-*",
-    "metrics.jsonl and tensorboard/ are always written": """
+    "metrics.jsonl is always written; observe.trackers names trackers": """
         use-wandb wandb-* use-tensorboard tb-* log-* disable-wandb*
     """,
     "sequences are always packed, and work is balanced over ranks": """

@@ -7,7 +7,7 @@ from mcore_rl.migration.source import Setting, Source
 from mcore_rl.migration.uncovered import grouped_lines, matches
 
 REASONS = {
-    "metrics.jsonl and tensorboard/ are always written": """
+    "metrics.jsonl is always written; observe.trackers names trackers": """
         *.prometheus.* trainer.logger trainer.log_val_generations trainer.rollout_data_dir
         trainer.validation_data_dir *.trace.*
     """,

@@ -66,7 +66,7 @@ class SampledResponse:
     def row(self) -> list[int | float | str]:
         """Return the values of COLUMNS."""
         subset = "validation" if self.is_validation else "training"
-        facts = [self.step, subset, self.group, self.reward, self.accuracy, self.tokens, self.finish_reason]
+        facts = (self.step, subset, self.group, self.reward, self.accuracy, self.tokens, self.finish_reason)
         return [*facts, self.prompt, self.response]
 
     def caption(self) -> str:
