@@ -52,6 +52,7 @@ class TrackerThread:
         self._tracker: Tracker | None = None
         self._first_error: str | None = None
         self._sent, self._failed, self._dropped, self._close_failed = 0, 0, 0, False
+        self._closing = False
         self._reported: set[str] = set()
         # A daemon: a tracker that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._deliver, name=f"tracker {name}", daemon=True)
@@ -80,7 +81,7 @@ class TrackerThread:
 
     def request_close(self, *, failed: bool) -> None:
         """Let the thread send the queued entries, close the tracker, and end. Returns at once."""
-        request = CloseRequest(failed)
+        request, self._closing = CloseRequest(failed), True
         while True:
             try:
                 self._entries.put_nowait(request)
@@ -121,6 +122,9 @@ class TrackerThread:
 
     def _send(self, entry: StepEntry) -> None:
         if self._tracker is None:
+            # An unreachable server would cost its time limit for every entry that is left.
+            if self._closing and self._failed:
+                raise ConnectionError("not opened again at the end of the run")
             self._tracker = self._open()
         try:
             responses = self._read_responses(entry.step)

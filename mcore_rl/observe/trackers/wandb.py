@@ -10,6 +10,8 @@ from mcore_rl.observe.trackers.interface import COLUMNS, RunFacts, SampledRespon
 
 SUMMARIES = {"val/accuracy": "max,last", "reward/mean": "max,last", "actor/grad_norm": "max,last"}
 """Values in the table of runs; other metrics show their last value."""
+INIT_SECONDS = 15.0
+"""Time of an attempt to reach the server. The next step tries again."""
 FINISH_SECONDS = 20.0
 """Time to send the rest at the end. Unsent data stays on disk for `wandb sync`."""
 OFFLINE_MODES = ("offline", "disabled", "dryrun")
@@ -32,6 +34,7 @@ class WandbRun:
             silent=True,
             disable_git=True,
             save_code=False,
+            init_timeout=INIT_SECONDS,
             # Its metadata contains the command line, which may have secrets of slurm.environment.
             x_disable_meta=True,
             # Otherwise wandb waits for its server at the end, and again in an atexit hook, without a limit.

@@ -9,11 +9,15 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.observe import ObserveConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.observe.endpoint import MetricsEndpoint, check_address
+from mcore_rl.observe.journal import RunJournal
+from mcore_rl.types import Total
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 
@@ -90,3 +94,36 @@ def test_check_address_without_address_names_the_key(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ConfigError, match=r"observe\.prometheus_host=nowhere is no address: Name or service not known"):
         check_address("nowhere", 9400)
+
+
+def journal(run_dir: Path, port: int) -> RunJournal:
+    observe = ObserveConfig(trackers=[], prometheus_port=port, run_name="mine")
+    started = RunJournal(run_dir, 2, list, [], observe=observe)
+    started.resume_after(-1)
+    return started
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_journal_serves_each_step_until_it_is_closed(tmp_path: Path) -> None:
+    port = free_port()
+    run = journal(tmp_path, port)
+    run.record({"reward/mean": Total(0.5)})
+    run.finish_step(1)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        assert 'mcore_rl_reward_mean{run="mine"} 0.5' in answer.read().decode()
+    run.close()
+    check_address("127.0.0.1", port)
+
+
+def test_journal_port_taken_since_the_check_is_noted(
+    endpoint: MetricsEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = journal(tmp_path, endpoint.port)
+    run.finish_step(1)
+    run.close()
+    assert f"warning: no metrics at observe.prometheus_port={endpoint.port}: " in capsys.readouterr().err

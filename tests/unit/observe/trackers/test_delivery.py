@@ -81,9 +81,30 @@ def test_delivery_opens_again_with_the_next_entry() -> None:
 
     thread = start(open_tracker)
     put(thread, range(4))
+    while len(tracker.steps) < 2:  # otherwise the end of the run could come first
+        time.sleep(0.01)
     (summary,) = close(thread)
     assert tracker.steps == [2, 3]
     assert summary.startswith("tracker fake: 2 entries sent, 2 failed")
+
+
+def test_delivery_unreachable_server_is_not_tried_at_the_end() -> None:
+    attempts, failing = [], threading.Event()
+
+    def open_tracker() -> FakeTracker:
+        attempts.append(len(attempts))
+        failing.wait(30)
+        raise ConnectionError("no route to host")
+
+    thread = start(open_tracker)
+    put(thread, range(5))
+    while not attempts:
+        time.sleep(0.01)
+    thread.request_close(failed=False)
+    failing.set()
+    (summary,) = thread.join(time.monotonic() + 10)
+    assert attempts == [0]
+    assert summary == "tracker fake: 0 entries sent, 5 failed; first error: ConnectionError: no route to host"
 
 
 def test_delivery_that_hangs_at_the_end_is_given_up() -> None:
