@@ -26,10 +26,12 @@ class MlflowRun:
     """
 
     def __init__(self, facts: RunFacts) -> None:
+        # Usage statistics, which MLflow would otherwise send to its makers, also offline.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
 
         if facts.offline:
-            # MLflow 3.7 and later refuse the file store unless this is set. Other stores need the full package.
+            # MLflow 3.17 refuses the file store unless this is set. Other stores need the full package.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(tracking_uri=(facts.files / "mlflow").as_uri() if facts.offline else None)
         known = facts.ids.get("mlflow")

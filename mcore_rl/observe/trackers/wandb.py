@@ -25,6 +25,8 @@ class WandbRun:
     """
 
     def __init__(self, facts: RunFacts) -> None:
+        # Its service process would otherwise report its own errors to wandb, also offline.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         facts.files.mkdir(exist_ok=True)
