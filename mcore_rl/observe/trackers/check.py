@@ -30,7 +30,7 @@ def _problem(name: str, observe: ObserveConfig) -> str | None:
     kind = TRACKERS[name]
     remedy = f"or leave {name} out of observe.trackers"
     install = f'pip install "{kind.distributions[0]}>={kind.minimum}"'
-    if (version := _version(kind)) is None:
+    if (version := installed_version(kind)) is None:
         return f"observe.trackers: {name} is not installed; run `{install}`, {remedy}"
     if Version(version) < Version(kind.minimum):
         return f"observe.trackers: {name} {version} is too old; run `{install}`, {remedy}"
@@ -39,7 +39,7 @@ def _problem(name: str, observe: ObserveConfig) -> str | None:
     return None
 
 
-def _version(kind: TrackerKind) -> str | None:
+def installed_version(kind: TrackerKind) -> str | None:
     """Return the installed version; None if the package, or its module, is missing."""
     if util.find_spec(kind.module) is None:
         return None

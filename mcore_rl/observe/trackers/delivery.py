@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mcore_rl.observe.trackers.interface import SampledResponse, Tracker
 
@@ -112,13 +113,12 @@ class TrackerThread:
 
     def _deliver(self) -> None:
         while not isinstance(entry := self._entries.get(), CloseRequest):
-            if self._try(lambda entry=entry: self._send(entry)):  # type: ignore[misc]
+            if self._try(partial(self._send, entry)):
                 self._sent += 1
             else:
                 self._failed += 1
         if self._tracker is not None:
-            tracker, failed = self._tracker, entry.failed
-            self._close_failed = not self._try(lambda: tracker.close(failed=failed))
+            self._close_failed = not self._try(partial(self._tracker.close, failed=entry.failed))
 
     def _send(self, entry: StepEntry) -> None:
         if self._tracker is None:

@@ -26,9 +26,7 @@ class Trackers:
         """Start the threads. `first_step`: first step that will be reported."""
         facts = run_facts(run_dir, observe, first_step)
         read = partial(sample_responses, run_dir, count=observe.table_responses)
-        self._threads = [
-            TrackerThread(name, _opener(name, facts), lambda step: read(step)) for name in observe.trackers
-        ]
+        self._threads = [TrackerThread(name, _opener(name, facts), read) for name in observe.trackers]
 
     def step_finished(self, step: int, values: Mapping[str, float]) -> None:
         """Queue the finite metrics of a step, and its responses, for every tracker."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -73,6 +73,14 @@ class SampledResponse:
         """Return the facts about the response in one line."""
         scores = f"reward {self.reward:g}, accuracy {self.accuracy:g}"
         return f"group {self.group}, {scores}, {self.tokens} tokens, {self.finish_reason}"
+
+
+def by_set(responses: Sequence[SampledResponse]) -> Iterator[tuple[str, list[SampledResponse]]]:
+    """Yield responses/training and responses/validation, the names in trackers, with their responses, if any."""
+    for name, is_validation in (("responses/training", False), ("responses/validation", True)):
+        chosen = [each for each in responses if each.is_validation is is_validation]
+        if chosen:
+            yield name, chosen
 
 
 class Tracker(Protocol):

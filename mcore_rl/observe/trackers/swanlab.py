@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 
-from mcore_rl.observe.trackers.interface import RunFacts, SampledResponse
+from mcore_rl.observe.trackers.interface import RunFacts, SampledResponse, by_set
 
 OFFLINE_MODES = ("offline", "local", "disabled")
 
@@ -45,10 +45,8 @@ class SwanlabRun:
     def append(self, step: int, metrics: Mapping[str, float], responses: Sequence[SampledResponse]) -> None:
         """Log the metrics and the responses of a step."""
         row: dict[str, object] = dict(metrics)
-        for subset, is_validation in (("training", False), ("validation", True)):
-            texts = [self._text(each) for each in responses if each.is_validation is is_validation]
-            if texts:
-                row[f"responses/{subset}"] = texts
+        for name, chosen in by_set(responses):
+            row[name] = [self._text(each) for each in chosen]
         self._run.log(row, step=step)
 
     def _text(self, response: SampledResponse) -> object:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.observe.metrics import TENSORBOARD
 from mcore_rl.observe.report.series import CHARTS, Chart
-from mcore_rl.observe.trackers.interface import RunFacts, SampledResponse
+from mcore_rl.observe.trackers.interface import RunFacts, SampledResponse, by_set
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -54,9 +54,7 @@ class TensorBoardLog:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        for subset, is_validation in (("training", False), ("validation", True)):
-            texts = [_shown(each) for each in responses if each.is_validation is is_validation]
-            values += [_text(f"responses/{subset}", "\n\n".join(texts))] if texts else []
+        values += [_text(name, "\n\n".join(map(_shown, chosen))) for name, chosen in by_set(responses)]
         if values:
             self._add(step, values)
         self._file.flush()

@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 
-from mcore_rl.observe.trackers.interface import COLUMNS, RunFacts, SampledResponse
+from mcore_rl.observe.trackers.interface import COLUMNS, RunFacts, SampledResponse, by_set
 
 SERVERS = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 DIRECTORY = "TRACKIO_DIR"
@@ -42,10 +42,8 @@ class TrackioRun:
     def append(self, step: int, metrics: Mapping[str, float], responses: Sequence[SampledResponse]) -> None:
         """Log one row of metrics, with a table of the responses."""
         row: dict[str, object] = dict(metrics)
-        for subset, is_validation in (("training", False), ("validation", True)):
-            rows = [each.row() for each in responses if each.is_validation is is_validation]
-            if rows:
-                row[f"responses/{subset}"] = self._trackio.Table(columns=list(COLUMNS), data=rows)
+        for name, chosen in by_set(responses):
+            row[name] = self._trackio.Table(columns=list(COLUMNS), data=[each.row() for each in chosen])
         self._run.log(row, step=step)
 
     def close(self, *, failed: bool) -> None:

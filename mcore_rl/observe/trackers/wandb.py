@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 
-from mcore_rl.observe.trackers.interface import COLUMNS, RunFacts, SampledResponse
+from mcore_rl.observe.trackers.interface import COLUMNS, RunFacts, SampledResponse, by_set
 
 SUMMARIES = {"val/accuracy": "max,last", "reward/mean": "max,last", "actor/grad_norm": "max,last"}
 """Values in the table of runs; other metrics show their last value."""
@@ -63,10 +63,8 @@ class WandbRun:
     def append(self, step: int, metrics: Mapping[str, float], responses: Sequence[SampledResponse]) -> None:
         """Log one row of metrics, with a table of the responses."""
         row: dict[str, object] = {**metrics, "step": step}
-        for subset, is_validation in (("training", False), ("validation", True)):
-            rows = [each.row() for each in responses if each.is_validation is is_validation]
-            if rows:
-                row[f"responses/{subset}"] = self._wandb.Table(columns=list(COLUMNS), data=rows)
+        for name, chosen in by_set(responses):
+            row[name] = self._wandb.Table(columns=list(COLUMNS), data=[each.row() for each in chosen])
         self._run.log(row)
 
     def close(self, *, failed: bool) -> None:

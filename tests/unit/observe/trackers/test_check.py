@@ -16,7 +16,7 @@ from mcore_rl.observe.trackers.registry import TRACKERS
 def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """Installed version by module; initially the oldest supported one, without any login."""
     installed: dict[str, str | None] = {kind.module: kind.minimum for kind in TRACKERS.values()}
-    monkeypatch.setattr(check, "_version", lambda kind: installed[kind.module])
+    monkeypatch.setattr(check, "installed_version", lambda kind: installed[kind.module])
     for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     return installed

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.observe import TRACKERS as NAMES
-from mcore_rl.observe.trackers.check import _version
+from mcore_rl.observe.trackers.check import installed_version
 from mcore_rl.observe.trackers.registry import TRACKERS
 
 RUN = """
@@ -36,7 +36,7 @@ journal.close(failed=False)
 
 @pytest.mark.slow
 def test_trackers_together_lose_nothing_over_a_resume(tmp_path: Path) -> None:
-    installed = [name for name in NAMES if _version(TRACKERS[name]) is not None]
+    installed = [name for name in NAMES if installed_version(TRACKERS[name]) is not None]
     if len(installed) == 1:
         pytest.skip("no tracker besides tensorboard is installed")
     run_dir = tmp_path / "run"
