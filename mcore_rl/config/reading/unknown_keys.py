@@ -162,12 +162,19 @@ def _sections(node: object, prefix: str) -> Iterator[tuple[str, object]]:
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:
-    """Return the key or section in `known` that `key` probably means, or None: an alias, else a key with the same last
-    component in a similar section, else a similarly spelled key."""
+    """Return the key or section in `known` that `key` probably means, or None.
+
+    Tried in this order: an alias, a similarly spelled key of the same section, a key with the same last component in a
+    similar section, a similarly spelled key.
+    """
     words = key.replace("-", "_").lower().split(".")
     endings = [".".join(words[start:]) for start in range(len(words))]
     if alias := next((ALIASES[ending] for ending in endings if ending in ALIASES), None):
         return alias
+    section = ".".join(words[:-1])
+    siblings = {each.rpartition(".")[2]: each for each in known if section and each.rpartition(".")[0] == section}
+    if similar := difflib.get_close_matches(words[-1], siblings, n=1, cutoff=_SIMILAR):
+        return siblings[similar[0]]
     # The same last word in another section is a better suggestion than a similar spelling.
     same_word = [each for each in known if each.rpartition(".")[2] == words[-1]]
     if same_word:
