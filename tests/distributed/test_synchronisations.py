@@ -46,6 +46,11 @@ A_MICROBATCH = {
     Wait("mcore_rl/algorithms/losses/surrogate.py", "ratio_metrics", "tolist"): 1,
 }
 A_MICROBATCH_OF_THE_OLD_POLICY = {Wait(f"{_STEP}/objective.py", "mismatch", "tolist"): 1}
+A_MICROBATCH_WITH_TOKEN_VALUES = {
+    Wait(f"{_STEP}/microbatches.py", "whole_by_sample", "cpu"): 1,
+    Wait(f"{_STEP}/microbatches.py", "whole_by_sample", "numpy"): 1,
+}
+"""Micro-batches with the first observe.token_responses responses of a step; here all of them."""
 A_MICROBATCH_WITH_EXPERTS = {
     # Routing data of a row, before the first forward pass.
     Wait(f"{_STEP}/replay.py", "RoutingStore._token_places", "repeat_interleave"): 1,
@@ -68,7 +73,8 @@ def test_update_waits_for_device_only_in_known_places(kind: str, tmp_path: Path)
     for index, (microbatches, counts) in enumerate(updates):
         assert microbatches > 1
         expected = times(1, AN_UPDATE) | times(microbatches, A_MICROBATCH)
-        expected |= times(microbatches, A_MICROBATCH_OF_THE_OLD_POLICY) if index == 0 else {}
+        if index == 0:
+            expected |= times(microbatches, A_MICROBATCH_OF_THE_OLD_POLICY | A_MICROBATCH_WITH_TOKEN_VALUES)
         if layers:
             expected |= times(1, AN_UPDATE_OF_EXPERTS) | times(microbatches, A_MICROBATCH_WITH_EXPERTS)
             expected |= times(microbatches * layers, A_LAYER_WITH_EXPERTS)

@@ -110,6 +110,13 @@ CASES = {
         codes=frozenset({1, *PLAN_OK}),
         says="fit",
     ),
+    "mcore-rl train CONFIG.yaml 'observe.profile.steps=[3,4]' 'observe.profile.ranks=[0]'": Case(
+        add="trainer.steps=4 run.dir=runs/profiled",
+        where={"CONFIG.yaml": "configs/my.yaml"},
+        needs=("mine",),
+        says="run directory: .*runs/profiled",
+        on_demand=True,
+    ),
     "mcore-rl doctor": Case(says="torch"),
     "mcore-rl doctor --node": Case(says="fabric: all well"),
     "mcore-rl keys lr": Case(says=r"actor\.optimizer\.lr"),
