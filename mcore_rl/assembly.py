@@ -1,4 +1,4 @@
-"""Composition root: connects the trainer's Protocols with their implementations. Only `verbs` imports it."""
+"""Composition root: connects the trainer's Protocols with their implementations. Only commands import it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ G = TypeVar("G")
 def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) -> Iterator[Run | SupervisedRun]:
     """Start all processes of the configured run and yield the run; the processes end with the block. `show` prints
     start-up lines."""
-    ranks, roles = _rank_map(prepared.layout), _roles(config.judge, prepared)
+    ranks, roles = _rank_map(prepared.layout), roles_of(config.judge, prepared)
     checking = model_check(config.model, config.actor, prepared.layout.dp, prepared.cost)
     recorder = SpanRecorder("driver")
     stages = Stages(recorder.span)
@@ -81,7 +81,7 @@ def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) ->
             run.journal.close(failed=failed)
 
 
-def _roles(judge: JudgeConfig, prepared: Prepared) -> list[Role]:
+def roles_of(judge: JudgeConfig, prepared: Prepared) -> list[Role]:
     """Return the roles that need processes in addition to trainer ranks and engines."""
     roles = [judge_role(judge)] if uses_judge(judge) else []
     if prepared.critic is not None:

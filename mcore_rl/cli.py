@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"such as {example}")
         return verb
 
-    add_configured("train", "start a run, or resume what run.dir holds")
+    train = add_configured("train", "start a run, or resume what run.dir holds")
+    text = "check and plan the run, print where each process would start, and stop before anything is written"
+    train.add_argument("--dry-run", action="store_true", help=text)
     add_configured("eval", "validate only: the newest checkpoint in run.dir, or model.hf_path if there is none")
     text = (
         "preflight without a GPU: memory, communication and computation of every rank; exit code 0: fits, 1: does not "
@@ -119,6 +121,10 @@ def _run_configured(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, options.overrides, needs_data=options.verb != "plan")
     match options.verb:
+        case "train" if options.dry_run:
+            from mcore_rl.debugging.dry_run import dry_run
+
+            return dry_run(config)
         case "train":
             return verbs.train(config)
         case "eval":

@@ -33,7 +33,7 @@ def train(config: Config) -> int:
         try:
             start = partial(_train_locked, config, log)
             was_finished = is_finished(run_dir, config.trainer)
-            finished = was_finished or _locked(config, start, trains=True)
+            finished = was_finished or locked(config, start, trains=True)
         except KeyboardInterrupt:
             print(f"stopped: {_resume_hint(run_dir)}", file=sys.stderr)
             return STOPS.exit_code()
@@ -108,7 +108,7 @@ def _export_hint(run_dir: Path, export_hf: str | None, actor: ActorConfig) -> st
     return f"python -m model_converters to-hf --ckpt {shlex.quote(str(newest))} --out DIR"
 
 
-def _locked(config: Config, run: Callable[[Show, Callable[[], None]], Result], *, trains: bool) -> Result:
+def locked(config: Config, run: Callable[[Show, Callable[[], None]], Result], *, trains: bool) -> Result:
     """Check and isolate the run, then call run(show, take_lock) with run.dir locked.
 
     `show` prints a line of the start-up log. If run.dir does not exist yet, `run` creates it and then calls take_lock.
@@ -185,7 +185,7 @@ def evaluate(config: Config) -> int:
     # An evaluation records no metrics, so it needs neither their packages nor a network for them.
     config.observe.trackers, config.observe.prometheus_port = [], 0
     with own_stderr(), STOPS.listening(), third_party_log() as log:
-        return _locked(config, partial(_evaluate_locked, config, log), trains=False)
+        return locked(config, partial(_evaluate_locked, config, log), trains=False)
 
 
 def _evaluate_locked(config: Config, log: ThirdPartyLog, show: Show, take_lock: Callable[[], None]) -> int:
@@ -229,7 +229,7 @@ def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
     from rich.console import Console
 
     # Before the planner, which imports Megatron.
-    _quiet_megatron()
+    quiet_megatron()
     from mcore_rl.planner.plan import make_plan
     from mcore_rl.planner.report import print_plan, print_suggestions
     from mcore_rl.planner.suggest import suggest_layouts
@@ -267,7 +267,7 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
     if not force:
         # The plan takes longest, so it is made only if nothing else is wrong.
         if not problems:
-            _quiet_megatron()
+            quiet_megatron()
             from mcore_rl.planner.plan import make_plan
 
             problems = list(make_plan(config).verdict.errors)
@@ -279,7 +279,7 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
     return 0
 
 
-def _quiet_megatron() -> None:
+def quiet_megatron() -> None:
     """Suppress Megatron's import warnings about missing packages: nothing is run here, and `mcore-rl doctor` lists
     them."""
     import warnings

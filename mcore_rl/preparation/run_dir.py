@@ -310,10 +310,29 @@ def make_run_dir(config: Config, checkpoint_bytes: int, take_lock: Callable[[], 
         for name in ("rollouts", CHECKPOINTS):
             (directory / name).mkdir(exist_ok=True)
         remove_partial_checkpoints(directory)  # before the free space is measured
-        free = shutil.disk_usage(directory).free
-        if free < checkpoint_bytes:
-            raise ConfigError(
-                f"run.dir={directory}: {free / 2**20:.0f} MiB free, but one checkpoint needs about "
-                f"{checkpoint_bytes / 2**20:.0f} MiB; set run.dir to a larger disk"
-            )
+        _check_space(directory, directory, checkpoint_bytes)
         return replace_config(config, directory)
+
+
+def _check_space(directory: Path, existing: Path, checkpoint_bytes: int) -> None:
+    """Require room for a checkpoint on the disk of `existing`, which is `directory` or a parent of it."""
+    free = shutil.disk_usage(existing).free
+    if free < checkpoint_bytes:
+        raise ConfigError(
+            f"run.dir={directory}: {free / 2**20:.0f} MiB free, but one checkpoint needs about "
+            f"{checkpoint_bytes / 2**20:.0f} MiB; set run.dir to a larger disk"
+        )
+
+
+def check_can_create(directory: Path, checkpoint_bytes: int) -> None:
+    """Make the checks of `make_run_dir` that need no change of the directory.
+
+    Raises: ConfigError if the directory cannot be written or a checkpoint would not fit.
+    """
+    with _write_errors(str(directory)):
+        existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        _check_space(directory, existing, checkpoint_bytes)

@@ -81,7 +81,8 @@ def place(
     """Compute the placement of `num_ranks` trainer ranks, the engines, and `guests`.
 
     Consecutive ranks fill a node before the next node, so that tensor-parallel peers share a node. Colocated engines
-    share the slots of trainer ranks; disaggregated ones use the slots after the last rank.
+    share the slots of trainer ranks; disaggregated ones use the slots after the last rank. Without trainer ranks,
+    guests have no GPUs.
 
     Raises: ConfigError if an engine does not fit the slots of a node, or colocated ranks exceed the trainer ranks.
     """
@@ -97,7 +98,8 @@ def place(
         )
     else:
         engines = tuple((_own_slot(cluster, rollout, engine, len(ranks), on_gpus),) for engine in range(num_engines))
-    placed = {each.section: _shared_slots(cluster, each, len(ranks), on_gpus) for each in guests}
+    shares_gpus = on_gpus and num_ranks > 0
+    placed = {each.section: _shared_slots(cluster, each, len(ranks), shares_gpus) for each in guests}
     computing = {"actor": Counter(ranks), "rollout": Counter[int]()}
     for hosts in engines:
         computing["rollout"].update({slot.node: tp // len(hosts) for slot in hosts})
@@ -144,7 +146,7 @@ def _shared_slots(cluster: ClusterConfig, guests: Guests, num_ranks: int, on_gpu
     slots = cluster.gpus_per_node
     if guests.tp is not None:
         return tuple(_engine_slot(cluster, guests, engine, num_ranks, on_gpus) for engine in range(guests.num))
-    if guests.num > num_ranks:
+    if guests.num > num_ranks > 0:
         raise ConfigError(
             f"{guests.section}.num_ranks={guests.num} ranks share the slots of the {num_ranks} trainer ranks; lower it"
         )

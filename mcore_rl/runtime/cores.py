@@ -26,10 +26,15 @@ def shares_cores(config: Config) -> bool:
     return sequence_cost(policy_config(ModelRole.policy(config.actor, config.model))[0]).per_token >= SMALL
 
 
+def threads_per_process(peers: int) -> int:
+    """Return the number of threads of each of `peers` processes that share the cores of this process equally."""
+    return max(1, len(os.sched_getaffinity(0)) // peers)
+
+
 def share_cores(peers: int) -> None:
     """Give this process and its children one of `peers` equal parts of the cores that it may run on. Call it before any
     computation."""
-    threads = max(1, len(os.sched_getaffinity(0)) // peers)
+    threads = threads_per_process(peers)
     os.environ[THREADS] = str(threads)
     if (torch := sys.modules.get("torch")) is not None:  # it read the variable when it was imported
         torch.set_num_threads(threads)

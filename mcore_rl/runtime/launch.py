@@ -14,7 +14,8 @@ import ray
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.placement import RunPlacement, place, visible_devices
+from mcore_rl.resolved.placement import Guests, RunPlacement, visible_devices
+from mcore_rl.resolved.process_plan import PlannedProcess, ProcessPlan, plan_processes
 from mcore_rl.runtime.addresses import missing_interface
 from mcore_rl.runtime.agreement import HostFacts, check_hosts, named_paths
 from mcore_rl.runtime.calls import ProcessHandle
@@ -65,10 +66,9 @@ def launch(
     """
     if problem := missing_interface():
         raise ConfigError(problem)
-    cluster, rollout, on_gpus = config.cluster, config.rollout, config.cluster.uses_cuda
-    guests, num_engines = [role.guests for role in roles], rollout.num_engines if prompts else 0
-    num_ranks = config.num_trainer_ranks
-    placement = place(cluster, rollout, num_ranks, on_gpus=on_gpus, num_engines=num_engines, guests=guests)
+    cluster, rollout = config.cluster, config.rollout
+    plan = plan_processes(config, guests_of(roles), with_engines=bool(prompts))
+    placement = plan.placement
     show("starting Ray" if cluster.address is None else f"joining the Ray cluster at {cluster.address}")
     # Call this before `ray_cluster` sets OMP_NUM_THREADS: `shares_cores` would take it for the user's setting.
     several_threads, stacks = shares_cores(config), StackRequests()
@@ -87,10 +87,10 @@ def launch(
             stacks=stacks,
         )
         at_the_end.callback(lambda: kill_all(list(watch.processes.values())))
-        starter = _Starter(placement, nodes, watch, config.run.logs, several_threads)
-        ranks = starter.create(TrainerActor, "trainer rank", "actor", placement.ranks, num_gpus=int(on_gpus))
+        starter = _Starter(plan, nodes, watch, config.run.logs, several_threads)
+        ranks = starter.create(TrainerActor, plan.ranks, num_gpus=int(cluster.uses_cuda))
         groups = {role.guests.section: starter.group(role, stages) for role in roles}
-        fleet = starter.fleet(rollout, on_gpus and cluster.placement == "disaggregated", journals)
+        fleet = starter.fleet(rollout.max_engine_restarts, journals)
         processes = RunProcesses(TrainerGroup(ranks, placement.ranks, watch, trainers, stages), fleet, groups)
         watch.places.ask(list(watch.processes.values()))
         show(f"setting up {_counted(processes)}")
@@ -98,6 +98,11 @@ def launch(
         references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
         _set_up(SetUpContext(config, references), placement, roles, processes, show)
         yield processes
+
+
+def guests_of(roles: Sequence[Role]) -> dict[str, Guests]:
+    """Return the guests of the roles by the name of their processes, the argument of `plan_processes`."""
+    return {role.name: role.guests for role in roles}
 
 
 def _set_up(
@@ -151,47 +156,44 @@ class _Starter:
     compute there at the same time.
     """
 
-    placement: RunPlacement
+    plan: ProcessPlan
     nodes: Sequence[PlacementGroupSchedulingStrategy]
     watch: Watch
     logs: str
     several_threads: bool
 
     def create(
-        self, actor: ActorClass, name: str, section: str, nodes: Sequence[int], **options: float
+        self, actor: ActorClass, planned: Sequence[PlannedProcess], **options: float
     ) -> list[ProcessHandle[Any]]:
-        """Create a process on each of `nodes`, with Ray's `options`. Messages name each by `name` and its number."""
+        """Create the planned processes, with Ray's `options`."""
         processes = []
-        for index, node in enumerate(nodes):
-            placed = actor.options(**{"num_cpus": 1, **options}, scheduling_strategy=self.nodes[node])
-            label = f"{name} {index}"
-            processes.append(ProcessHandle[Any](label, placed.remote(label, self.logs, self._peers(section, node))))
+        for each in planned:
+            node = self.nodes[each.node]
+            placed = actor.options(**{"num_cpus": each.num_cpus, **options}, scheduling_strategy=node)
+            remote = placed.remote(each.name, self.logs, self._peers(each))
+            processes.append(ProcessHandle[Any](each.name, remote))
             self.watch.add(processes[-1])
         return processes
 
     def group(self, role: Role, stages: Stages) -> RoleGroup:
-        section = role.guests.section
-        nodes = [slot.node for slot in self.placement.guests[section]]
-        processes = self.create(role.actor, role.name, section, nodes, num_cpus=role.guests.num_cpus)
-        return role.group(processes, nodes, self.watch, stages)
+        planned = self.plan.guests[role.guests.section]
+        return role.group(self.create(role.actor, planned), [each.node for each in planned], self.watch, stages)
 
-    def fleet(self, rollout: RolloutConfig, own_gpus: bool, journals: Path | None) -> Fleet | None:
+    def fleet(self, max_restarts: int, journals: Path | None) -> Fleet | None:
         """Create all engines. Colocated engines and processes of other roles share GPUs that Ray assigns to trainer
         ranks, so they reserve none."""
         engines = []
-        for number, slots in enumerate(self.placement.engines):
-            size = rollout.tp // len(slots)
-            num_gpus = size if own_gpus else 0
+        for number, hosts in enumerate(self.plan.engines):
             options = [
-                {"num_cpus": size, "num_gpus": num_gpus, "scheduling_strategy": self.nodes[slot.node]} for slot in slots
+                {"num_cpus": each.num_cpus, "num_gpus": each.num_gpus, "scheduling_strategy": self.nodes[each.node]}
+                for each in hosts
             ]
-            peers = [self._peers("rollout", slot.node) for slot in slots]
-            name = f"rollout engine {number}"
-            engines.append(FleetEngine(number, name, options, peers, self.watch, self.logs, journals))
-        return Fleet(engines, self.watch, rollout.max_engine_restarts) if engines else None
+            peers = [self._peers(each) for each in hosts]
+            engines.append(FleetEngine(number, hosts[0].name, options, peers, self.watch, self.logs, journals))
+        return Fleet(engines, self.watch, max_restarts) if engines else None
 
-    def _peers(self, section: str, node: int) -> int | None:
-        return self.placement.peers(section, node) if self.several_threads else None
+    def _peers(self, planned: PlannedProcess) -> int | None:
+        return planned.peers if self.several_threads else None
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from mcore_rl import cli
 
 
 @pytest.mark.parametrize(
-    ("verb", "option"), [("plan", "--json"), ("plan", "--suggest"), ("slurm", "--force"), ("train", ""), ("eval", "")]
+    ("verb", "option"),
+    [("plan", "--json"), ("plan", "--suggest"), ("slurm", "--force"), ("train", "--dry-run"), ("eval", "")],
 )
 def test_parser_option_between_overrides_keeps_their_order(verb: str, option: str) -> None:
     words = [verb, "c.yaml", "a=b", option, "c=-1"]
@@ -21,7 +22,7 @@ def test_parser_option_between_overrides_keeps_their_order(verb: str, option: st
     for given in places if option else [words]:
         options = cli._parse([word for word in given if word])
         assert (options.config, options.overrides) == ("c.yaml", ["a=b", "c=-1"])
-        assert not option or getattr(options, option.removeprefix("--"))
+        assert not option or getattr(options, option.removeprefix("--").replace("-", "_"))
 
 
 def test_parser_keys_takes_its_option_on_either_side() -> None:

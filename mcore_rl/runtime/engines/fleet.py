@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from mcore_rl.engines.settings import ONE_HOST, EngineHosts
 from mcore_rl.errors import ClusterDiedError, WorkerDiedError
+from mcore_rl.resolved.process_plan import engine_names
 from mcore_rl.runtime.calls import ProcessHandle, Ref
 from mcore_rl.runtime.delivery import ReleasedKeys
 from mcore_rl.runtime.engines.balance import EngineKey
@@ -128,9 +129,8 @@ class FleetEngine:
         return EngineHosts(names, 0, str(rendezvous.hostname), *ports, key)
 
     def _create(self) -> list[ProcessHandle[RunProcess]]:
-        count = len(self.options)
-        names = [self.name, *(f"{self.name}, host {host} of {count}" for host in range(2, count + 1))]
-        kinds = [EngineActor, *[FollowerActor] * (count - 1)]
+        kinds = [EngineActor, *[FollowerActor] * (len(self.options) - 1)]
+        names = engine_names(self.name, len(self.options))
         self.process, *self.followers = [
             ProcessHandle[Any](name, kind.options(**options).remote(name, self.logs, peers))
             for kind, options, name, peers in zip(kinds, self.options, names, self.peers, strict=True)

@@ -32,8 +32,26 @@ REMEDY = (
 def isolate(config: Config, show: Callable[[str], None]) -> None:
     """Restart this command in a private network namespace if cluster.isolation requires one; then it does not return.
 
-    Call before anything else starts. Does nothing in a process that was restarted, nor for a run that joins a Ray
-    cluster, whose hosts check_remote_host checks.
+    Call before anything else starts.
+
+    Raises: as `reason_for_own_network`.
+    """
+    reason = reason_for_own_network(config)
+    if reason is None:
+        return
+    show(f"{reason}: this run gets a network of its own, and its processes cannot reach other machines")
+    # `execv` replaces this process and drops buffered output.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    python = sys.executable
+    os.execv(python, [python, "-m", namespace.__name__, python, *sys.orig_argv])
+
+
+def reason_for_own_network(config: Config) -> str | None:
+    """Return why the run gets a private network namespace; None if it gets none.
+
+    A process that was restarted there needs no other one. A run that joins a Ray cluster gets none: check_remote_host
+    checks its hosts.
 
     Raises: ConfigError if other users are logged in and the run cannot be isolated from them.
     """
@@ -44,10 +62,10 @@ def isolate(config: Config, show: Callable[[str], None]) -> None:
             "set cluster.isolation=auto"
         )
     if wanted == "none" or config.cluster.address is not None or namespace.is_inside():
-        return
+        return None
     others = other_users() if wanted == "auto" else []
     if wanted == "auto" and not others:
-        return
+        return None
     reason = f"cluster.isolation={wanted}" + (f": {_names(others)} logged in on this host" if others else "")
     servers = {"judge.url": config.judge.url, "sandbox.url": config.sandbox.url, **_observers(config.observe)}
     if addresses := [f"{key}={value}" for key, value in servers.items() if value is not None]:
@@ -59,12 +77,7 @@ def isolate(config: Config, show: Callable[[str], None]) -> None:
             f"{reason}, but this host does not allow a network namespace (root needs CAP_SYS_ADMIN, other users "
             f"kernel.unprivileged_userns_clone=1 or an AppArmor profile); {REMEDY}"
         )
-    show(f"{reason}: this run gets a network of its own, and its processes cannot reach other machines")
-    # `execv` replaces this process and drops buffered output.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    python = sys.executable
-    os.execv(python, [python, "-m", namespace.__name__, python, *sys.orig_argv])
+    return reason
 
 
 def _observers(observe: ObserveConfig) -> dict[str, str | None]:

@@ -1,0 +1,1 @@
+"""Commands that examine a part of a run: `train --dry-run` and `debug`."""
