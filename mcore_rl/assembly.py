@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.algorithms.kl_controller import KLController
-from mcore_rl.config.reward import NO_RULE, STEP, JudgeConfig
+from mcore_rl.config.reward import NO_RULE, STEP, JudgeConfig, RewardConfig
 from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.models import uses_reference
 from mcore_rl.config.rules.rollout import concurrent_episodes
@@ -35,11 +35,11 @@ from mcore_rl.rollout.streaming.replay import read_replay
 from mcore_rl.rollout.validator import RolloutValidator, probe_task
 from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.scheduler import Scheduler
-from mcore_rl.runtime.launch import RunProcesses, launch
+from mcore_rl.runtime.launch import RunProcesses, launch, launch_engines
 from mcore_rl.runtime.phases import DevicePhases, Phase, StagedCollector, StagedValidator, Stages, shares_device
 from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.runtime.roles.critic import CriticGroup, critic_role
-from mcore_rl.runtime.roles.groups import RankMap, Role
+from mcore_rl.runtime.roles.groups import RankMap, Role, RoleGroup
 from mcore_rl.runtime.roles.judge import JudgeGroup, judge_role
 from mcore_rl.runtime.roles.reward_model import RewardModelGroup, reward_model_role
 from mcore_rl.runtime.spans import SpanRecorder
@@ -79,6 +79,21 @@ def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) ->
             failed = False
         finally:
             run.journal.close(failed=failed)
+
+
+@contextlib.contextmanager
+def assemble_rollout(config: Config, prepared: Prepared, show: Callable[[str], None]) -> Iterator[RolloutCollector]:
+    """Start the engines and graders of the run, without trainer ranks, and yield a collector that generates one batch
+    per step with the weights of model.hf_path; the processes end with the block. `show` prints start-up lines and the
+    first grading failure."""
+    roles = roles_of(config.judge, replace(prepared, critic=None))
+    starting = launch_engines(config, prepared.data.prompts, roles, Stages(), show=show)
+    with groups_removed(), starting as processes:
+        scheduler = Scheduler(processes.engines, concurrent_episodes(config.rollout), steals=_steals(config.reward))
+        source = _source(config, prepared, GradingFailures(config.reward, show))
+        # Groups without signal stay in the batch, so that all prompts of the step are shown.
+        source.dynamic = replace(source.dynamic, enable=False)
+        yield RolloutCollector(_scored_pool(config, scheduler, processes.groups), source)
 
 
 def roles_of(judge: JudgeConfig, prepared: Prepared) -> list[Role]:
@@ -128,10 +143,9 @@ class _Site:
         # The fleet starts before the journal exists, so it receives the function later.
         engines.note = journal.note
         scheduler = self._scheduler(engines, slices)
-        has_rules = config.reward.function != NO_RULE
-        pool = ScoredPool(scheduler, self._scorers(), has_rules, grades_step=config.reward.batch == STEP)
+        pool = _scored_pool(config, scheduler, self.processes.groups)
         failures = GradingFailures(config.reward, journal.note)
-        source = self._source(failures)
+        source = _source(config, self.prepared, failures)
         publisher: Publisher = slices
         collector: RolloutCollector | StreamingCollector
         in_flight: StreamingCollector | None = None
@@ -179,7 +193,7 @@ class _Site:
             fleet,
             concurrent_episodes(config.rollout),
             streaming=config.rollout.max_staleness > 0,
-            steals=config.reward.manager != "batch",  # batch graders need all responses of a task on one engine
+            steals=_steals(config.reward),
             supply=self._supply(publisher),
             stages=self.stages,
         )
@@ -211,17 +225,8 @@ class _Site:
         reference = Reference(controller, recorded if controller and per_response else None, refresh)
         return reference, {KL_CONTROLLER: controller} if controller and kl.controller == "adaptive" else {}
 
-    def _scorers(self) -> dict[str, WeightedScorer]:
-        """Return the reward model and the judge, if configured, by their names in metrics and records."""
-        scorers = {}
-        if (model := self._group(RewardModelGroup)) is not None:
-            scorers["model"] = WeightedScorer(model, self.config.reward_model.weight)
-        if (judge := self._group(JudgeGroup)) is not None:
-            scorers["judge"] = WeightedScorer(judge, self.config.judge.weight)
-        return scorers
-
     def _group(self, kind: type[G]) -> G | None:
-        return next((group for group in self.processes.groups.values() if isinstance(group, kind)), None)
+        return _group_of(self.processes.groups, kind)
 
     def _describe(self, groups: Groups) -> dict[str, Metric]:
         """Compute the metrics of the step's responses, the engines and the judge."""
@@ -297,19 +302,6 @@ class _Site:
 
         return batch_of
 
-    def _source(self, failures: GradingFailures) -> GroupSource:
-        config = self.config
-        return GroupSource(
-            sampler=self.prepared.sampler,
-            rollout=config.rollout,
-            dynamic=config.algorithm.dynamic_sampling,
-            has_signal=groups_with_variance,
-            prompts_per_step=config.trainer.prompts_per_step,
-            seed=config.run.seed,
-            records_dir=self.directory / "rollouts",
-            failures=failures,
-        )
-
     def _streaming(self, scheduler: Scheduler, source: GroupSource, score: ScoreTasks | None) -> StreamingCollector:
         config, earlier = self.config, self.config.rollout.replay_schedule
         replay = None if earlier is None else read_replay(Path(earlier), config.rollout.samples_per_prompt)
@@ -321,3 +313,38 @@ class _Site:
             return None
         validator = RolloutValidator(pool, len(prompts["val"]), config.rollout, config.run.seed, records, failures)
         return StagedValidator(validator, self.stages)
+
+
+def _scored_pool(config: Config, scheduler: Scheduler, groups: Mapping[str, RoleGroup]) -> ScoredPool:
+    """Return the pool that generates, grades and scores tasks, with the reward model and the judge, if configured, by
+    their names in metrics and records."""
+    scorers = {}
+    if (model := _group_of(groups, RewardModelGroup)) is not None:
+        scorers["model"] = WeightedScorer(model, config.reward_model.weight)
+    if (judge := _group_of(groups, JudgeGroup)) is not None:
+        scorers["judge"] = WeightedScorer(judge, config.judge.weight)
+    has_rules = config.reward.function != NO_RULE
+    return ScoredPool(scheduler, scorers, has_rules, grades_step=config.reward.batch == STEP)
+
+
+def _group_of(groups: Mapping[str, RoleGroup], kind: type[G]) -> G | None:
+    return next((group for group in groups.values() if isinstance(group, kind)), None)
+
+
+def _steals(reward: RewardConfig) -> bool:
+    """Return whether idle engines may take requests from others: batch graders need all responses of a task on one
+    engine."""
+    return reward.manager != "batch"
+
+
+def _source(config: Config, prepared: Prepared, failures: GradingFailures) -> GroupSource:
+    return GroupSource(
+        sampler=prepared.sampler,
+        rollout=config.rollout,
+        dynamic=config.algorithm.dynamic_sampling,
+        has_signal=groups_with_variance,
+        prompts_per_step=config.trainer.prompts_per_step,
+        seed=config.run.seed,
+        records_dir=Path(config.run.dir) / "rollouts",
+        failures=failures,
+    )

@@ -73,8 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     def add_configured(name: str, text: str, example: str = "trainer.steps=3") -> argparse.ArgumentParser:
         """Add a verb that takes a configuration."""
         verb = add(name, text, _run_configured)
-        verb.add_argument("config", metavar="CONFIG.yaml")
-        verb.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"such as {example}")
+        _add_config(verb, example)
         return verb
 
     train = add_configured("train", "start a run, or resume what run.dir holds")
@@ -90,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--suggest", action="store_true", help="search for layouts that fit and print them, best first")
     slurm = add_configured("slurm", "print a job script for sbatch", "cluster.nodes=64")
     slurm.add_argument("--force", action="store_true", help="print the script even if plan rejects the job")
+    _add_debug_parts(add("debug", "examine one part of a run", _debug_rollout))
     keys = add("keys", "every configuration key: its type, default, unit, range and meaning", _keys)
     keys.add_argument("word", metavar="WORD", nargs="?", default="", help="only keys with WORD in name or description")
     keys.add_argument("--json", action="store_true", help="print a JSON list of objects")
@@ -114,6 +114,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_config(parser: argparse.ArgumentParser, example: str) -> None:
+    """Add the arguments of a configuration."""
+    parser.add_argument("config", metavar="CONFIG.yaml")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"such as {example}")
+
+
+def _add_debug_parts(debug: argparse.ArgumentParser) -> None:
+    parts = debug.add_subparsers(required=True, dest="part", metavar="PART")
+    text = "generate and grade the first batch with the weights of model.hf_path, without trainer ranks, and print it"
+    _add_config(parts.add_parser("rollout", help=text, description=text), "trainer.prompts_per_step=2")
+
+
 def _run_configured(options: argparse.Namespace) -> int:
     """Run a verb that takes a configuration."""
     from mcore_rl import verbs
@@ -133,6 +145,13 @@ def _run_configured(options: argparse.Namespace) -> int:
             return verbs.plan(config, as_json=options.json, suggest=options.suggest)
         case _:
             return verbs.slurm(config, options.config, options.overrides, force=options.force)
+
+
+def _debug_rollout(options: argparse.Namespace) -> int:
+    from mcore_rl.config import load_config
+    from mcore_rl.debugging.rollout import debug_rollout
+
+    return debug_rollout(load_config(options.config, options.overrides))
 
 
 def _report(options: argparse.Namespace) -> int:

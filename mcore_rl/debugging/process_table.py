@@ -14,7 +14,7 @@ from mcore_rl.resolved.process_plan import PlannedProcess, ProcessPlan
 from mcore_rl.runtime.cluster import process_environment
 from mcore_rl.runtime.cores import THREADS, shares_cores, threads_per_process
 
-COLUMNS = ("process", "node", "devices", "CPUs", "threads", "child processes")
+COLUMNS = ("process", "node", "devices", "CPUs", "threads", "children")
 Row = tuple[str, str, str, str, str, str]
 """Cells of COLUMNS."""
 
@@ -23,6 +23,7 @@ def process_table(plan: ProcessPlan, config: Config) -> Table:
     """Return one row per process; neighbours that differ only in their number share a row.
 
     CPUs are those that the process reserves in Ray; an engine has as many ranks. Threads are those of each rank.
+    Shared GPUs are named by their trainer ranks. Children are processes that the process itself starts.
     """
     table = Table(title="Processes")
     for column in COLUMNS:
@@ -67,8 +68,8 @@ def _devices(each: PlannedProcess) -> str:
         return "none"
     ranks = each.shares_gpus_of
     if len(ranks) == 1:
-        return f"GPU of trainer rank {ranks[0]}"
-    return f"GPUs of trainer ranks {ranks[0]}-{ranks[-1]}"
+        return f"GPU of rank {ranks[0]}"
+    return f"GPUs of ranks {ranks[0]}-{ranks[-1]}"
 
 
 def _threads(each: PlannedProcess, *, shares: bool, on_gpus: bool) -> str:
@@ -79,7 +80,7 @@ def _threads(each: PlannedProcess, *, shares: bool, on_gpus: bool) -> str:
 
 
 def _children(each: PlannedProcess, config: Config) -> str:
-    """Return the kinds of processes that the process starts. Grading and tools run beside the engine's leader."""
+    """Return the kinds of processes that the process starts: an engine's leader starts graders and tools."""
     if each.section != "rollout" or ", host " in each.name:
         return ""
     children = [f"{config.reward.workers} grading"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,14 @@ class RunProcesses:
     groups: dict[str, RoleGroup]
 
 
+@dataclass(frozen=True)
+class EngineProcesses:
+    """Rollout engines and the groups of other roles, by configuration section, of a run without trainer ranks."""
+
+    engines: Fleet
+    groups: dict[str, RoleGroup]
+
+
 @contextlib.contextmanager
 def launch(
     config: Config,
@@ -64,19 +72,69 @@ def launch(
     `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `stages` times the
     calls to the groups. `show` prints a line of progress.
     """
-    if problem := missing_interface():
-        raise ConfigError(problem)
     cluster, rollout = config.cluster, config.rollout
     plan = plan_processes(config, guests_of(roles), with_engines=bool(prompts))
-    placement = plan.placement
+    with (
+        _journals(Path(config.run.dir), rollout, config.actor.moe.router_replay) as journals,
+        _cluster(config, plan, show) as starter,
+    ):
+        watch, nodes = starter.watch, plan.placement.ranks
+        ranks = starter.create(TrainerActor, plan.ranks, num_gpus=int(cluster.uses_cuda))
+        groups = {role.guests.section: starter.group(role, stages) for role in roles}
+        fleet = starter.fleet(rollout.max_engine_restarts, journals)
+        processes = RunProcesses(TrainerGroup(ranks, nodes, watch, trainers, stages), fleet, groups)
+        starter.begin(config, show)
+        _set_up(_context(config, prompts), plan.placement, roles, processes, show)
+        yield processes
+
+
+@contextlib.contextmanager
+def launch_engines(
+    config: Config,
+    prompts: Mapping[str, PromptSource],
+    roles: Sequence[Role],
+    stages: Stages,
+    *,
+    show: Callable[[str], None] = lambda line: None,
+) -> Iterator[EngineProcesses]:
+    """Start Ray, the rollout engines and the processes of `roles`, without trainer ranks, wait until they are set up,
+    and kill them when the block ends.
+
+    Engines load model.hf_path. An engine that is lost is not restarted, since nobody could send it weights. The
+    processes of `roles` have no GPUs; the other arguments are as in `launch`.
+    """
+    plan = plan_processes(config, guests_of(roles), with_engines=True, with_trainers=False)
+    with _cluster(config, plan, show) as starter:
+        groups = {role.guests.section: starter.group(role, stages) for role in roles}
+        fleet = starter.fleet(0, None)
+        assert fleet is not None, "the plan has engines"
+        starter.begin(config, show)
+        context = replace(_context(config, prompts), loads_weights=True)
+        starting: Starts = {}
+        for engine in fleet.engines:
+            # Ray has set the GPUs that each process may see.
+            starting[engine.set_up(context, [None] * len(engine.processes))] = engine.processes
+        for group in groups.values():
+            starting |= group.set_up(context, [""] * len(group.processes))
+        starter.watch.get_started(starting)
+        show("engines and other models ready" if roles else f"{_count(fleet.num_engines, 'rollout engine')} ready")
+        yield EngineProcesses(fleet, groups)
+
+
+@contextlib.contextmanager
+def _cluster(config: Config, plan: ProcessPlan, show: Callable[[str], None]) -> Iterator[_Starter]:
+    """Start or join Ray and yield the starter of the planned processes. All processes that it has created are killed
+    when the block ends."""
+    if problem := missing_interface():
+        raise ConfigError(problem)
+    cluster, logs = config.cluster, Path(config.run.logs)
     show("starting Ray" if cluster.address is None else f"joining the Ray cluster at {cluster.address}")
     # Call this before `ray_cluster` sets OMP_NUM_THREADS: `shares_cores` would take it for the user's setting.
     several_threads, stacks = shares_cores(config), StackRequests()
     with (
-        ray_output_to(Path(config.run.logs)),
-        stacks.listening(Path(config.run.logs)),
-        ray_cluster(cluster, placement.bundle) as nodes,
-        _journals(Path(config.run.dir), rollout, config.actor.moe.router_replay) as journals,
+        ray_output_to(logs),
+        stacks.listening(logs),
+        ray_cluster(cluster, plan.placement.bundle) as nodes,
         contextlib.ExitStack() as at_the_end,
     ):
         watch = Watch(
@@ -87,17 +145,11 @@ def launch(
             stacks=stacks,
         )
         at_the_end.callback(lambda: kill_all(list(watch.processes.values())))
-        starter = _Starter(plan, nodes, watch, config.run.logs, several_threads)
-        ranks = starter.create(TrainerActor, plan.ranks, num_gpus=int(cluster.uses_cuda))
-        groups = {role.guests.section: starter.group(role, stages) for role in roles}
-        fleet = starter.fleet(rollout.max_engine_restarts, journals)
-        processes = RunProcesses(TrainerGroup(ranks, placement.ranks, watch, trainers, stages), fleet, groups)
-        watch.places.ask(list(watch.processes.values()))
-        show(f"setting up {_counted(processes)}")
-        _check_hosts(config, watch)
-        references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
-        _set_up(SetUpContext(config, references), placement, roles, processes, show)
-        yield processes
+        yield _Starter(plan, nodes, watch, config.run.logs, several_threads)
+
+
+def _context(config: Config, prompts: Mapping[str, PromptSource]) -> SetUpContext:
+    return SetUpContext(config, {name: ray.put(prompt_set) for name, prompt_set in prompts.items()})
 
 
 def guests_of(roles: Sequence[Role]) -> dict[str, Guests]:
@@ -161,6 +213,12 @@ class _Starter:
     watch: Watch
     logs: str
     several_threads: bool
+
+    def begin(self, config: Config, show: Callable[[str], None]) -> None:
+        """Locate the created processes and check their hosts, before they are set up."""
+        self.watch.places.ask(list(self.watch.processes.values()))
+        show(f"setting up {_counted(self.plan)}")
+        _check_hosts(config, self.watch)
 
     def create(
         self, actor: ActorClass, planned: Sequence[PlannedProcess], **options: float
@@ -243,13 +301,11 @@ def _check_hosts(config: Config, watch: Watch) -> None:
             check_remote_host(cluster.isolation, host.name, names)
 
 
-def _counted(processes: RunProcesses) -> str:
+def _counted(plan: ProcessPlan) -> str:
     """Return, for example, `2 trainer ranks, 1 rollout engine, 1 judge process`."""
-    parts = [_count(len(processes.trainers.processes), "trainer rank")]
-    if processes.engines is not None:
-        parts.append(_count(processes.engines.num_engines, "rollout engine"))
-    parts += [_count(len(group.processes), f"{section} process") for section, group in processes.groups.items()]
-    return ", ".join(parts)
+    counts = {"trainer rank": len(plan.ranks), "rollout engine": len(plan.engines)}
+    counts |= {f"{section} process": len(planned) for section, planned in plan.guests.items()}
+    return ", ".join(_count(number, noun) for noun, number in counts.items() if number)
 
 
 def _count(number: int, noun: str) -> str:

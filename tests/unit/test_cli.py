@@ -31,9 +31,18 @@ def test_parser_keys_takes_its_option_on_either_side() -> None:
         assert (options.word, options.json) == ("lr", True)
 
 
+def test_parser_debug_rollout_takes_a_configuration() -> None:
+    options = cli._parse(["debug", "rollout", "c.yaml", "a=b", "c=-1"])
+    assert (options.part, options.config, options.overrides) == ("rollout", "c.yaml", ["a=b", "c=-1"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["plan"], "required: CONFIG.yaml\n"), (["plan", "c", "--wrong"], "unrecognized arguments: --wrong")],
+    [
+        (["debug"], "required: PART\n"),
+        (["plan"], "required: CONFIG.yaml\n"),
+        (["plan", "c", "--wrong"], "unrecognized arguments: --wrong"),
+    ],
 )
 def test_parser_wrong_words_exit_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

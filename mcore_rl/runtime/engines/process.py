@@ -82,7 +82,7 @@ class EngineProcess(RunProcess):
             resolved = {name: ray.get(reference) for name, reference in context.prompts.items()}
             tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
             self._step_grader = StepGrader(rewarder, TranscriptReader(resolved, tokenizer, config.rollout.stop))
-            engine = build_engine(config, self.name, tokenizer, hosts)
+            engine = build_engine(config, self.name, tokenizer, hosts, load_weights=context.loads_weights)
             self.receiver: RankEngine = engine
             self.loop = EngineLoop(engine, None if journal is None else TokenJournal(Path(journal)))
             player = _player(config, self.loop, tokenizer, self._episodes.record)
@@ -260,7 +260,8 @@ class FollowerProcess(RunProcess):
     def follow(self, context: SetUpContext, hosts: EngineHosts) -> None:
         """Run the ranks; returns when they end."""
         context.hide_devices()
-        follower(context.config.rollout.engine)(_settings(context.config, hosts))
+        settings = _settings(context.config, hosts, load_weights=context.loads_weights)
+        follower(context.config.rollout.engine)(settings)
 
 
 # Threads per group. `watch` occupies one of its threads for the whole run, and `run` one until responses end. Readers
@@ -287,11 +288,13 @@ def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[
     )
 
 
-def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST) -> RankEngine:
-    """Build an engine on model.hf_path without weights; the first publish delivers every tensor. `name` is the name of
-    the process in messages."""
+def build_engine(
+    config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST, *, load_weights: bool = False
+) -> RankEngine:
+    """Build an engine for model.hf_path. Without `load_weights`, its weights are random until the first publish, which
+    delivers every tensor. `name` is the name of the process in messages."""
     settings = replace(
-        _settings(config, hosts),
+        _settings(config, hosts, load_weights=load_weights),
         name=name,
         eos_token_ids=eos_token_ids(tokenizer, config.model.hf_path),
         decode=plain_decoder(tokenizer),
@@ -299,7 +302,7 @@ def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts =
     return engine_class(config.rollout.engine)(settings)
 
 
-def _settings(config: Config, hosts: EngineHosts) -> EngineSettings:
+def _settings(config: Config, hosts: EngineHosts, *, load_weights: bool) -> EngineSettings:
     """Return the settings that are equal on all hosts of an engine."""
     return EngineSettings(
         config.model.hf_path,
@@ -307,7 +310,7 @@ def _settings(config: Config, hosts: EngineHosts) -> EngineSettings:
         dtype=config.model.dtype,
         seed=config.run.seed,
         timeout_seconds=config.cluster.collective_timeout_seconds,
-        load_weights=False,
+        load_weights=load_weights,
         capture_routing=config.actor.moe.router_replay == "engine",
         hosts=hosts,
     )

@@ -43,11 +43,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SetUpContext:
-    """Common arguments of set-ups. `visible_devices` are the GPUs that the process may see; None: Ray has set them."""
+    """Common arguments of set-ups.
+
+    visible_devices: GPUs that the process may see; None: Ray has set them.
+    loads_weights: rollout engines load model.hf_path; otherwise they wait for the first weight sync.
+    """
 
     config: Config
     prompts: Mapping[str, Ref[PromptSource]]
     visible_devices: str | None = None
+    loads_weights: bool = False
 
     def hide_devices(self) -> None:
         """Hide the node's other GPUs from this process, before torch is imported in it."""

@@ -36,12 +36,12 @@ def test_process_rows_neighbours_with_equal_cells_share_a_row(config: Config) ->
     assert rows(config) == [
         ("trainer ranks 0-3", "0", "1 GPU", "1", "3", ""),
         ("trainer ranks 4-7", "1", "1 GPU", "1", "3", ""),
-        ("rollout engine 0", "0", "GPUs of trainer ranks 0-1", "2", "3", children),
-        ("rollout engine 1", "0", "GPUs of trainer ranks 2-3", "2", "3", children),
-        ("rollout engine 2", "1", "GPUs of trainer ranks 4-5", "2", "3", children),
-        ("rollout engine 3", "1", "GPUs of trainer ranks 6-7", "2", "3", children),
-        ("critic rank 0", "0", "GPU of trainer rank 0", "1", "3", ""),
-        ("critic rank 1", "0", "GPU of trainer rank 1", "1", "3", ""),
+        ("rollout engine 0", "0", "GPUs of ranks 0-1", "2", "3", children),
+        ("rollout engine 1", "0", "GPUs of ranks 2-3", "2", "3", children),
+        ("rollout engine 2", "1", "GPUs of ranks 4-5", "2", "3", children),
+        ("rollout engine 3", "1", "GPUs of ranks 6-7", "2", "3", children),
+        ("critic rank 0", "0", "GPU of rank 0", "1", "3", ""),
+        ("critic rank 1", "0", "GPU of rank 1", "1", "3", ""),
     ]
 
 
