@@ -120,3 +120,5 @@ def show_records(path: Path, console: Console) -> None:
     print_batch(json_lines(path, notes), console)
     for line in (*notes, f"all responses: {path}"):
         console.print(visible(line), soft_wrap=True)
+    # An error that follows goes to stderr, which is not buffered.
+    console.file.flush()

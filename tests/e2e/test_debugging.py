@@ -40,3 +40,24 @@ def test_debug_rollout_generates_the_first_batch_of_a_run(task: Path, whole_run:
     assert records == records_of(whole_run, "step_1")[:32]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["debug_rollout"]
     assert no_segment_is_left()
+
+
+# `train` would accept it, since it grades the trial with the ground truth.
+STRICT = """
+def strict(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    if solution_str != ground_truth:
+        raise ValueError("no\\x1b[2Jway")
+    return 1.0
+"""
+
+
+def test_debug_rollout_shows_responses_that_cannot_be_graded(task: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(STRICT)
+    overrides = (f"reward.function={tmp_path / 'reward.py'}:strict", "trainer.prompts_per_step=2")
+    with DebugRollout(task, tmp_path / "run", (*overrides, "trainer.prompts_per_update=2")) as run:
+        assert run.finish() == 1, run.text()[-6000:]
+        assert not run.left_after(30)
+    lines = run.text().splitlines()
+    assert any(line.startswith("error of 8 responses: ") and "noU+001B[2Jway" in line for line in lines)
+    assert sum(line.startswith("    response: ") for line in lines) == 8
+    assert "8 of 8 responses of step 1, which reaches reward.max_error_fraction" in lines[-1]
