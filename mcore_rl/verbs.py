@@ -229,7 +229,7 @@ def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
     from rich.console import Console
 
     # Before the planner, which imports Megatron.
-    quiet_megatron()
+    _quiet_megatron()
     from mcore_rl.planner.plan import make_plan
     from mcore_rl.planner.report import print_plan, print_suggestions
     from mcore_rl.planner.suggest import suggest_layouts
@@ -267,7 +267,7 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
     if not force:
         # The plan takes longest, so it is made only if nothing else is wrong.
         if not problems:
-            quiet_megatron()
+            _quiet_megatron()
             from mcore_rl.planner.plan import make_plan
 
             problems = list(make_plan(config).verdict.errors)
@@ -279,7 +279,7 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
     return 0
 
 
-def quiet_megatron() -> None:
+def _quiet_megatron() -> None:
     """Suppress Megatron's import warnings about missing packages: nothing is run here, and `mcore-rl doctor` lists
     them."""
     import warnings

@@ -13,7 +13,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.observe.progress import start_up_log
 from mcore_rl.observe.terminal_text import visible
 from mcore_rl.observe.third_party import third_party_log
-from mcore_rl.verbs import Show, is_finished, quiet_megatron
+from mcore_rl.verbs import Show, is_finished
 
 
 def dry_run(config: Config) -> int:
@@ -24,7 +24,7 @@ def dry_run(config: Config) -> int:
     Raises: ConfigError, DataError, as `train`.
     """
     show, console = start_up_log(), Console(highlight=False)
-    # Lines for logs/driver.log are dropped.
+    # Warnings of other packages, which a run writes to logs/driver.log, are dropped.
     with third_party_log():
         if is_finished(Path(config.run.dir), config.trainer):
             return 0
@@ -56,8 +56,6 @@ def _check(config: Config, show: Show) -> None:
 
 def _print_processes(config: Config, show: Show, console: Console) -> bool:
     """Prepare and plan the run; print its data, plan and processes. Returns whether the plan fits."""
-    # Before the imports of Megatron.
-    quiet_megatron()
     from mcore_rl.assembly import roles_of
     from mcore_rl.debugging.process_table import node_line, process_table
     from mcore_rl.planner.plan import make_plan
