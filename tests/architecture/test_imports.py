@@ -48,9 +48,14 @@ MAY_IMPORT = {
     "model_converters": set(),
     "doctor": {"resolved", "config", "sandbox"},
     "migration": {"config"},
+    "debugging": {
+        *("config", "resolved", "ports", "data", "preparation", "planner", "runtime", "trainer", "observe"),
+        *("assembly", "verbs"),
+    },
 }
 """Folder or top-level module -> folders that it may import, in addition to itself and ANYONE. Modules of the command
-line, which connect the parts, are absent: they may import anything, and no listed module may import them."""
+line, which connect the parts, are absent: they may import anything, and no listed module may import them. `debugging`
+has commands, too, so it may import `assembly` and `verbs`."""
 
 MAX_FILES = 20
 """Maximum number of files in one folder of the product, without its __init__.py."""

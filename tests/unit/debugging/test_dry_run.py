@@ -96,7 +96,8 @@ def test_dry_run_makes_the_checks_of_train(
 
 
 def test_dry_run_finished_run_prints_its_state_only(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Checkpoints(base.parent / "run" / "checkpoints", keep_last=1).save(4, {}, lambda path: SAVED)
+    state: Any = {}
+    Checkpoints(base.parent / "run" / "checkpoints", keep_last=1).save(4, state, lambda path: SAVED)
     assert main(["train", str(base), "trainer.steps=4", "--dry-run"]) == 0
     assert capsys.readouterr().out == "step 4 of 4 is done; raise trainer.steps to continue\n\n"
 
