@@ -22,7 +22,7 @@ from mcore_rl.migration.command import add_arguments as add_import_arguments
 from mcore_rl.migration.command import run as run_import
 
 CONFIGURED_VERBS = ("train", "eval", "plan", "slurm")
-"""Verbs that take a configuration and overrides."""
+"""Verbs that take configuration files and overrides."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_config(parser: argparse.ArgumentParser, example: str) -> None:
     """Add the arguments of a configuration."""
     parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"such as {example}")
+    text = f"further files, whose keys replace those of earlier ones, and overrides such as {example}"
+    parser.add_argument("words", nargs="*", default=[], metavar="MORE.yaml|key=value", help=text)
 
 
 def _add_debug_parts(debug: argparse.ArgumentParser) -> None:
@@ -131,7 +132,8 @@ def _run_configured(options: argparse.Namespace) -> int:
     from mcore_rl import verbs
     from mcore_rl.config import load_config
 
-    config = load_config(options.config, options.overrides, needs_data=options.verb != "plan")
+    files, overrides = _files_and_overrides(options)
+    config = load_config(files, overrides, needs_data=options.verb != "plan")
     match options.verb:
         case "train" if options.dry_run:
             from mcore_rl.debugging.dry_run import dry_run
@@ -144,14 +146,21 @@ def _run_configured(options: argparse.Namespace) -> int:
         case "plan":
             return verbs.plan(config, as_json=options.json, suggest=options.suggest)
         case _:
-            return verbs.slurm(config, options.config, options.overrides, force=options.force)
+            return verbs.slurm(config, files, overrides, force=options.force)
 
 
 def _debug_rollout(options: argparse.Namespace) -> int:
     from mcore_rl.config import load_config
     from mcore_rl.debugging.rollout import debug_rollout
 
-    return debug_rollout(load_config(options.config, options.overrides))
+    return debug_rollout(load_config(*_files_and_overrides(options)))
+
+
+def _files_and_overrides(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Separate the files of a command from its overrides."""
+    from mcore_rl.config.reading.overrides import split_words
+
+    return split_words([options.config, *options.words])
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -252,7 +252,7 @@ def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
     return CANNOT_RUN if made.cannot_run else 0
 
 
-def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: bool) -> int:
+def slurm(config: Config, files: Sequence[str], overrides: Sequence[str], *, force: bool) -> int:
     """Print a job script. With `force` it is printed even if `plan` rejects the job; the reasons go to stderr.
 
     Raises: ConfigError.
@@ -261,9 +261,9 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
     from mcore_rl.preparation.preflight import missing_files
     from mcore_rl.slurm.script import render_job
 
-    script = render_job(config, config_path, overrides, force=force)
-    files = missing_files(config.data, config.algorithm, config.model, config.judge, config.rollout)
-    problems = cannot_run(config) + files
+    script = render_job(config, files, overrides, force=force)
+    missing = missing_files(config.data, config.algorithm, config.model, config.judge, config.rollout)
+    problems = cannot_run(config) + missing
     if not force:
         # The plan takes longest, so it is made only if nothing else is wrong.
         if not problems:

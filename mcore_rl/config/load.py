@@ -1,4 +1,4 @@
-"""Loading of the configuration from YAML and `key=value` overrides, and the resolved configuration as YAML."""
+"""Loading of the configuration from YAML files and `key=value` overrides, and the resolved configuration as YAML."""
 
 from __future__ import annotations
 
@@ -6,48 +6,56 @@ import os
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from omegaconf.errors import MissingMandatoryValue as MissingValueError
 
-from mcore_rl.config.reading.expansion import expand_path
+from mcore_rl.config.reading.layers import Layer, file_layer, override_layer
+from mcore_rl.config.reading.overrides import reject_blanks
 from mcore_rl.config.reading.unknown_keys import reject_unknown
-from mcore_rl.config.reading.values import YamlDumper, YamlLoader, normalized, takes_only_text
+from mcore_rl.config.reading.values import YamlDumper, normalized
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
-VERL_SECTION = "actor_rollout_ref"
-"""Section of every configuration of verl, which has no section `model`."""
+Source = str | os.PathLike[str]
+"""Path of a configuration file."""
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, needs_data: bool = True) -> Config:
-    """Merge defaults, the YAML file and the overrides, in this order. Without needs_data, data.train may be unset.
+def load_config(files: Source | Sequence[Source], overrides: Sequence[str] = (), *, needs_data: bool = True) -> Config:
+    """Merge defaults, the YAML files and the overrides, in this order; a later one wins. Sections and mappings are
+    merged key by key, lists are replaced. Without needs_data, data.train may be unset.
 
     Raises: ConfigError for a file that cannot be read, an unknown key (naming a similar one, if any), a value of the
-    wrong type, or a missing required key.
+    wrong type, or a missing required key. It names the file and the line, or the override.
     """
-    _reject_blanks(overrides)
-    path = expand_path("CONFIG", os.fspath(path))
+    reject_blanks(overrides)
+    paths = [os.fspath(path) for path in ([files] if isinstance(files, str | os.PathLike) else files)]
     merged = deepcopy(_defaults())
     if not needs_data:
         # OmegaConf rejects a mandatory value that is missing, and a plan reads no data.
         merged.data.train = []
-    # The sources are merged one by one, so that an error names the file or override that caused it.
-    for tree, source in [(_read_yaml(path), path), *((_parse_override(item), item) for item in overrides)]:
-        reject_unknown(tree, source)
-        try:
-            merged.merge_with(normalized(tree))
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{source}: {_first_line(error)}") from None
-        except TypeError as error:  # raised by OmegaConf for a mapping instead of a list, and vice versa
-            raise ConfigError(f"{source}: a value has the wrong form: {error}") from None
+    # One by one, so that an error names the file or override that caused it.
+    for layer in [*map(file_layer, paths), *map(override_layer, overrides)]:
+        _merge(merged, layer)
     try:
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        raise _unresolved(error, path) from None
+        raise _unresolved(error, paths) from None
+
+
+def _merge(merged: DictConfig, layer: Layer) -> None:
+    """Merge a layer into the configuration. Raises: ConfigError."""
+    reject_unknown(layer.tree, layer.place)
+    try:
+        merged.merge_with(normalized(layer.tree))
+    except ConfigError as error:
+        raise layer.located(error) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{layer.place(_key_of(error))}: {_first_line(error)}") from None
+    except TypeError as error:  # raised by OmegaConf for a mapping instead of a list, and vice versa
+        raise ConfigError(f"{layer.source}: a value has the wrong form: {error}") from None
 
 
 @cache
@@ -64,58 +72,8 @@ def as_yaml(config: Config) -> str:
     return yaml.dump(tree, Dumper=YamlDumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
-def _read_yaml(path: str) -> dict[str, object]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error}") from None
-    try:
-        tree = yaml.load(text, Loader=YamlLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: `!!int x`
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections such as run:, model:, data:")
-    if VERL_SECTION in tree and "model" not in tree:
-        raise ConfigError(
-            f"{path} is a configuration of verl, with the section {VERL_SECTION}; translate it with "
-            f"`mcore-rl import-verl {path} --out NEW.yaml`"
-        )
-    return tree
-
-
-def _reject_blanks(overrides: Sequence[str]) -> None:
-    """Reject blanks around `=`: the shell passes `trainer.steps = 3` as three arguments."""
-    for place, word in enumerate(overrides):
-        key, _, value = word.partition("=")
-        before, after = overrides[max(0, place - 1) : place], list(overrides[place + 1 : place + 3])
-        # The cases: 'key =value' in one argument; 'key' '=' 'value' or 'key' '=value'; 'key=' 'value'.
-        if key != key.strip() and key.strip() and "=" in word:
-            joined = f"{key.strip()}={value.strip()}"
-        elif "=" not in word and after and after[0].startswith("="):
-            joined = "".join([word, *after[: 2 if after[0] == "=" else 1]])
-        elif "=" not in word and before and before[0].endswith("="):
-            joined = before[0] + word
-        else:
-            continue
-        raise ConfigError(f"write {joined} without blanks around =")
-
-
-def _parse_override(item: str) -> dict[str, object]:
-    key, equals, text = item.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {item!r} must have the form key=value")
-    try:
-        value: object = yaml.load(text, Loader=YamlLoader) if text else None
-    except (yaml.YAMLError, RecursionError, ValueError):
-        value = text
-    if isinstance(value, bool | int | float) and takes_only_text(key):
-        value = text  # keep `no`, `1.10` and `007` as written
-    if isinstance(value, dict | list) and not text.lstrip().startswith(("{", "[")):
-        value = text  # 'Score: (\d+)' is a string: on a command line, YAML's block style is not intended
-    first, *parts = key.split(".")
-    for part in reversed(parts):
-        value = {part: value}
-    return {first: value}
+def _key_of(error: OmegaConfBaseException) -> str:
+    return str(getattr(error, "full_key", None) or "")
 
 
 def _first_line(error: Exception) -> str:
@@ -125,10 +83,10 @@ def _first_line(error: Exception) -> str:
     return f"{key}: {message}" if key and key not in message else message
 
 
-def _unresolved(error: OmegaConfBaseException, path: str) -> ConfigError:
-    key = getattr(error, "full_key", None) or "a key"
+def _unresolved(error: OmegaConfBaseException, paths: Sequence[str]) -> ConfigError:
+    key = _key_of(error) or "a key"
     if isinstance(error, MissingValueError):
-        return ConfigError(f"{key} must be set, in {path} or on the command line as {key}=VALUE")
+        return ConfigError(f"{key} must be set, in {', '.join(paths)} or on the command line as {key}=VALUE")
     if isinstance(error, InterpolationResolutionError):
         return ConfigError(
             f"{key}: ${{...}} refers to another key, such as ${{run.dir}}, and this one does not exist "

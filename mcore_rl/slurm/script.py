@@ -20,15 +20,15 @@ ENVIRONMENT = "slurm.environment"
 GPU_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"}
 
 
-def render_job(config: Config, config_path: str, overrides: Sequence[str] = (), *, force: bool = False) -> str:
-    """Return a job script that runs `mcore-rl train config_path overrides...`.
+def render_job(config: Config, files: Sequence[str], overrides: Sequence[str] = (), *, force: bool = False) -> str:
+    """Return a job script that runs `mcore-rl train files... overrides...`.
 
     force: whether the command was called with --force; recorded in a comment only.
 
     Raises: ConfigError.
     """
     check_job(config)
-    options = [*(["--force"] if force else []), config_path, *(_without_value(override) for override in overrides)]
+    options = [*(["--force"] if force else []), *files, *(_without_value(override) for override in overrides)]
     command = shlex.join(["mcore-rl", "slurm", *options])
     lines = [
         "#!/usr/bin/env bash",
@@ -36,7 +36,7 @@ def render_job(config: Config, config_path: str, overrides: Sequence[str] = (), 
         "# Relative paths start at the directory in which sbatch is called.",
         *(f"#SBATCH {option}" for option in _options(config.slurm, config.cluster)),
         "",
-        *_values(config, config_path, overrides),
+        *_values(config, files, overrides),
         "",
     ]
     return "\n".join(lines) + PROGRAM.read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ def _quoted_option(option: str) -> str:
     return f"{name}={shlex.quote(value)}" if equals else shlex.quote(option)
 
 
-def _values(config: Config, config_path: str, overrides: Sequence[str]) -> list[str]:
+def _values(config: Config, files: Sequence[str], overrides: Sequence[str]) -> list[str]:
     cluster, slurm = config.cluster, config.slurm
     gpus = cluster.gpus_per_node if cluster.device == "cuda" else 0
     # All users of a node can list command lines, so tasks receive slurm.environment in a file.
@@ -92,7 +92,7 @@ def _values(config: Config, config_path: str, overrides: Sequence[str]) -> list[
         f"check=({shlex.join(['python', '-m', 'mcore_rl.slurm.node_check', '--gpus', str(gpus)])})",
         f"fabric=({shlex.join(_fabric_test(slurm, cluster))})",
         f"node=({shlex.join(['python', '-m', 'mcore_rl.slurm.ray_node', *_flat(node_options)])})",
-        f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', config_path, *visible])})",
+        f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', *files, *visible])})",
     ]
 
 

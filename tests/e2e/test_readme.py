@@ -72,6 +72,10 @@ CASES = {
     ),
     "mcore-rl plan configs/dapo_deepseek_v3_671b.yaml": Case(codes=frozenset(PLAN_OK), says="671", on_demand=True),
     "mcore-rl plan configs/gsm8k_cpu.yaml trainer.steps=10": Case(codes=frozenset(PLAN_OK)),
+    "mcore-rl plan base.yaml model.yaml rollout.tp=1": Case(
+        where={"base.yaml": "configs/gsm8k_cpu.yaml", "model.yaml": "layer.yaml"},
+        codes=frozenset(PLAN_OK),
+    ),
     "mcore-rl plan configs/qwen3_30b_a3b.yaml": Case(codes=frozenset(PLAN_OK), on_demand=True),
     "mcore-rl plan configs/deepseek_v3_256_gpus.yaml cluster.gpu_memory_gib=64": Case(
         codes=frozenset({1}),
@@ -239,6 +243,7 @@ def write_what_a_reader_has(path: Path) -> None:
     (path / "my_reward.py").write_text(re.sub(r"^    ", "", function[1], flags=re.MULTILINE))
     figures = [{"step": step, "val/accuracy": 0.25 + 0.25 * step, "reward/mean": 0.5} for step in (0, 1)]
     (path / "compared.jsonl").write_text("".join(json.dumps(row) + "\n" for row in figures))
+    (path / "layer.yaml").write_text("trainer:\n  steps: 2\n")
     # A supervised run, because the command is not supported for reinforcement learning.
     mine = yaml.safe_load((path / "configs" / "demo_warm_start_cpu.yaml").read_text())
     mine["model"]["hf_path"], mine["data"]["train"] = "mine", "train.jsonl"

@@ -21,7 +21,7 @@ def test_parser_option_between_overrides_keeps_their_order(verb: str, option: st
     places = [words, [verb, option, "c.yaml", "a=b", "c=-1"], [verb, "c.yaml", "a=b", "c=-1", option]]
     for given in places if option else [words]:
         options = cli._parse([word for word in given if word])
-        assert (options.config, options.overrides) == ("c.yaml", ["a=b", "c=-1"])
+        assert (options.config, options.words) == ("c.yaml", ["a=b", "c=-1"])
         assert not option or getattr(options, option.removeprefix("--").replace("-", "_"))
 
 
@@ -33,7 +33,7 @@ def test_parser_keys_takes_its_option_on_either_side() -> None:
 
 def test_parser_debug_rollout_takes_a_configuration() -> None:
     options = cli._parse(["debug", "rollout", "c.yaml", "a=b", "c=-1"])
-    assert (options.part, options.config, options.overrides) == ("rollout", "c.yaml", ["a=b", "c=-1"])
+    assert (options.part, options.config, options.words) == ("rollout", "c.yaml", ["a=b", "c=-1"])
 
 
 @pytest.mark.parametrize(

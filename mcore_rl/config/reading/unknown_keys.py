@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import get_type_hints
 
@@ -122,9 +122,10 @@ def known_keys() -> list[str]:
     return sorted(leaf.key for leaf in leaves(Config()))
 
 
-def reject_unknown(tree: Mapping[str, object], source: str) -> None:
-    """Raise ConfigError for the first key of the tree that does not exist, or for a value in place of a section."""
-    for key in _unknown(tree, Config, ""):
+def reject_unknown(tree: Mapping[str, object], place: Callable[[str], str]) -> None:
+    """Raise ConfigError for the first key of the tree that does not exist, or for a value in place of a section.
+    place: returns the source of a key, with which the message begins."""
+    for key in _unknown(tree, Config, "", place):
         sections = dict(_sections(Config, ""))
         around = [section for section in sections if key.startswith(f"{section}.")]
         # A section is a useful suggestion only if the key is not already in it.
@@ -137,18 +138,19 @@ def reject_unknown(tree: Mapping[str, object], source: str) -> None:
             if near is not None
             else (f"no key has this name or a similar one ({where} {names}; `mcore-rl keys WORD` searches all keys)")
         )
-        raise ConfigError(f"{source}: unknown key {key}; {hint}")
+        raise ConfigError(f"{place(key)}: unknown key {key}; {hint}")
 
 
-def _unknown(tree: Mapping[str, object], node: object, prefix: str) -> Iterator[str]:
+def _unknown(tree: Mapping[str, object], node: object, prefix: str, place: Callable[[str], str]) -> Iterator[str]:
     """Yield the keys of a tree that `node`, a dataclass or None, does not have."""
     hints = {} if node is None else get_type_hints(node)
     for name, value in tree.items():
         key, section = f"{prefix}{name}", hints[name] if is_dataclass(hints.get(name)) else None
         if section is not None and not isinstance(value, dict):
-            raise ConfigError(f"{key} is a section; set the keys in it, such as {key}.{fields(section)[0].name}")
+            example = f"{key}.{fields(section)[0].name}"
+            raise ConfigError(f"{place(key)}: {key} is a section; set the keys in it, such as {example}")
         if isinstance(value, dict) and value and (section is not None or name not in hints):
-            yield from _unknown(value, section, f"{key}.")
+            yield from _unknown(value, section, f"{key}.", place)
         elif name not in hints:
             yield key
 

@@ -50,7 +50,7 @@ def submit(
     config.run.dir, config.cluster.device, config.slurm.fabric_test = "runs/x", "cpu", fabric_test
     config.slurm.pass_environment, config.slurm.environment = ["MY_TOKEN"], {"PLAIN": PLAIN}
     overrides = ["slurm.pass_environment=[MY_TOKEN]", f"slurm.environment.PLAIN={PLAIN}", "trainer.steps=3"]
-    script = render_job(config, "c.yaml", overrides)
+    script = render_job(config, ["c.yaml"], overrides)
     # The value occurs once, whether the script quotes it as a whole or only in part.
     assert script.count("plain value") == 1
     assert SECRET not in script
@@ -110,6 +110,6 @@ def test_container_options_contain_variable_names_only(container: str, expected:
     config.run.dir, config.cluster.device = "runs/x", "cpu"
     config.slurm.pass_environment = ["MY_TOKEN", "OTHER"]
     config.slurm.container, config.slurm.container_image = container, "i.sqsh"
-    script = render_job(config, "c.yaml")
+    script = render_job(config, ["c.yaml"])
     assert expected in script
     assert 'export "APPTAINERENV_$name=${!name}"' in script

@@ -46,7 +46,7 @@ def printed(script: str, expression: str, cwd: Path) -> list[str]:
 
 
 def test_render_job_requests_resources_of_cluster_section() -> None:
-    found = options(render_job(config(partition="gpu", exclude="n[3-4]", extra=["--constraint=h100&ib"]), "c.yaml"))
+    found = options(render_job(config(partition="gpu", exclude="n[3-4]", extra=["--constraint=h100&ib"]), ["c.yaml"]))
     assert "--nodes=64" in found
     assert "--gpus-per-node=8" in found
     assert "--exclude='n[3-4]'" in found
@@ -54,7 +54,7 @@ def test_render_job_requests_resources_of_cluster_section() -> None:
     assert {"--requeue", "--open-mode=append", "--signal=B:USR1@600", "--exclusive", "--mem=0"} <= set(found)
     on_cpu = config(cpus_per_node=4)
     on_cpu.cluster.device = "cpu"
-    found = options(render_job(on_cpu, "c.yaml"))
+    found = options(render_job(on_cpu, ["c.yaml"]))
     assert "--cpus-per-task=4" in found
     assert not [option for option in found if "gpu" in option or option == "--exclusive"]
 
@@ -66,7 +66,7 @@ def test_render_job_offers_ray_a_cpu_for_every_process(tmp_path: Path) -> None:
     roles = [Guests("critic", 16), Guests("reward_model", 16), Guests("judge", 16, 1)]
     placement = place(made.cluster, made.rollout, 16, on_gpus=True, num_engines=16, guests=roles)
     assert placement.bundle["CPU"] == 40
-    node = printed(render_job(made, "c.yaml"), '"${node[@]}"', tmp_path)
+    node = printed(render_job(made, ["c.yaml"]), '"${node[@]}"', tmp_path)
     assert int(node[node.index("--cpus") + 1]) == 41
 
 
@@ -74,7 +74,7 @@ def test_render_job_quotes_every_word(tmp_path: Path) -> None:
     made = config(environment={"NCCL_X": NASTY}, setup=["source env.sh"], job_name=NASTY)
     made.run.dir = NASTY
     overrides = [f"run.dir={NASTY}", "data.train=a b.jsonl"]
-    script = render_job(made, "my configs/c.yaml", overrides)
+    script = render_job(made, ["my configs/c.yaml"], overrides)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert printed(script, '"${run[@]}"', tmp_path)[3:] == ["train", "my configs/c.yaml", *overrides]
     assert printed(script, '"$run_dir"', tmp_path) == [str(tmp_path / NASTY)]
@@ -87,15 +87,15 @@ def test_render_job_quotes_every_word(tmp_path: Path) -> None:
 
 
 def test_render_job_fabric_test_has_all_slots_and_stage_timeout(tmp_path: Path) -> None:
-    assert printed(render_job(config(), "c.yaml"), '"${fabric[@]}"', tmp_path) == [""]
+    assert printed(render_job(config(), ["c.yaml"]), '"${fabric[@]}"', tmp_path) == [""]
     made = config(fabric_test=True, fabric_slow_percent=70, start_timeout_seconds=1200)
-    assert printed(render_job(made, "c.yaml"), '"${fabric[@]}"', tmp_path)[3:] == (
+    assert printed(render_job(made, ["c.yaml"]), '"${fabric[@]}"', tmp_path)[3:] == (
         "--nodes 64 --slots 8 --timeout-seconds 150 --slow-percent 70".split()
     )
 
 
 def test_failing_setup_command_fails_the_task(tmp_path: Path) -> None:
-    enter = printed(render_job(config(setup=["source absent.sh"]), "c.yaml"), '"$enter"', tmp_path)[0]
+    enter = printed(render_job(config(setup=["source absent.sh"]), ["c.yaml"]), '"$enter"', tmp_path)[0]
     assert subprocess.run(["bash", "-c", enter, "name", "true"], cwd=tmp_path, check=False).returncode != 0
 
 
@@ -112,13 +112,13 @@ def test_failing_setup_command_fails_the_task(tmp_path: Path) -> None:
 def test_containers_mount_working_and_run_directory(tmp_path: Path, container: str, expected: list[str]) -> None:
     made = config(container=container, container_image="i m.sqsh", container_mounts=["/d:/d"])
     made.run.dir = "r"
-    assert printed(render_job(made, "c.yaml"), '"${container[@]}"', tmp_path) == [
+    assert printed(render_job(made, ["c.yaml"]), '"${container[@]}"', tmp_path) == [
         word.format(tmp_path) for word in expected
     ]
 
 
 def test_own_variables_override_defaults(tmp_path: Path) -> None:
-    script = render_job(config(environment={"NCCL_DEBUG": "INFO"}), "c.yaml")
+    script = render_job(config(environment={"NCCL_DEBUG": "INFO"}), ["c.yaml"])
     assert len(re.findall("export NCCL_DEBUG=", script)) == 1
     assert "export NCCL_DEBUG=INFO" in script
     assert "set -euo pipefail" in script
@@ -150,7 +150,7 @@ def test_seconds_parses_time_limits_like_slurm(text: str, expected: int | None) 
 )
 def test_invalid_job_is_rejected_with_its_key(change: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        render_job(config(**change), "c.yaml")
+        render_job(config(**change), ["c.yaml"])
 
 
 def test_looks_secret_detects_names_of_secrets_only() -> None:
@@ -164,7 +164,7 @@ def test_job_requires_explicit_device_and_its_own_ray() -> None:
         made = config()
         setattr(made.cluster, key, value)
         with pytest.raises(ConfigError, match=rf"cluster\.{key}"):
-            render_job(made, "c.yaml")
+            render_job(made, ["c.yaml"])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.stem)
