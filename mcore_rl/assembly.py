@@ -59,19 +59,21 @@ G = TypeVar("G")
 
 
 @contextlib.contextmanager
-def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) -> Iterator[Run | SupervisedRun]:
-    """Start all processes of the configured run and yield the run; the processes end with the block. `show` prints
-    start-up lines."""
+def assemble(
+    config: Config, prepared: Prepared, logs: Path, show: Callable[[str], None]
+) -> Iterator[Run | SupervisedRun]:
+    """Start all processes of the configured run and yield the run; the processes end with the block. `logs`: folder for
+    their output. `show` prints start-up lines."""
     ranks, roles = _rank_map(prepared.layout), roles_of(config.judge, prepared)
     checking = model_check(config.model, config.actor, prepared.layout.dp, prepared.cost)
     recorder = SpanRecorder("driver")
     stages = Stages(recorder.span)
-    starting = launch(config, ranks, prepared.data.prompts, roles, stages, show=show)
+    starting = launch(config, ranks, prepared.data.prompts, roles, stages, logs=logs, show=show)
     # groups_removed is entered first, so it removes the control groups after all processes have ended.
     with groups_removed(), checking as check, starting as processes:
         # Before the first step: a field of config.json that is read wrongly would make the whole run useless.
         check(processes.trainers)
-        site = _Site(config, prepared, processes, recorder, stages, Path(config.run.dir), show)
+        site = _Site(config, prepared, processes, recorder, stages, Path(config.run.dir), logs, show)
         run = site.supervised() if prepared.data.targets is not None else site.reinforcement()
         failed = True
         try:
@@ -82,12 +84,14 @@ def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) ->
 
 
 @contextlib.contextmanager
-def assemble_rollout(config: Config, prepared: Prepared, show: Callable[[str], None]) -> Iterator[RolloutCollector]:
+def assemble_rollout(
+    config: Config, prepared: Prepared, logs: Path, show: Callable[[str], None]
+) -> Iterator[RolloutCollector]:
     """Start the engines and graders of the run, without trainer ranks, and yield a collector that generates one batch
-    per step with the weights of model.hf_path; the processes end with the block. `show` prints start-up lines and the
-    first grading failure."""
+    per step with the weights of model.hf_path; the processes end with the block. `logs`: folder for their output.
+    `show` prints start-up lines and the first grading failure."""
     roles = roles_of(config.judge, replace(prepared, critic=None))
-    starting = launch_engines(config, prepared.data.prompts, roles, Stages(), show=show)
+    starting = launch_engines(config, prepared.data.prompts, roles, Stages(), logs=logs, show=show)
     with groups_removed(), starting as processes:
         scheduler = Scheduler(processes.engines, concurrent_episodes(config.rollout), steals=_steals(config.reward))
         source = _source(config, prepared, GradingFailures(config.reward, show))
@@ -129,6 +133,7 @@ class _Site:
     recorder: SpanRecorder
     stages: Stages
     directory: Path
+    logs: Path
     show: Callable[[str], None]
 
     def reinforcement(self) -> Run:
@@ -284,7 +289,7 @@ class _Site:
         trainers, engines, groups = self.processes.trainers, self.processes.engines, self.processes.groups
         sources = [group.spans for group in (trainers, *groups.values(), engines) if group is not None]
         observe, steps = self.config.observe, self.config.trainer.steps
-        report = ReportProcess(self.directory, Path(self.config.run.logs), observe.report_every_steps)
+        report = ReportProcess(self.directory, self.logs, observe.report_every_steps)
         return RunJournal(self.directory, steps, self.recorder.drain, sources, signs, report, observe)
 
     def _batch_of(self, journal: RunJournal) -> Callable[[Groups, int, int], Batch]:

@@ -1,7 +1,7 @@
 """Command line of mcore-rl.
 
 Exit codes: 0 success; 1 failure while running; 2 invalid input (one message, no traceback); 130 and 143 stopped by INT
-and TERM; 75 saved and stopped by USR1. After a stop, the same command resumes from the newest checkpoint.
+and TERM; 75 saved and stopped by USR1. After a stop, `train` prints the command that resumes.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ def _run_configured(options: argparse.Namespace) -> int:
     """Run a verb that takes a configuration."""
     from mcore_rl import verbs
     from mcore_rl.config import load_config
+    from mcore_rl.resumption import resume_advice
 
     files, overrides = _files_and_overrides(options)
     config = load_config(files, overrides, needs_data=options.verb != "plan")
@@ -140,7 +141,7 @@ def _run_configured(options: argparse.Namespace) -> int:
 
             return dry_run(config)
         case "train":
-            return verbs.train(config)
+            return verbs.train(config, resume_advice(config, files, overrides))
         case "eval":
             return verbs.evaluate(config)
         case "plan":

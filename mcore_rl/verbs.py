@@ -14,6 +14,7 @@ from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.observe.progress import start_up_log
 from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
+from mcore_rl.resumption import resume_hint
 from mcore_rl.runtime.output import own_stderr
 from mcore_rl.runtime.stops import STOPS
 
@@ -24,27 +25,31 @@ CANNOT_RUN = 3
 """Exit code of `plan` if the configuration fits but this version cannot run it."""
 
 
-def train(config: Config) -> int:
-    """Start the run, or resume from run.dir, and print a summary of the training. If a signal stopped the run early,
-    the exit code is Stops.exit_code()."""
+def train(config: Config, advice: str) -> int:
+    """Start the run, or resume from run.dir, and print a summary of the training. `advice`: how to resume the run,
+    printed at the start and if the run ends early.
+
+    Returns the exit code; if a signal stopped the run early, Stops.exit_code().
+    """
     run_dir = Path(config.run.dir)
     # The block includes the imports of other modules, since they print warnings too.
-    with own_stderr(), STOPS.listening(lambda: _resume_hint(run_dir)), third_party_log() as log:
+    with own_stderr(), STOPS.listening(lambda: resume_hint(run_dir, advice)), third_party_log() as log:
         try:
-            start = partial(_train_locked, config, log)
+            start = partial(_train_locked, config, advice, log)
             was_finished = is_finished(run_dir, config.trainer)
             finished = was_finished or locked(config, start, trains=True)
         except KeyboardInterrupt:
-            print(f"stopped: {_resume_hint(run_dir)}", file=sys.stderr)
+            print(f"stopped: {resume_hint(run_dir, advice)}", file=sys.stderr)
             return STOPS.exit_code()
         except McoreRLError as error:
             # A failed run has a report too, if it has finished a step; invalid input (2) has changed nothing.
             if error.exit_code != 2 and (run_dir / "metrics.jsonl").is_file():
                 print(_report(run_dir, failure=str(error)), file=sys.stderr)
+                print(resume_hint(run_dir, advice), file=sys.stderr)
             raise
     if not finished:
         print(_report(run_dir), file=sys.stderr)
-        print(f"stopped on request: {_resume_hint(run_dir)}", flush=True)
+        print(f"stopped on request: {resume_hint(run_dir, advice)}", flush=True)
         return STOPS.exit_code()
     # Imported late: numpy would delay the message about a mistyped key.
     from mcore_rl.observe.metrics import read_metrics
@@ -134,10 +139,10 @@ def locked(config: Config, run: Callable[[Show, Callable[[], None]], Result], *,
         return run(show, take_lock)
 
 
-def _train_locked(config: Config, log: ThirdPartyLog, show: Show, take_lock: Callable[[], None]) -> bool:
+def _train_locked(config: Config, advice: str, log: ThirdPartyLog, show: Show, take_lock: Callable[[], None]) -> bool:
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
-    from mcore_rl.preparation.run_dir import make_run_dir, remove_partial_checkpoints
+    from mcore_rl.preparation.run_dir import make_log_folder, make_run_dir, remove_partial_checkpoints
     from mcore_rl.trainer.checkpoints import check_newest
     from mcore_rl.trainer.loop import train as train_policy
     from mcore_rl.trainer.run import Run
@@ -147,11 +152,14 @@ def _train_locked(config: Config, log: ThirdPartyLog, show: Show, take_lock: Cal
     changed = make_run_dir(config, prepared.checkpoint_bytes, take_lock)
     # Before processes start: a damaged checkpoint could not be loaded.
     check_newest(Path(config.run.dir))
-    log.begin(Path(config.run.logs))
+    logs = make_log_folder(Path(config.run.dir))
+    log.begin(logs)
+    show(f"run directory: {config.run.dir}, output of its processes: {logs.relative_to(config.run.dir)}")
+    show(advice)
     for line in (*(f"changed since the last start: {keys}" for keys in changed), *prepared.lines):
         show(str(line))
     try:
-        with assemble(config, prepared, show) as run:
+        with assemble(config, prepared, logs, show) as run:
             show("sending the initial weights to the engines" if isinstance(run, Run) else "training")
             finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
             if finished and config.trainer.export_hf is not None:
@@ -162,20 +170,6 @@ def _train_locked(config: Config, log: ThirdPartyLog, show: Show, take_lock: Cal
         # All ranks have ended, so no save is in progress; on a full disk this frees space.
         remove_partial_checkpoints(Path(config.run.dir))
     return finished
-
-
-def _resume_hint(run_dir: Path) -> str:
-    """Describe where the next start of a stopped run begins."""
-    from mcore_rl.trainer.checkpoints import newest_step
-
-    try:
-        step = newest_step(run_dir)
-    # The newest checkpoint is damaged; the message names the remedy.
-    except McoreRLError as error:
-        return str(error)
-    if step is None:
-        return "no checkpoint; the same command starts from the beginning"
-    return f"step {step} is saved; the same command resumes from it"
 
 
 def evaluate(config: Config) -> int:
@@ -191,7 +185,7 @@ def evaluate(config: Config) -> int:
 def _evaluate_locked(config: Config, log: ThirdPartyLog, show: Show, take_lock: Callable[[], None]) -> int:
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
-    from mcore_rl.preparation.run_dir import open_run_dir
+    from mcore_rl.preparation.run_dir import make_log_folder, open_run_dir
     from mcore_rl.trainer.checkpoints import check_newest
     from mcore_rl.trainer.loop import evaluate as evaluate_policy
     from mcore_rl.trainer.run import Run
@@ -205,8 +199,9 @@ def _evaluate_locked(config: Config, log: ThirdPartyLog, show: Show, take_lock: 
     check_newest(Path(config.run.dir))
     # The directory may be new: eval does not need a run.
     (directory / "rollouts").mkdir(exist_ok=True)
-    log.begin(Path(config.run.logs))
-    with assemble(config, prepared, show) as run:
+    logs = make_log_folder(directory)
+    log.begin(logs)
+    with assemble(config, prepared, logs, show) as run:
         assert isinstance(run, Run)
         result = evaluate_policy(run)
     accuracy, samples = result.accuracies.mean(), config.rollout.validation_samples

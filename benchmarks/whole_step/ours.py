@@ -24,7 +24,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.observe.metrics import read_metrics
 from mcore_rl.preparation.preflight import check_run
 from mcore_rl.preparation.prepare import prepare
-from mcore_rl.preparation.run_dir import make_run_dir
+from mcore_rl.preparation.run_dir import make_log_folder, make_run_dir
 from mcore_rl.trainer.loop import train
 from mcore_rl.trainer.run import MetricsJournal
 
@@ -83,7 +83,7 @@ def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None
     check_run(config)
     prepared = prepare(config)
     make_run_dir(config, prepared.checkpoint_bytes, lambda: None)  # a new directory, no other run
-    with assemble(config, prepared, lambda line: None) as run:
+    with assemble(config, prepared, make_log_folder(run_dir), lambda line: None) as run:
         fleet = run.collector.collector.pool.pool.fleet  # type: ignore[union-attr]
         handles = [engine.process.actor for engine in fleet.engines]
         force = [handle.__ray_call__.options(concurrency_group="run") for handle in handles]

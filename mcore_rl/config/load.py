@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from copy import deepcopy
+from datetime import datetime
 from functools import cache
 
 import yaml
@@ -16,6 +17,7 @@ from mcore_rl.config.reading.layers import Layer, file_layer, override_layer
 from mcore_rl.config.reading.overrides import reject_blanks
 from mcore_rl.config.reading.unknown_keys import reject_unknown
 from mcore_rl.config.reading.values import YamlDumper, normalized
+from mcore_rl.config.run_directory import filled, is_template
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
@@ -25,7 +27,8 @@ Source = str | os.PathLike[str]
 
 def load_config(files: Source | Sequence[Source], overrides: Sequence[str] = (), *, needs_data: bool = True) -> Config:
     """Merge defaults, the YAML files and the overrides, in this order; a later one wins. Sections and mappings are
-    merged key by key, lists are replaced. Without needs_data, data.train may be unset.
+    merged key by key, lists are replaced. Placeholders in run.dir are replaced. Without needs_data, data.train may be
+    unset.
 
     Raises: ConfigError for a file that cannot be read, an unknown key (naming a similar one, if any), a value of the
     wrong type, or a missing required key. It names the file and the line, or the override.
@@ -40,6 +43,8 @@ def load_config(files: Source | Sequence[Source], overrides: Sequence[str] = (),
     for layer in [*map(file_layer, paths), *map(override_layer, overrides)]:
         _merge(merged, layer)
     try:
+        if is_template(merged.run.dir):
+            merged.run.dir = filled(merged.run.dir, paths, datetime.now().astimezone())
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise _unresolved(error, paths) from None

@@ -5,7 +5,6 @@ Imports neither torch nor other large packages, so that a configuration can be r
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,15 +25,11 @@ TOOL_FORMATS = ("hermes", "qwen3_coder", "deepseek", "kimi", "mistral", "llama3"
 
 @dataclass
 class RunConfig:
-    dir: str = setting(MISSING, path=True)
-    """Directory for all files of the run. If it holds a run, that run is resumed."""
+    dir: str = setting("runs/{name}-{date}-{time}", path=True)
+    """Directory for all files of the run. If it holds a run, that run is resumed. {name} stands for the names of the
+    configuration files, {date} and {time} for the time of the start, so that each start has a new directory."""
     seed: int = setting(1, minimum=0)
     """Seed of everything random: prompt order, sampling, initial weights."""
-
-    @property
-    def logs(self) -> str:
-        """Directory for output of the run's processes and of third-party libraries."""
-        return os.path.join(self.dir, "logs")
 
 
 @dataclass

@@ -48,7 +48,7 @@ def _generate(config: Config, log: ThirdPartyLog, show: Show, take_lock: Callabl
     from mcore_rl.assembly import assemble_rollout
     from mcore_rl.data.records import remove_unjoined
     from mcore_rl.preparation.prepare import prepare
-    from mcore_rl.preparation.run_dir import open_run_dir
+    from mcore_rl.preparation.run_dir import make_log_folder, open_run_dir
 
     check_supported(config)
     prepared = prepare(config)
@@ -61,10 +61,11 @@ def _generate(config: Config, log: ThirdPartyLog, show: Show, take_lock: Callabl
     records = directory / "rollouts"
     records.mkdir(exist_ok=True)
     remove_unjoined(records)
-    log.begin(Path(config.run.logs))
+    logs = make_log_folder(directory)
+    log.begin(logs)
     for line in prepared.lines:
         show(str(line))
-    with assemble_rollout(config, prepared, show) as collector:
+    with assemble_rollout(config, prepared, logs, show) as collector:
         counts = config.trainer.prompts_per_step, config.rollout.samples_per_prompt
         show(f"generating {counts[0]} prompts x {counts[1]} responses with the weights of model.hf_path")
         failure = collect(collector)

@@ -1,4 +1,4 @@
-"""Redirects log records and warnings of third-party packages to logs/driver.log of the run directory."""
+"""Redirects log records and warnings of third-party packages to driver.log in the log folder of this start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OWN_LOGGERS = ("mcore_rl", "model_converters")
 
 
 class ThirdPartyLog(logging.Handler):
-    """Buffers lines until the run directory exists, then appends them to logs/driver.log."""
+    """Buffers lines until the run directory exists, then appends them to driver.log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -26,6 +26,7 @@ from mcore_rl.trainer.checkpoints import Checkpoints
 
 FILE_NAME = "run.lock"
 CHECKPOINTS = "checkpoints"
+LOGS, ATTEMPT = "logs", "attempt_"
 SECONDS_BETWEEN_BEATS = 10.0
 """Interval at which the holder renews the modification time of the file."""
 STALE_AFTER_SECONDS = 60.0
@@ -290,6 +291,21 @@ def open_run_dir(run: RunConfig) -> Path:
     # Records contain prompts and responses, which other users must not read.
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
+
+
+def make_log_folder(run_dir: Path) -> Path:
+    """Create the folder for the output of this start, logs/attempt_<n>, numbered from 1. Requires the lock of the run
+    directory, which makes the number unique.
+
+    Raises: ConfigError if it cannot be written.
+    """
+    with _write_errors(str(run_dir)):
+        logs = run_dir / LOGS
+        logs.mkdir(exist_ok=True)
+        numbers = [path.name.removeprefix(ATTEMPT) for path in logs.glob(f"{ATTEMPT}*")]
+        folder = logs / f"{ATTEMPT}{max((int(each) for each in numbers if each.isdigit()), default=0) + 1}"
+        folder.mkdir()
+        return folder
 
 
 def remove_partial_checkpoints(run_dir: Path) -> None:

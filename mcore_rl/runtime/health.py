@@ -383,5 +383,5 @@ class Watch:
         except (RayError, GetTimeoutError) as error:
             why = f"stopped: {first_line(error)}"
         else:
-            why = "ended: see its log in run.logs"
+            why = "ended: see its log in the logs folder of the run"
         self._give_up([process], why)

@@ -65,18 +65,19 @@ def launch(
     roles: Sequence[Role],
     stages: Stages,
     *,
+    logs: Path,
     show: Callable[[str], None] = lambda line: None,
 ) -> Iterator[RunProcesses]:
     """Start Ray and all processes, wait until they are set up, and kill them when the block ends.
 
     `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `stages` times the
-    calls to the groups. `show` prints a line of progress.
+    calls to the groups. `logs`: existing folder for the output of the processes. `show` prints a line of progress.
     """
     cluster, rollout = config.cluster, config.rollout
     plan = plan_processes(config, guests_of(roles), with_engines=bool(prompts))
     with (
         _journals(Path(config.run.dir), rollout, config.actor.moe.router_replay) as journals,
-        _cluster(config, plan, show) as starter,
+        _cluster(config, plan, logs, show) as starter,
     ):
         watch, nodes = starter.watch, plan.placement.ranks
         ranks = starter.create(TrainerActor, plan.ranks, num_gpus=int(cluster.uses_cuda))
@@ -95,6 +96,7 @@ def launch_engines(
     roles: Sequence[Role],
     stages: Stages,
     *,
+    logs: Path,
     show: Callable[[str], None] = lambda line: None,
 ) -> Iterator[EngineProcesses]:
     """Start Ray, the rollout engines and the processes of `roles`, without trainer ranks, wait until they are set up,
@@ -104,7 +106,7 @@ def launch_engines(
     processes of `roles` have no GPUs; the other arguments are as in `launch`.
     """
     plan = plan_processes(config, guests_of(roles), with_engines=True, with_trainers=False)
-    with _cluster(config, plan, show) as starter:
+    with _cluster(config, plan, logs, show) as starter:
         groups = {role.guests.section: starter.group(role, stages) for role in roles}
         fleet = starter.fleet(0, None)
         assert fleet is not None, "the plan has engines"
@@ -122,12 +124,12 @@ def launch_engines(
 
 
 @contextlib.contextmanager
-def _cluster(config: Config, plan: ProcessPlan, show: Callable[[str], None]) -> Iterator[_Starter]:
+def _cluster(config: Config, plan: ProcessPlan, logs: Path, show: Callable[[str], None]) -> Iterator[_Starter]:
     """Start or join Ray and yield the starter of the planned processes. All processes that it has created are killed
     when the block ends."""
     if problem := missing_interface():
         raise ConfigError(problem)
-    cluster, logs = config.cluster, Path(config.run.logs)
+    cluster = config.cluster
     show("starting Ray" if cluster.address is None else f"joining the Ray cluster at {cluster.address}")
     # Call this before `ray_cluster` sets OMP_NUM_THREADS: `shares_cores` would take it for the user's setting.
     several_threads, stacks = shares_cores(config), StackRequests()
@@ -141,11 +143,11 @@ def _cluster(config: Config, plan: ProcessPlan, show: Callable[[str], None]) -> 
             daemons=Daemons.started(),
             timeout_seconds=cluster.collective_timeout_seconds,
             start_seconds=cluster.start_timeout_seconds,
-            places=Places(config.run.logs),
+            places=Places(str(logs)),
             stacks=stacks,
         )
         at_the_end.callback(lambda: kill_all(list(watch.processes.values())))
-        yield _Starter(plan, nodes, watch, config.run.logs, several_threads)
+        yield _Starter(plan, nodes, watch, str(logs), several_threads)
 
 
 def _context(config: Config, prompts: Mapping[str, PromptSource]) -> SetUpContext:

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.config.reading.overrides import with_override
 from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.models import uses_reward_model
 from mcore_rl.config.schema import ClusterConfig, Config, SlurmConfig
@@ -21,7 +22,7 @@ GPU_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"}
 
 
 def render_job(config: Config, files: Sequence[str], overrides: Sequence[str] = (), *, force: bool = False) -> str:
-    """Return a job script that runs `mcore-rl train files... overrides...`.
+    """Return a job script that runs `mcore-rl train files... overrides...` in the directory config.run.dir.
 
     force: whether the command was called with --force; recorded in a comment only.
 
@@ -75,6 +76,8 @@ def _values(config: Config, files: Sequence[str], overrides: Sequence[str]) -> l
     gpus = cluster.gpus_per_node if cluster.device == "cuda" else 0
     # All users of a node can list command lines, so tasks receive slurm.environment in a file.
     visible = [override for override in overrides if not override.startswith(ENVIRONMENT)]
+    # The default of run.dir would be another directory after the job is queued again.
+    words = [*files, *with_override(visible, "run.dir", config.run.dir)]
     node_options = {
         "--cpus": _ray_cpus(config),
         "--gpus": gpus,
@@ -92,7 +95,7 @@ def _values(config: Config, files: Sequence[str], overrides: Sequence[str]) -> l
         f"check=({shlex.join(['python', '-m', 'mcore_rl.slurm.node_check', '--gpus', str(gpus)])})",
         f"fabric=({shlex.join(_fabric_test(slurm, cluster))})",
         f"node=({shlex.join(['python', '-m', 'mcore_rl.slurm.ray_node', *_flat(node_options)])})",
-        f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', *files, *visible])})",
+        f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', *words])})",
     ]
 
 

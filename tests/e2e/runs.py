@@ -134,7 +134,7 @@ class TrainProcess:
             with contextlib.suppress(OSError, psutil.Error):
                 process.send_signal(signal.SIGABRT)
         time.sleep(2)
-        for log in [self.output, *sorted((self.run_dir / "logs").glob("*.log"))]:
+        for log in [self.output, *sorted((self.run_dir / "logs").rglob("*.log"))]:
             _, _, stacks = log.read_text(errors="replace").partition("Fatal Python error: Aborted")
             frames = [line for line in stacks.splitlines() if "<frozen importlib" not in line]
             said.append("\n".join([f"{log.name}:", *frames])[:4000])

@@ -49,7 +49,7 @@ def test_second_signal_in_a_step_ends_it(task: Path, tmp_path: Path) -> None:
 def test_usr2_writes_stacks_of_all_processes_and_the_run_continues(task: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_REWARD.format(metrics=str(tmp_path / "run" / "metrics.jsonl")))
     long_step = (f"reward.function={tmp_path / 'slow.py'}:slow", "reward.timeout_seconds=600", *ONE_RANK)
-    logs = tmp_path / "run" / "logs"
+    logs = tmp_path / "run" / "logs" / "attempt_1"
     with TrainProcess(task, tmp_path / "run", long_step) as run:
         run.wait_until(in_step(run, 1, "generating"))
         run.process.send_signal(signal.SIGUSR2)

@@ -120,4 +120,4 @@ def test_train_damaged_block_is_found_before_processes(run_dir: Path, monkeypatc
     state.write_bytes(b"[]")  # same size as saved
     assert state.stat().st_size == 2
     with pytest.raises(DamagedCheckpointError, match=r"step_4 is damaged: state\.json has another checksum"):
-        verbs._train_locked(config, cast(ThirdPartyLog, None), print, lambda: None)
+        verbs._train_locked(config, "", cast(ThirdPartyLog, None), print, lambda: None)

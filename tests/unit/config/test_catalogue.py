@@ -33,7 +33,8 @@ def test_keys_json_contains_the_facts_of_the_field(capsys: pytest.CaptureFixture
         "choices": [],
         "text": "Maximum length of a prompt. Longer prompts are dropped or truncated, see data.long_prompts.",
     }
-    assert (entries["run.dir"]["default"], entries["run.dir"]["required"]) == (None, True)
+    assert (entries["model.hf_path"]["default"], entries["model.hf_path"]["required"]) == (None, True)
+    assert (entries["run.dir"]["default"], entries["run.dir"]["required"]) == ("runs/{name}-{date}-{time}", False)
     assert entries["critic.optimizer.lr"]["default"] == 1e-5
     assert entries["critic.parallel.etp"]["type"] == "int | None"
     assert entries["actor.recompute"]["choices"] == ["none", "selective", "full"]
@@ -60,7 +61,7 @@ def test_key_entry_fits_into_80_columns() -> None:
     assert (
         "rollout.temperature = 1.0  [float, 0 or more and at most 2]\n    Temperature of sampling for training" in shown
     )
-    assert "run.dir  [str, required]\n" in shown
+    assert "model.hf_path  [str, required]\n" in shown
     assert "judge.hf_path = null  [str | None]" in shown
 
 

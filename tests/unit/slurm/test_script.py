@@ -73,7 +73,7 @@ def test_render_job_offers_ray_a_cpu_for_every_process(tmp_path: Path) -> None:
 def test_render_job_quotes_every_word(tmp_path: Path) -> None:
     made = config(environment={"NCCL_X": NASTY}, setup=["source env.sh"], job_name=NASTY)
     made.run.dir = NASTY
-    overrides = [f"run.dir={NASTY}", "data.train=a b.jsonl"]
+    overrides = ["data.train=a b.jsonl", f"run.dir={NASTY}"]
     script = render_job(made, ["my configs/c.yaml"], overrides)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert printed(script, '"${run[@]}"', tmp_path)[3:] == ["train", "my configs/c.yaml", *overrides]
@@ -84,6 +84,24 @@ def test_render_job_quotes_every_word(tmp_path: Path) -> None:
     command = [*("bash", "-c", enter, "name"), *("bash", "-c", 'printf %s "$NCCL_X $1"', "name", NASTY)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout == f"{NASTY} {NASTY}"
+
+
+def test_slurm_default_run_dir_is_fixed_for_all_starts_of_the_job(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(small[0]).write_text(Path(small[0]).read_text().replace("run: {dir: x}\n", ""))
+    assert main(["slurm", "--force", *small]) == 0
+    script = capsys.readouterr().out
+    *_, last = printed(script, '"${run[@]}"', tmp_path)
+    assert re.fullmatch(r"run\.dir=runs/config-\d{4}-\d\d-\d\d-\d{6}", last)
+    assert printed(script, '"$run_dir"', tmp_path) == [str(tmp_path / last.removeprefix("run.dir="))]
+
+
+def test_render_job_replaces_an_override_of_run_dir(tmp_path: Path) -> None:
+    made = config()
+    made.run.dir = "runs/x-2026-11-26-150301"
+    words = printed(render_job(made, ["c.yaml"], ["run.dir=runs/x-{date}-{time}"]), '"${run[@]}"', tmp_path)
+    assert words[3:] == ["train", "c.yaml", "run.dir=runs/x-2026-11-26-150301"]
 
 
 def test_render_job_fabric_test_has_all_slots_and_stage_timeout(tmp_path: Path) -> None:
