@@ -20,6 +20,8 @@ from mcore_rl.doctor.command import run as run_doctor
 from mcore_rl.errors import McoreRLError, storage_error
 from mcore_rl.migration.command import add_arguments as add_import_arguments
 from mcore_rl.migration.command import run as run_import
+from mcore_rl.starter.command import add_arguments as add_init_arguments
+from mcore_rl.starter.command import run as run_init
 
 CONFIGURED_VERBS = ("train", "eval", "plan", "slurm")
 """Verbs that take configuration files and overrides."""
@@ -76,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         _add_config(verb, example)
         return verb
 
+    text = "write a first configuration for this machine, after five questions, with an explanation of each line"
+    add_init_arguments(add("init", text, run_init))
     train = add_configured("train", "start a run, or resume what run.dir holds")
     text = "check and plan the run, print where each process would start, and stop before anything is written"
     train.add_argument("--dry-run", action="store_true", help=text)

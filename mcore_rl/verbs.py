@@ -223,8 +223,9 @@ def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
 
     from rich.console import Console
 
-    # Before the planner, which imports Megatron.
-    _quiet_megatron()
+    from mcore_rl.planner.import_warnings import suppress_megatron_warnings
+
+    suppress_megatron_warnings()
     from mcore_rl.planner.plan import make_plan
     from mcore_rl.planner.report import print_plan, print_suggestions
     from mcore_rl.planner.suggest import suggest_layouts
@@ -262,7 +263,9 @@ def slurm(config: Config, files: Sequence[str], overrides: Sequence[str], *, for
     if not force:
         # The plan takes longest, so it is made only if nothing else is wrong.
         if not problems:
-            _quiet_megatron()
+            from mcore_rl.planner.import_warnings import suppress_megatron_warnings
+
+            suppress_megatron_warnings()
             from mcore_rl.planner.plan import make_plan
 
             problems = list(make_plan(config).verdict.errors)
@@ -272,11 +275,3 @@ def slurm(config: Config, files: Sequence[str], overrides: Sequence[str], *, for
     for problem in problems:
         print(f"note: {problem}", file=sys.stderr)
     return 0
-
-
-def _quiet_megatron() -> None:
-    """Suppress Megatron's import warnings about missing packages: nothing is run here, and `mcore-rl doctor` lists
-    them."""
-    import warnings
-
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from omegaconf.errors import MissingMandatoryValue as MissingValueError
 
-from mcore_rl.config.reading.layers import Layer, file_layer, override_layer
+from mcore_rl.config.reading.layers import Layer, file_layer, override_layer, text_layer
 from mcore_rl.config.reading.overrides import reject_blanks
 from mcore_rl.config.reading.unknown_keys import reject_unknown
 from mcore_rl.config.reading.values import YamlDumper, normalized
@@ -35,12 +35,23 @@ def load_config(files: Source | Sequence[Source], overrides: Sequence[str] = (),
     """
     reject_blanks(overrides)
     paths = [os.fspath(path) for path in ([files] if isinstance(files, str | os.PathLike) else files)]
+    return _combined([*map(file_layer, paths), *map(override_layer, overrides)], paths, needs_data=needs_data)
+
+
+def load_text(text: str, *, needs_data: bool = True) -> Config:
+    """Load the text of a configuration that is in no file yet. Errors name `the configuration` instead of a file."""
+    name = "the configuration"
+    return _combined([text_layer(name, text)], [name], needs_data=needs_data)
+
+
+def _combined(layers: Sequence[Layer], paths: Sequence[str], *, needs_data: bool) -> Config:
+    """Merge the layers into the defaults, in order. `paths`: files for messages and for the name of the run."""
     merged = deepcopy(_defaults())
     if not needs_data:
         # OmegaConf rejects a mandatory value that is missing, and a plan reads no data.
         merged.data.train = []
     # One by one, so that an error names the file or override that caused it.
-    for layer in [*map(file_layer, paths), *map(override_layer, overrides)]:
+    for layer in layers:
         _merge(merged, layer)
     try:
         if is_template(merged.run.dir):

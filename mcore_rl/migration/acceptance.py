@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
-from mcore_rl.config.load import load_config
+from mcore_rl.config.load import load_text
 from mcore_rl.config.rules.validation import validate, validate_critic, validate_keys
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -14,13 +13,10 @@ from mcore_rl.errors import ConfigError
 def rejection(text: str) -> str | None:
     """Return the message that rejects the configuration, or None. Rules about the model's sizes are applied if its
     config.json is on this machine."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(text, encoding="utf-8")
-        try:
-            _check(load_config(path, needs_data=False))
-        except ConfigError as error:
-            return str(error).replace(str(path), "the configuration")
+    try:
+        _check(load_text(text, needs_data=False))
+    except ConfigError as error:
+        return str(error)
     return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
 
     Raises: ConfigError for a file of another kind, unknown values, or settings without counterpart.
     """
+    from mcore_rl.config.document import commented_yaml, write_new
     from mcore_rl.migration.acceptance import rejection
-    from mcore_rl.migration.document import as_yaml
     from mcore_rl.migration.report import Report
 
     if options.rows is not None and options.rows < 1:
@@ -57,13 +56,14 @@ def run(options: argparse.Namespace) -> int:
     if problems:
         remedy = "" if options.force or not draft.blockers else ". --force leaves such settings out"
         raise ConfigError(f"{path} cannot be imported: {'; '.join(problems)}{remedy}")
-    text = as_yaml(draft, f"Imported from {path.name} ({read.command}) by mcore-rl {options.verb}.")
+    title = f"Imported from {path.name} ({read.command}) by mcore-rl {options.verb}."
+    text = commented_yaml(draft.values, draft.origins, title)
     report = Report(draft, uncovered, read.notes, rejection(text))
     if options.out is None:
         print(text, end="")
         print(report.as_text("config.yaml"), file=sys.stderr)
     else:
-        _write(text, Path(options.out))
+        write_new(text, Path(options.out))
         print(f"wrote {options.out}: {len(draft.values)} keys\n\n{report.as_text(options.out)}")
     return 0
 
@@ -91,16 +91,3 @@ def _variables(words: list[str]) -> dict[str, str]:
             raise ConfigError(f"--set {word} must have the form NAME=VALUE, or 1=VALUE for the first argument")
         given[name] = value
     return given
-
-
-def _write(text: str, target: Path) -> None:
-    """Write a new file under another name and rename it. Raises: ConfigError if it exists or cannot be written."""
-    if target.is_dir() or (target.is_file() and target.stat().st_size):
-        raise ConfigError(f"--out={target} exists; remove it, or write another file")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, target)
-    except OSError as error:
-        raise ConfigError(f"--out={target} cannot be written: {error}") from None

@@ -383,5 +383,5 @@ class Watch:
         except (RayError, GetTimeoutError) as error:
             why = f"stopped: {first_line(error)}"
         else:
-            why = "ended: see its log in the logs folder of the run"
+            why = "ended: see its log in run.dir/logs"
         self._give_up([process], why)

@@ -52,6 +52,7 @@ MAY_IMPORT = {
         *("config", "resolved", "ports", "data", "preparation", "planner", "runtime", "trainer", "observe"),
         *("assembly", "verbs"),
     },
+    "starter": {"config", "data", "doctor", "planner"},
 }
 """Folder or top-level module -> folders that it may import, in addition to itself and ANYONE. Modules of the command
 line, which connect the parts, are absent: they may import anything, and no listed module may import them. `debugging`

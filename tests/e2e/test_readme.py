@@ -76,6 +76,9 @@ CASES = {
         where={"base.yaml": "configs/gsm8k_cpu.yaml", "model.yaml": "layer.yaml"},
         codes=frozenset(PLAN_OK),
     ),
+    "mcore-rl plan my.yaml --suggest": Case(
+        where={"my.yaml": "configs/qwen3_30b_a3b.yaml"}, says=r"actor\.parallel\.\w+=", on_demand=True
+    ),
     "mcore-rl plan configs/qwen3_30b_a3b.yaml": Case(codes=frozenset(PLAN_OK), on_demand=True),
     "mcore-rl plan configs/deepseek_v3_256_gpus.yaml cluster.gpu_memory_gib=64": Case(
         codes=frozenset({1}),
@@ -120,6 +123,9 @@ CASES = {
         needs=("mine",),
         says="run directory: .*runs/profiled",
         on_demand=True,
+    ),
+    "mcore-rl init --model DIR --train train.jsonl --out my.yaml": Case(
+        where={"DIR": "mine"}, needs=("mine",), says="(?s)plan: fits.*next: mcore-rl train my.yaml"
     ),
     "mcore-rl doctor": Case(says="torch"),
     "mcore-rl doctor --node": Case(says="fabric: all well"),

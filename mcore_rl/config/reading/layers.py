@@ -54,18 +54,23 @@ def file_layer(path: str) -> Layer:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from None
+    return text_layer(path, text)
+
+
+def text_layer(source: str, text: str) -> Layer:
+    """Parse the text of a configuration file; `source` names it in messages. Raises: ConfigError."""
     try:
         tree = yaml.load(text, Loader=YamlLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: `!!int x`
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections such as run:, model:, data:")
+        raise ConfigError(f"{source} must hold a mapping of sections such as run:, model:, data:")
     if VERL_SECTION in tree and "model" not in tree:
         raise ConfigError(
-            f"{path} is a configuration of verl, with the section {VERL_SECTION}; translate it with "
-            f"`mcore-rl import-verl {path} --out NEW.yaml`"
+            f"{source} is a configuration of verl, with the section {VERL_SECTION}; translate it with "
+            f"`mcore-rl import-verl {source} --out NEW.yaml`"
         )
-    return Layer(path, tree, text)
+    return Layer(source, tree, text)
 
 
 def override_layer(item: str) -> Layer:
@@ -76,7 +81,8 @@ def override_layer(item: str) -> Layer:
 def _line_of(text: str, key: str) -> int | None:
     """Return the line of `key` in YAML text, counted from 1, or of its innermost section; None if the text has
     neither."""
-    node, line = yaml.compose(text, Loader=YamlLoader), None
+    node: yaml.Node | None = yaml.compose(text, Loader=YamlLoader)
+    line: int | None = None
     for part in key.split("."):
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         # Of a key that is written twice, YAML keeps the last value.

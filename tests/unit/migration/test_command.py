@@ -11,8 +11,8 @@ pytest.importorskip("tree_sitter_bash")
 
 from mcore_rl import cli
 from mcore_rl.config import load_config
+from mcore_rl.config.document import commented_yaml
 from mcore_rl.config.fields import leaves
-from mcore_rl.migration.document import as_yaml
 from mcore_rl.migration.draft import Draft
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -79,7 +79,7 @@ def test_document_values_survive_the_round_trip(tmp_path: Path) -> None:
     for key, value in values.items():
         draft.set(key, value, "two\nlines # of text")
     path = tmp_path / "c.yaml"
-    path.write_text(as_yaml(draft, "title"))
+    path.write_text(commented_yaml(draft.values, draft.origins, "title"))
     found = {leaf.key: leaf.value for leaf in leaves(load_config(path))}
     assert {key: found[key] for key in values} == values
 

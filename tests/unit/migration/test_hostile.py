@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tree_sitter_bash")
 
+from mcore_rl.config.document import commented_yaml
 from mcore_rl.errors import ConfigError
-from mcore_rl.migration.document import as_yaml
 from mcore_rl.migration.shell.interpreter import evaluate_script
 from mcore_rl.migration.slime.defaults import DEFAULTS
 from mcore_rl.migration.slime.translation import translate as translate_slime
@@ -59,7 +59,7 @@ def test_import_verl_any_value_ends_without_traceback(
 ) -> None:
     settings_ = {key: Setting(key, value, 1) for key, value in {**values, MODULE: program}.items()}
     source, draft, _ = translate_verl(settings_, rows)
-    as_yaml(draft, "title")
+    commented_yaml(draft.values, draft.origins, "title")
     assert all("\n" not in problem for problem in source.problems)
 
 
@@ -67,7 +67,7 @@ def test_import_verl_any_value_ends_without_traceback(
 @given(st.dictionaries(st.sampled_from([*DEFAULTS, "colocate", "loss-type"]), st.sampled_from(VALUES), max_size=12))
 def test_import_slime_any_value_ends_without_traceback(values: dict[str, object]) -> None:
     _, draft, _ = translate_slime({key: Setting(f"--{key}", value, 1) for key, value in values.items()})
-    as_yaml(draft, "title")
+    commented_yaml(draft.values, draft.origins, "title")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("tree_sitter_bash")
 
 from mcore_rl.config import load_config
+from mcore_rl.config.document import commented_yaml
 from mcore_rl.config.reading.unknown_keys import known_keys
 from mcore_rl.errors import ConfigError
-from mcore_rl.migration.document import as_yaml
 from mcore_rl.migration.slime.reader import read_slime
 from mcore_rl.migration.slime.translation import translate as translate_slime
 from mcore_rl.migration.verl.reader import read_verl
@@ -47,7 +47,7 @@ def test_import_with_published_model_is_planned(name: str, tmp_path: Path) -> No
     else:
         _, draft, _ = translate_verl(read_verl(SCRIPTS / name, ARGUMENTS).settings)
     path = tmp_path / "config.yaml"
-    path.write_text(as_yaml(draft, name))
+    path.write_text(commented_yaml(draft.values, draft.origins, name))
     model = ROOT / "configs" / "models" / MODELS[name]
     overrides = [f"model.hf_path={model}", *(f"{key}={model}" for key in ("critic.hf_path",) if key in draft.values)]
     try:

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("tree_sitter_bash")
 
+from mcore_rl.config.document import commented_yaml
 from mcore_rl.migration.acceptance import rejection
-from mcore_rl.migration.document import as_yaml
 from mcore_rl.migration.draft import Draft
 from mcore_rl.migration.source import Source
 from mcore_rl.migration.verl.reader import read_verl
@@ -208,7 +208,7 @@ def test_import_sft_budget_counts_the_ranks_of_a_sequence(tmp_path: Path) -> Non
     )
     _, draft, _ = translate(read_verl(script, {}).settings)
     assert draft.values["actor.tokens_per_microbatch"] == 6000
-    assert rejection(as_yaml(draft, "title")) is None
+    assert rejection(commented_yaml(draft.values, draft.origins, "title")) is None
 
 
 def test_import_skypilot_yaml_reads_its_script() -> None:
@@ -220,18 +220,18 @@ def test_import_skypilot_yaml_reads_its_script() -> None:
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name != "dapo_30b_megatron.sh"])
 def test_import_result_passes_the_rules_of_plan(name: str) -> None:
     _, draft, _ = imported(name)
-    assert rejection(as_yaml(draft, "title")) is None
+    assert rejection(commented_yaml(draft.values, draft.origins, "title")) is None
 
 
 def test_import_layout_too_large_is_rejected_by_its_key() -> None:
     _, draft, _ = imported("dapo_30b_megatron.sh")
-    message = rejection(as_yaml(draft, "title"))
+    message = rejection(commented_yaml(draft.values, draft.origins, "title"))
     assert message is not None
     assert message.startswith(
         "actor.parallel.ep=2 x actor.parallel.etp=4 x actor.parallel.pp=2 = 16 does not divide the 8"
     )
     _, draft, _ = imported("dapo_30b_megatron.sh", NNODES="2")
-    assert rejection(as_yaml(draft, "title")) is None
+    assert rejection(commented_yaml(draft.values, draft.origins, "title")) is None
 
 
 def test_import_epochs_with_rows_become_steps() -> None:
