@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     draft = drafted(answers, machine)
     draft = with_layout(draft, machine.num_gpus) if machine.num_gpus else with_kv_cache(draft)
     plan = accepted(draft)
-    title = f"Written by mcore-rl init for {machine.describe()}.\n`mcore-rl keys` describes all keys."
+    title = f"Written by mcore-rl init. Machine: {machine.describe()}.\n`mcore-rl keys` describes all keys."
     write_new(as_text(draft, title), target)
     print(f"wrote {target}: {len(draft)} keys\nplan: fits{_memory(plan, machine)}")
     for warning in plan.verdict.warnings:

@@ -15,7 +15,7 @@ import pytest
 from mcore_rl import verbs
 from mcore_rl.config import load_config
 from mcore_rl.config.models import ActorConfig
-from mcore_rl.errors import DamagedCheckpointError
+from mcore_rl.errors import DamagedCheckpointError, McoreRLError
 from mcore_rl.observe.third_party import ThirdPartyLog
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.types import SavedState
@@ -121,3 +121,33 @@ def test_train_damaged_block_is_found_before_processes(run_dir: Path, monkeypatc
     assert state.stat().st_size == 2
     with pytest.raises(DamagedCheckpointError, match=r"step_4 is damaged: state\.json has another checksum"):
         verbs._train_locked(config, "", cast(ThirdPartyLog, None), print, lambda: None)
+
+
+def test_train_start_prints_directory_logs_and_how_to_resume(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(str(run_dir.parent / "config.yaml"), [f"run.dir={run_dir}", "trainer.steps=6"])
+    inputs, lines = SimpleNamespace(checkpoint_bytes=0, lines=()), list[str]()
+
+    def stop(*_: object) -> None:
+        raise McoreRLError("processes are not started")
+
+    monkeypatch.setattr("mcore_rl.preparation.prepare.prepare", lambda config: inputs)
+    monkeypatch.setattr("mcore_rl.assembly.assemble", stop)
+    for attempt in ("logs/attempt_1", "logs/attempt_2"):
+        lines.clear()
+        with pytest.raises(McoreRLError, match="not started"):
+            verbs._train_locked(config, "resume with: it", ThirdPartyLog(), lines.append, lambda: None)
+        assert lines == [f"run directory: {run_dir}, output of its processes: {attempt}", "resume with: it"]
+        assert (run_dir / attempt).is_dir()
+
+
+def test_train_failed_run_prints_how_to_resume(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise McoreRLError("a rank died")
+
+    config = load_config(str(run_dir.parent / "config.yaml"), [f"run.dir={run_dir}", "trainer.steps=6"])
+    monkeypatch.setattr(verbs, "_locked", fail)
+    with pytest.raises(McoreRLError, match="a rank died"):
+        verbs.train(config, "resume with: it")
+    assert capsys.readouterr().err.splitlines()[-1] == "step 4 is saved; resume with: it"
