@@ -121,6 +121,8 @@ class DynamicSamplingConfig:
 
 @dataclass
 class AlgorithmConfig:
+    """Advantages, losses, KL terms and selection of groups."""
+
     advantage: str = setting("grpo", choices=ADVANTAGES, function=True)
     """Advantage estimator, by name or as `module_or_file.py:function`; docs/algorithms.md contains the formulas."""
     normalize_by_std: bool | None = None

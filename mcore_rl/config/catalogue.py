@@ -58,9 +58,14 @@ class KeyEntry:
     choices: tuple[str, ...]
     text: str
 
+    @property
+    def written_default(self) -> str | None:
+        """The default as in a configuration file; None if the key is required."""
+        return None if self.required else _written(self.default)
+
     def shown(self) -> str:
         """Format for a terminal: the key with its default and allowed values, then the description."""
-        default = "" if self.required else f" = {_written(self.default)}"
+        default = "" if self.required else f" = {self.written_default}"
         facts = [self.type, "required" if self.required else None, self.unit, self.range, " | ".join(self.choices)]
         head = f"{self.key}{default}  [{', '.join(fact for fact in facts if fact)}]"
         lines = textwrap.wrap(head, WIDTH, subsequent_indent="      ", break_on_hyphens=False)

@@ -118,6 +118,8 @@ class LoraConfig:
 
 @dataclass
 class ActorConfig:
+    """Training of the policy: layout, memory, optimizer and adapters."""
+
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     num_ranks: int | None = setting(None, minimum=1)
     """Number of trainer ranks; null: all slots of the cluster that are not reserved for engines."""

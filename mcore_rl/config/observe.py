@@ -28,6 +28,8 @@ class ProfileConfig:
 
 @dataclass
 class ObserveConfig:
+    """Reports, trackers, profiles and records of the run."""
+
     report_every_steps: int = setting(50, minimum=0)
     """Interval at which report.html is written during training, by a process of its own. It is also written at the end
     of the run. 0: only at the end."""

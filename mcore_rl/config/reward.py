@@ -51,6 +51,8 @@ class WeightedFunctionConfig:
 
 @dataclass
 class RewardConfig:
+    """Reward functions and graders, their weights and time limits."""
+
     function: str = setting("math", choices=("math", BY_DATA_SOURCE, *GRADERS[1:], NO_RULE), function=True)
     r"""Reward function. math reads \\boxed{}, an `Answer:` line, `####`, or the last formula or number; by_data_source
     selects a grader by each row's data_source (verl's names); another grader's name applies to all rows;

@@ -25,6 +25,8 @@ TOOL_FORMATS = ("hermes", "qwen3_coder", "deepseek", "kimi", "mistral", "llama3"
 
 @dataclass
 class RunConfig:
+    """Directory and seed of the run."""
+
     dir: str = setting("runs/{name}-{date}-{time}", path=True)
     """Directory for all files of the run. If it holds a run, that run is resumed. {name} stands for the names of the
     configuration files, {date} and {time} for the time of the start, so that each start has a new directory."""
@@ -34,6 +36,8 @@ class RunConfig:
 
 @dataclass
 class ModelConfig:
+    """Model to train: weights, tokenizer and data type."""
+
     hf_path: str = setting(MISSING, path=True)
     """Hugging Face directory with config.json and safetensors; also the tokenizer, unless tokenizer_path is set."""
     tokenizer_path: str | None = setting(None, path=True)
@@ -59,6 +63,8 @@ def resolved_dtype(dtype: str, *, cuda: bool) -> str:
 
 @dataclass
 class DataConfig:
+    """Prompts for training and validation."""
+
     train: list[str] = setting(MISSING, path=True)
     """Training prompts: a jsonl, parquet or CSV file, a glob of such files, a directory of them or one saved by
     `datasets`; or a list of these."""
@@ -113,6 +119,8 @@ class DataConfig:
 
 @dataclass
 class RolloutConfig(EpisodeConfig, StalenessConfig):
+    """Generation of responses: engines, sampling, episodes and asynchronous training."""
+
     engine: str = setting("vllm", choices=("vllm", "sglang"))
     """Inference engine that generates responses."""
     num_engines: int = setting(1, minimum=1)
@@ -189,6 +197,8 @@ class RolloutConfig(EpisodeConfig, StalenessConfig):
 
 @dataclass
 class WeightsConfig:
+    """Transfer of weights from trainer ranks to engines."""
+
     bucket_mib: float = setting(256.0, above=0)
     """Size of a bucket, the unit in which weights are sent to engines."""
     num_buckets: int = setting(2, minimum=1)
@@ -202,6 +212,8 @@ class WeightsConfig:
 
 @dataclass
 class TrainerConfig:
+    """Steps, batch sizes, validation and exports."""
+
     steps: int = setting(100, minimum=1)
     """Total number of training steps; each generates responses and trains on them."""
     prompts_per_step: int = setting(32, minimum=1, unit="prompts")
@@ -224,6 +236,8 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointConfig:
+    """Interval, number and saving of checkpoints."""
+
     every_steps: int = setting(10, minimum=0)
     """Interval between checkpoints; 0: only at the end of the run and when it is stopped."""
     keep_last: int = setting(2, minimum=1, unit="checkpoints")
@@ -240,6 +254,8 @@ class CheckpointConfig:
 
 @dataclass
 class ClusterConfig:
+    """Hosts, devices, placement and timeouts."""
+
     nodes: int = setting(1, minimum=1)
     """Number of hosts, each with gpus_per_node slots."""
     gpus_per_node: int = setting(1, minimum=1)
