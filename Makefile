@@ -2,7 +2,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang demo test check gpu lint type bench slurm sandbox browser
+.PHONY: help setup sglang demo test check gpu lint type bench docs slurm sandbox browser
 
 EXTRA ?= cpu
 HOSTS ?= 1
@@ -53,6 +53,12 @@ sandbox: ## install bubblewrap, the sandbox for code written by models (Debian, 
 
 browser: ## install Chromium for the tests of the report (Debian, Ubuntu; as root)
 	@scripts/setup_browser.sh
+
+docs: setup ## build the documentation site, build/docs/index.html; warnings are errors
+	@$(PY) -c 'import myst_parser, pydata_sphinx_theme, sphinxcontrib.mermaid' 2>/dev/null || \
+	  $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@$(PY) -m sphinx --builder html --fail-on-warning --quiet $(ARGS) docs build/docs
+	@echo build/docs/index.html
 
 bench: setup ## run the benchmarks and print one table: ours, peer or limit, ratio
 	@$(PY) -m benchmarks $(ARGS)

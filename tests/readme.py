@@ -12,7 +12,9 @@ PAGES = (
     *(
         f"docs/{page}.md"
         for page in (
+            "quickstart",
             "configuration",
+            "papers",
             "recipes",
             "run-directory",
             "report",
