@@ -27,9 +27,10 @@ myst_heading_anchors = 3
 html_theme = "pydata_sphinx_theme"
 html_title = f"mcore-rl {release}"
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+html_sidebars = {page: [] for page in ("quickstart", "concepts", "migration", "architecture")}  # no subpages
 html_theme_options = {"header_links_before_dropdown": 6, "navbar_align": "left", "show_toc_level": 2}
 
 
