@@ -31,7 +31,12 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_sidebars = {page: [] for page in ("quickstart", "concepts", "migration", "architecture")}  # no subpages
-html_theme_options = {"header_links_before_dropdown": 6, "navbar_align": "left", "show_toc_level": 2}
+html_theme_options = {
+    "header_links_before_dropdown": 6,
+    "navbar_align": "left",
+    "show_toc_level": 1,
+    "secondary_sidebar_items": {"**": ["page-toc"], "papers": [], "upstream-faults": []},  # room for their tables
+}
 
 
 def setup(app: Sphinx) -> None:

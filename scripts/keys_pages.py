@@ -31,6 +31,7 @@ description. [Configuration](../configuration.md) describes files, overrides and
 """
 KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b")
 """Text that may be a key."""
+_LINKED = re.compile(rf"\bdocs/(?P<page>[\w-]+\.md)\b|{KEY.pattern}")
 _CODE = re.compile(r"(`[^`]*`)")
 _MARKUP = re.compile(r"[\\`*_<>\[\]{}$|#]")
 """Characters with a meaning in MyST."""
@@ -83,7 +84,7 @@ class Reference:
         yield from _directive("confval", entry.key, lines)
 
     def _markdown(self, text: str) -> str:
-        """Convert a docstring to MyST: keys become links, code stays, and other text is escaped."""
+        """Convert a docstring to MyST: keys and pages become links, code stays, and other text is escaped."""
         keys = {entry.key for entry in self.entries}
         parts = []
         for part in _CODE.split(text):
@@ -91,9 +92,10 @@ class Reference:
                 parts.append(f"{{confval}}{part}" if part.strip("`") in keys else part)
                 continue
             place = 0
-            for match in KEY.finditer(part):
-                if match[0] in keys:
-                    parts += [_escaped(part[place : match.start()]), f"{{confval}}`{match[0]}`"]
+            for match in _LINKED.finditer(part):
+                if match["page"] or match[0] in keys:
+                    link = f"[{match[0]}](../{match['page']})" if match["page"] else f"{{confval}}`{match[0]}`"
+                    parts += [_escaped(part[place : match.start()]), link]
                     place = match.end()
             parts.append(_escaped(part[place:]))
         return "".join(parts)

@@ -58,6 +58,11 @@ def test_key_default_is_a_valid_option_of_the_directive(default: object) -> None
     assert yaml.safe_load(str(entry.written_default)) == default
 
 
+def test_key_text_names_of_pages_become_links() -> None:
+    page = Reference([replace(ENTRY, text="See docs/run-directory.md.")], {"run": ""}, {}).pages()["run.md"]
+    assert "See [docs/run-directory.md](../run-directory.md)." in page
+
+
 def test_required_key_has_no_default() -> None:
     page = Reference([ENTRY], {"run": ""}, {}).pages()["run.md"]
     assert ":default:" not in page
