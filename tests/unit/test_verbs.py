@@ -147,7 +147,7 @@ def test_train_failed_run_prints_how_to_resume(
         raise McoreRLError("a rank died")
 
     config = load_config(str(run_dir.parent / "config.yaml"), [f"run.dir={run_dir}", "trainer.steps=6"])
-    monkeypatch.setattr(verbs, "_locked", fail)
+    monkeypatch.setattr(verbs, "locked", fail)
     with pytest.raises(McoreRLError, match="a rank died"):
         verbs.train(config, "resume with: it")
     assert capsys.readouterr().err.splitlines()[-1] == "step 4 is saved; resume with: it"
