@@ -7,6 +7,7 @@ is created.
 from __future__ import annotations
 
 import pickle
+from enum import EnumMeta
 from pathlib import Path
 
 import torch
@@ -40,10 +41,19 @@ class _MetadataUnpickler(pickle.Unpickler):
         # Dtypes are pickled as attributes of the module torch.
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         raise pickle.UnpicklingError(f"it contains {module}.{name}, which is not part of checkpoint metadata")
 
     def persistent_load(self, pid: object) -> object:
         raise pickle.UnpicklingError("it refers to external data")
+
+
+def _enum_member(owner: object, name: object) -> object:
+    """Return a member of an Enum. Replaces `getattr`, with which Python 3.11.0 to 3.11.3 pickle members."""
+    if isinstance(owner, EnumMeta) and isinstance(name, str) and name in owner.__members__:
+        return owner.__members__[name]
+    raise pickle.UnpicklingError(f"it contains the attribute {name!r}, which is not part of checkpoint metadata")
 
 
 def read_metadata(directory: Path) -> Metadata:
