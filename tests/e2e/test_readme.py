@@ -127,6 +127,19 @@ CASES = {
     "mcore-rl init --model DIR --train train.jsonl --out my.yaml": Case(
         where={"DIR": "mine"}, needs=("mine",), says="(?s)plan: fits.*next: mcore-rl train my.yaml"
     ),
+    "mcore-rl train CONFIG.yaml --dry-run": Case(
+        where={"CONFIG.yaml": "configs/my.yaml"}, needs=("mine",), says="dry run: nothing was started"
+    ),
+    "mcore-rl train CONFIG.yaml trainer.steps=10 --dry-run": Case(
+        where={"CONFIG.yaml": "configs/my.yaml"}, needs=("mine",), says="dry run: nothing was started", on_demand=True
+    ),
+    "mcore-rl debug rollout CONFIG.yaml trainer.prompts_per_step=2 trainer.prompts_per_update=2": Case(
+        add="data.train=train.jsonl model.hf_path=mine model.random_init=false rollout.max_response_tokens=80",
+        where={"CONFIG.yaml": "configs/gsm8k_cpu.yaml"},
+        needs=("mine",),
+        says="response: ",
+        on_demand=True,
+    ),
     "mcore-rl doctor": Case(says="torch"),
     "mcore-rl doctor --node": Case(says="fabric: all well"),
     "mcore-rl keys lr": Case(says=r"actor\.optimizer\.lr"),
