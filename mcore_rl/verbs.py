@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.schema import Config, TrainerConfig
-from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.errors import ConfigError, McoreRLError, RunDirLostError
 from mcore_rl.observe.progress import start_up_log
 from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
 from mcore_rl.resumption import resume_hint
@@ -42,10 +42,7 @@ def train(config: Config, advice: str) -> int:
             print(f"stopped: {resume_hint(run_dir, advice)}", file=sys.stderr)
             return STOPS.exit_code()
         except McoreRLError as error:
-            # A failed run has a report too, if it has finished a step; invalid input (2) has changed nothing.
-            if error.exit_code != 2 and (run_dir / "metrics.jsonl").is_file():
-                print(_report(run_dir, failure=str(error)), file=sys.stderr)
-                print(resume_hint(run_dir, advice), file=sys.stderr)
+            _describe_failure(run_dir, advice, error)
             raise
     if not finished:
         print(_report(run_dir), file=sys.stderr)
@@ -60,6 +57,15 @@ def train(config: Config, advice: str) -> int:
     print(_report(run_dir, keep=was_finished))
     print(f"Hugging Face model: {_export_hint(run_dir, config.trainer.export_hf, config.actor)}")
     return 0
+
+
+def _describe_failure(run_dir: Path, advice: str, error: McoreRLError) -> None:
+    """Write the report of a run that failed after a step, and print its path and how to resume."""
+    # Invalid input (2) has changed nothing, and a lost directory may belong to another run now.
+    if error.exit_code == 2 or isinstance(error, RunDirLostError) or not (run_dir / "metrics.jsonl").is_file():
+        return
+    print(_report(run_dir, failure=str(error)), file=sys.stderr)
+    print(resume_hint(run_dir, advice), file=sys.stderr)
 
 
 def _report(run_dir: Path, *, keep: bool = False, failure: str | None = None) -> str:

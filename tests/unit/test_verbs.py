@@ -15,7 +15,7 @@ import pytest
 from mcore_rl import verbs
 from mcore_rl.config import load_config
 from mcore_rl.config.models import ActorConfig
-from mcore_rl.errors import DamagedCheckpointError, McoreRLError
+from mcore_rl.errors import DamagedCheckpointError, McoreRLError, RunDirLostError
 from mcore_rl.observe.third_party import ThirdPartyLog
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.types import SavedState
@@ -151,3 +151,15 @@ def test_train_failed_run_prints_how_to_resume(
     with pytest.raises(McoreRLError, match="a rank died"):
         verbs.train(config, "resume with: it")
     assert capsys.readouterr().err.splitlines()[-1] == "step 4 is saved; resume with: it"
+    assert (run_dir / "report.html").exists()
+
+
+def test_train_lost_directory_is_left_to_its_new_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RunDirLostError("taken by process 7")
+
+    config = load_config(str(run_dir.parent / "config.yaml"), [f"run.dir={run_dir}", "trainer.steps=6"])
+    monkeypatch.setattr(verbs, "locked", fail)
+    with pytest.raises(RunDirLostError):
+        verbs.train(config, "resume with: it")
+    assert not (run_dir / "report.html").exists()
