@@ -130,15 +130,14 @@ def _cluster(config: Config, plan: ProcessPlan, logs: Path, show: Callable[[str]
     if problem := missing_interface():
         raise ConfigError(problem)
     cluster = config.cluster
-    show("starting Ray" if cluster.address is None else f"joining the Ray cluster at {cluster.address}")
     # Call this before `ray_cluster` sets OMP_NUM_THREADS: `shares_cores` would take it for the user's setting.
     several_threads, stacks = shares_cores(config), StackRequests()
-    with (
-        ray_output_to(logs),
-        stacks.listening(logs),
-        ray_cluster(cluster, plan.placement.bundle) as nodes,
-        contextlib.ExitStack() as at_the_end,
-    ):
+    with contextlib.ExitStack() as at_the_end:
+        at_the_end.enter_context(ray_output_to(logs))
+        at_the_end.enter_context(stacks.listening(logs))
+        # Only now: users may send SIGUSR2 after this line (docs/diagnostics.md).
+        show("starting Ray" if cluster.address is None else f"joining the Ray cluster at {cluster.address}")
+        nodes = at_the_end.enter_context(ray_cluster(cluster, plan.placement.bundle))
         watch = Watch(
             daemons=Daemons.started(),
             timeout_seconds=cluster.collective_timeout_seconds,

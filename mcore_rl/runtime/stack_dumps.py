@@ -51,7 +51,8 @@ class StackRequests:
             yield
         finally:
             stop_writing_stacks()
-            signal.signal(SIGNAL, before)
+            # None: a handler that Python did not install, and cannot restore.
+            signal.signal(SIGNAL, signal.SIG_DFL if before is None else before)
             remove_empty(logs)
 
     def _request(self, number: int, frame: FrameType | None) -> None:

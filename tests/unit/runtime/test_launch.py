@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+from mcore_rl.processes.stacks import handles_signal
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.resolved.process_plan import ProcessPlan, plan_processes
 from mcore_rl.runtime import launch
@@ -77,6 +80,27 @@ def test_fleet_engines_get_their_planned_hosts(plan: ProcessPlan, monkeypatch: p
     number, name, options, peers, *_ = engines[2]
     assert (number, name, peers) == (2, "rollout engine 2", [4])
     assert options == [{"num_cpus": 2, "num_gpus": 0, "scheduling_strategy": "strategy 1"}]
+
+
+@pytest.mark.parametrize(("address", "line"), [(None, "starting Ray"), ("h:1", "joining the Ray cluster at h:1")])
+def test_cluster_is_announced_when_stack_dumps_work(
+    address: str | None, line: str, plan: ProcessPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_ray(*_: object) -> None:
+        raise ConfigError("no Ray in this test")
+
+    monkeypatch.setattr(launch, "ray_cluster", no_ray)
+    monkeypatch.setattr(launch, "shares_cores", lambda config: False)
+    config, lines = Config(), list[tuple[str, bool]]()
+    config.cluster.address = address
+    with (
+        pytest.raises(ConfigError, match="no Ray"),
+        launch._cluster(config, plan, tmp_path, lambda text: lines.append((text, handles_signal(os.getpid())))),
+    ):
+        pass
+    # docs/diagnostics.md: users may send SIGUSR2 after this line.
+    assert lines == [(line, True)]
+    assert not handles_signal(os.getpid())
 
 
 def test_counted_lists_kinds_that_have_processes(plan: ProcessPlan) -> None:
