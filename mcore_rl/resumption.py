@@ -19,7 +19,7 @@ def resume_advice(config: Config, files: Sequence[str], overrides: Sequence[str]
     if config.cluster.address is not None and "SLURM_JOB_ID" in os.environ:
         return "submit the job script again to resume"
     # Keys of the job script have no effect on a run, and slurm.environment may hold private values.
-    given = [each for each in overrides if not each.startswith("slurm.")]
+    given = [each for each in overrides if not each.startswith(("slurm.", "slurm="))]
     return f"resume with: {shlex.join(['mcore-rl', 'train', *files, *with_override(given, 'run.dir', config.run.dir)])}"
 
 

@@ -16,7 +16,8 @@ from mcore_rl.config.schema import ClusterConfig, Config, SlurmConfig
 from mcore_rl.slurm.checks import check_job
 
 PROGRAM = Path(__file__).with_name("job.sh")
-ENVIRONMENT = "slurm.environment"
+ENVIRONMENT = ("slurm.environment", "slurm=")
+"""Beginnings of overrides that may contain values of slurm.environment."""
 # 1 connection: Megatron's overlap of communication and computation requires a single hardware queue per device.
 GPU_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"}
 

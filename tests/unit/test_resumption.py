@@ -44,7 +44,8 @@ def test_resume_advice_loads_the_same_configuration(
 
 
 def test_resume_advice_leaves_out_keys_of_the_job_script(files: list[str]) -> None:
-    overrides = ["slurm.environment.A=private", "trainer.steps=7", "run.dir=r"]
+    private = ["slurm.environment.A=private", "slurm={environment: {B: private}}"]
+    overrides = [*private, "trainer.steps=7", "run.dir=r"]
     advice = resume_advice(load_config(files, overrides), files, overrides)
     assert command_of(advice) == ["train", *files, "trainer.steps=7", "run.dir=r"]
 

@@ -104,6 +104,13 @@ def test_render_job_replaces_an_override_of_run_dir(tmp_path: Path) -> None:
     assert words[3:] == ["train", "c.yaml", "run.dir=runs/x-2026-11-26-150301"]
 
 
+@pytest.mark.parametrize("override", ["slurm.environment.A=private", "slurm={environment: {A: private}}"])
+def test_render_job_shows_values_of_the_environment_to_tasks_only(override: str, tmp_path: Path) -> None:
+    script = render_job(config(environment={"A": "private"}), ["c.yaml"], [override])
+    assert script.count("private") == script.count("export A=private") == 1
+    assert printed(script, '"${run[@]}"', tmp_path)[3:5] == ["train", "c.yaml"]
+
+
 def test_render_job_fabric_test_has_all_slots_and_stage_timeout(tmp_path: Path) -> None:
     assert printed(render_job(config(), ["c.yaml"]), '"${fabric[@]}"', tmp_path) == [""]
     made = config(fabric_test=True, fabric_slow_percent=70, start_timeout_seconds=1200)
