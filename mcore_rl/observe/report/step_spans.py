@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import re
+import sys
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,10 @@ from mcore_rl.observe.report.pages import TIMELINE_BYTES, Blocks, evenly
 from mcore_rl.observe.report.run_files import RunFiles
 from mcore_rl.observe.timeline import STEP_SPAN, TraceEvent
 
+BYTES_PER_SPAN = 8
+"""Lower bound of a span's part of a block; spans that cannot fit are not kept in memory."""
+_Row = tuple[int, int, str, int, int]
+"""Process, lane, name, start and duration of a span. Units: us."""
 MAX_PROCESSES = 32
 """Processes that are shown: the driver, and some of each kind."""
 MAX_STEPS = 1000
@@ -36,17 +41,18 @@ def add_spans(blocks: Blocks, run: RunFiles, prefix: str, num_runs: int) -> list
     if not steps or not names:
         return []
     chosen, shown = _chosen_processes(names), evenly(sorted(steps), MAX_STEPS)
-    spans = _spans_by_step(path, {step: steps[step] for step in shown}, chosen)
+    share = TIMELINE_BYTES // (len(shown) * num_runs)
+    most = min(MAX_SPANS, share // BYTES_PER_SPAN)
+    spans = _spans_by_step(path, {step: steps[step] for step in shown}, chosen, most)
     if len(chosen) < len(names):
         run.notes.append(f"{len(chosen)} of {len(names)} processes are in the report; {TIMELINE} has all")
-    share = TIMELINE_BYTES // (len(shown) * num_runs)
     processes = [names[pid] for pid in chosen]
     place = {pid: number for number, pid in enumerate(chosen)}
     added = []
     for step in shown:
         start, end = steps[step]
         head: list[object] = [[0, _ms(end - start)], processes]
-        rows = [[place[e["pid"]], e.get("tid", 0), e["name"], _ms(e["ts"] - start), _ms(e["dur"])] for e in spans[step]]
+        rows = [[place[pid], lane, name, _ms(ts - start), _ms(dur)] for pid, lane, name, ts, dur in spans[step]]
         # The first two items describe the others.
         if blocks.add_fitting(f"{prefix}spans{step}", [*head, *rows], share) > len(head):
             added.append(step)
@@ -82,23 +88,25 @@ def _numbers(name: str) -> list[int]:
 
 
 def _spans_by_step(
-    path: Path, steps: dict[int, tuple[int, int]], chosen: Sequence[int]
-) -> defaultdict[int, list[TraceEvent]]:
-    """Return the longest spans of the chosen processes that overlap with each step, longest first."""
+    path: Path, steps: dict[int, tuple[int, int]], chosen: Sequence[int], most: int
+) -> defaultdict[int, list[_Row]]:
+    """Return the `most` longest spans of the chosen processes that overlap with each step, longest first."""
     order = sorted(steps, key=lambda step: steps[step])
     starts, ends = [steps[step][0] for step in order], [steps[step][1] for step in order]
-    heaps: defaultdict[int, list[tuple[int, int, TraceEvent]]] = defaultdict(list)
+    heaps: defaultdict[int, list[tuple[int, int, _Row]]] = defaultdict(list)
     for number, event in enumerate(_events(path, (b'"X"',))):
         if event["pid"] not in chosen or event["name"].startswith(STEP_SPAN):
             continue
         first, last = bisect_right(ends, event["ts"]), bisect_left(starts, event["ts"] + event["dur"])
+        # Names repeat, so one copy of each is kept.
+        row = (event["pid"], event.get("tid", 0), sys.intern(event["name"]), event["ts"], event["dur"])
         for step in order[first:last]:
             heap = heaps[step]
-            # The number breaks ties: events have no order.
-            heapq.heappush(heap, (event["dur"], number, event))
-            if len(heap) > MAX_SPANS:
+            # The number breaks ties between spans of equal length.
+            heapq.heappush(heap, (event["dur"], number, row))
+            if len(heap) > most:
                 heapq.heappop(heap)
-    return defaultdict(list, {step: [e for *_, e in sorted(h, reverse=True)] for step, h in heaps.items()})
+    return defaultdict(list, {step: [row for *_, row in sorted(h, reverse=True)] for step, h in heaps.items()})
 
 
 def _events(path: Path, markers: Sequence[bytes]) -> Iterator[TraceEvent]:
