@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,9 @@ from mcore_rl.errors import ConfigError
 if TYPE_CHECKING:
     from mcore_rl.migration.draft import Translation
     from mcore_rl.migration.read_input import ReadInput
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*|[1-9]\d?", re.ASCII)
+"""Name of a shell variable, or number of an argument."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, trainer: str) -> None:
@@ -47,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
     from mcore_rl.config.document import commented_yaml, write_new
     from mcore_rl.migration.acceptance import rejection
     from mcore_rl.migration.report import Report
+    from mcore_rl.observe.terminal_text import printable
 
     if options.rows is not None and options.rows < 1:
         raise ConfigError(f"--rows={options.rows} must be at least 1")
@@ -59,12 +64,14 @@ def run(options: argparse.Namespace) -> int:
     title = f"Imported from {path.name} ({read.command}) by mcore-rl {options.verb}."
     text = commented_yaml(draft.values, draft.origins, title)
     report = Report(draft, uncovered, read.notes, rejection(text))
+    # The lists quote the script, which may come from anywhere.
+    lists = printable(report.as_text(options.out or "config.yaml"))
     if options.out is None:
         print(text, end="")
-        print(report.as_text("config.yaml"), file=sys.stderr)
+        print(lists, file=sys.stderr)
     else:
         write_new(text, Path(options.out))
-        print(f"wrote {options.out}: {len(draft.values)} keys\n\n{report.as_text(options.out)}")
+        print(f"wrote {options.out}: {len(draft.values)} keys\n\n{lists}")
     return 0
 
 
@@ -87,7 +94,7 @@ def _variables(words: list[str]) -> dict[str, str]:
     given = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or not (name.isidentifier() or name.isdigit()):
+        if not equals or not _VARIABLE.fullmatch(name):
             raise ConfigError(f"--set {word} must have the form NAME=VALUE, or 1=VALUE for the first argument")
         given[name] = value
     return given

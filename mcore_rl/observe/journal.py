@@ -14,6 +14,7 @@ from mcore_rl.observe.metrics import TIMELINE, MetricsLog, set_aside
 from mcore_rl.observe.progress import Progress
 from mcore_rl.observe.report.background import ReportProcess
 from mcore_rl.observe.signs import CollapseSigns, Sign
+from mcore_rl.observe.terminal_text import printable
 from mcore_rl.observe.timeline import STEP_SPAN, Timeline
 from mcore_rl.observe.trackers.group import Trackers
 from mcore_rl.types import Metric, Span
@@ -59,7 +60,8 @@ class RunJournal:
             self.note(f"the records {since} are kept in {kept}")
 
     def note(self, line: str) -> None:
-        """Print a line above the progress display, or to stderr before it exists."""
+        """Print a line above the progress display, or to stderr before it exists. It may quote a model's text."""
+        line = printable(line)
         if self._progress is not None:
             self._progress.note(line)
         else:

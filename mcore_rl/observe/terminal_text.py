@@ -19,6 +19,11 @@ def visible(text: str, style: str = "") -> Text:
     return Text(_HIDDEN.sub(_shown, text), style=style)
 
 
+def printable(text: str) -> str:
+    """Return a message for `print`: as `visible`, but it keeps its lines."""
+    return "\n".join(_HIDDEN.sub(_shown, line) for line in text.split("\n"))
+
+
 def shortened(text: str, num_chars: int) -> str:
     """Cut a text in the middle to about `num_chars`: the end of a response has its answer."""
     if len(text) <= num_chars:

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "slurm": {"config", "runtime", "doctor"},
     "model_converters": set(),
     "doctor": {"resolved", "config", "sandbox"},
-    "migration": {"config"},
+    "migration": {"config", "observe"},
     "debugging": {
         *("config", "resolved", "ports", "data", "preparation", "planner", "runtime", "trainer", "observe"),
         *("assembly", "verbs"),

@@ -130,3 +130,20 @@ def test_command_shows_the_rule_that_rejects(tmp_path: Path, capsys: pytest.Capt
     words = ["import-verl", str(SCRIPTS / "dapo_30b_megatron.sh"), "--out", str(tmp_path / "c.yaml")]
     assert cli.main(words) == 0
     assert "`mcore-rl plan` rejects it until this is changed: actor.parallel.ep=2 x" in capsys.readouterr().out
+
+
+def test_command_lists_contain_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, text = tmp_path / "run.sh", (SCRIPTS / "grpo_gsm8k.sh").read_text()
+    for key, code in (("trainer.unknown_key", 0), ("actor_rollout_ref.actor.policy_loss.loss_mode", 2)):
+        override = rf"{key}=$'x\x1b]0;x\a\x1b[2J'"
+        script.write_text(text.replace("verl.trainer.main_ppo", f"verl.trainer.main_ppo {override}", 1))
+        assert cli.main(["import-verl", str(script)]) == code
+        printed = capsys.readouterr()
+        assert f"{key}=xU+001B]0;xU+0007U+001B[2J" in printed.err
+        assert not {"\x1b", "\x07"} & set(printed.out + printed.err)
+
+
+@pytest.mark.parametrize("number", ["0", "100", "99999999999999"])
+def test_command_set_number_that_is_no_argument_is_rejected(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["import-verl", str(SCRIPTS / "grpo_gsm8k.sh"), "--set", f"{number}=x"]) == 2
+    assert f"--set {number}=x must have the form" in capsys.readouterr().err

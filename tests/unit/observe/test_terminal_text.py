@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from mcore_rl.observe.terminal_text import shortened, visible
+from mcore_rl.observe.terminal_text import printable, shortened, visible
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,10 @@ def test_visible_shows_hidden_characters_by_number(text: str, shown: str) -> Non
     file = io.StringIO()
     Console(file=file, width=200, force_terminal=True, color_system=None).print(visible(text), soft_wrap=True)
     assert file.getvalue() == shown + "\n"
+
+
+def test_printable_keeps_lines_only() -> None:
+    assert printable("one\n\x1b[2Jtwo\r\u202e\n") == "one\nU+001B[2Jtwo↵U+202E\n"
 
 
 def test_shortened_keeps_start_and_end() -> None:
