@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ class Report:
         lines = [line for title, items in lists.items() for line in _section(title, items)]
         if self.rejection is not None:
             lines += ["", f"`mcore-rl plan` rejects it until this is changed: {self.rejection}"]
-        lines += ["", f"next: mcore-rl plan {target} model.hf_path=DIRECTORY_WITH_CONFIG_JSON"]
+        lines += ["", f"next: mcore-rl plan {shlex.quote(target)} model.hf_path=DIRECTORY_WITH_CONFIG_JSON"]
         return "\n".join(lines).lstrip("\n")
 
 

@@ -11,8 +11,8 @@ from mcore_rl.migration.shell.syntax import text_of
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-MAX_EXPONENT = 64
-"""Larger powers exceed the 64 bits of the shell's integers."""
+BITS = 64
+"""Size of the shell's integers; larger results wrap around."""
 
 
 def _divide(a: int, b: int) -> int:
@@ -27,9 +27,9 @@ BINARY: dict[str, Callable[[int, int], int]] = {
     "*": operator.mul,
     "/": _divide,
     "%": lambda a, b: a - b * _divide(a, b),
-    "**": lambda a, b: a**b if 0 <= b <= MAX_EXPONENT else 0,
-    "<<": lambda a, b: a << b if 0 <= b < MAX_EXPONENT else 0,
-    ">>": lambda a, b: a >> b if 0 <= b < MAX_EXPONENT else 0,
+    "**": lambda a, b: pow(a, b, 2**BITS) if b >= 0 else 0,
+    "<<": lambda a, b: a << b if 0 <= b < BITS else 0,
+    ">>": lambda a, b: a >> b if 0 <= b < BITS else 0,
     "&": operator.and_,
     "|": operator.or_,
     "^": operator.xor,
@@ -66,7 +66,7 @@ def evaluate(node: Node, lookup: Callable[[Node], str | None]) -> int | None:
         case "unary_expression":
             value = evaluate(node.children[-1], lookup)
             function = UNARY.get(node.children[0].type)
-            return None if value is None or function is None else int(function(value))
+            return None if value is None or function is None else _wrapped(int(function(value)))
         case "ternary_expression":
             condition, chosen, other = node.named_children
             value = evaluate(condition, lookup)
@@ -86,7 +86,7 @@ def integer(text: str) -> int | None:
     unsigned = digits.lstrip("+-")
     octal = len(unsigned) > 1 and unsigned.startswith("0") and unsigned.isdigit()
     try:
-        return int(digits, 8 if octal else 0)
+        return _wrapped(int(digits, 8 if octal else 0))
     except ValueError:
         return None
 
@@ -99,4 +99,8 @@ def _binary(node: Node, lookup: Callable[[Node], str | None]) -> int | None:
     function = BINARY.get(sign.type)
     if a is None or b is None or function is None or (sign.type in ("/", "%") and b == 0):
         return None
-    return int(function(a, b))
+    return _wrapped(int(function(a, b)))
+
+
+def _wrapped(value: int) -> int:
+    return (value + 2 ** (BITS - 1)) % 2**BITS - 2 ** (BITS - 1)

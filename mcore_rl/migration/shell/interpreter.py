@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.errors import ConfigError
+from mcore_rl.migration.shell.arithmetic import integer
 from mcore_rl.migration.shell.conditions import holds
 from mcore_rl.migration.shell.expansion import Expander
 from mcore_rl.migration.shell.substitution import document_of
@@ -229,8 +230,8 @@ class _Interpreter:
             case ["false"]:
                 return False
             case ["shift", *count]:
-                number = int(count[0]) if count and count[0].isdigit() else 1
-                del self.variables.positional[:number]
+                number = integer(count[0]) if count else 1
+                del self.variables.positional[: 1 if number is None else max(number, 0)]
             case ["source" | ".", path, *_]:
                 self._source(path)
             case ["eval", *rest]:

@@ -6,6 +6,7 @@ import fnmatch
 import re
 from typing import TYPE_CHECKING
 
+from mcore_rl.migration.shell.arithmetic import integer
 from mcore_rl.migration.shell.syntax import text_of
 from mcore_rl.migration.shell.words import Word
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 NAME_NODES = ("variable_name", "special_variable_name")
 MAX_TRIMMED = 10_000
-"""Maximum length of a value whose prefix or suffix is removed; a match is searched at every character."""
+"""Maximum length of a value of which a part is removed or replaced; a match is searched at every character."""
 CASES = {
     ",,": str.lower,
     "^^": str.upper,
@@ -43,7 +44,7 @@ def items_of(node: Node, expander: Expander) -> tuple[str | None, list[Word] | N
     if index in ("@", "*"):
         return name, _sliced(variables.items(name) or [], node)
     items = variables.items(name)
-    if items is not None and re.fullmatch(r"-?\d+", index) and -len(items) <= int(index) < len(items):
+    if items is not None and re.fullmatch(r"-?\d{1,9}", index) and -len(items) <= int(index) < len(items):
         return name, [items[int(index)]]
     return name, None
 
@@ -103,6 +104,8 @@ def _trimmed(value: str, sign: str, pattern: str) -> str:
 
 def _replaced(value: str, sign: Node, pattern: str, expander: Expander) -> str:
     """Replace the first match of a pattern (/) or all matches (//)."""
+    if len(value) > MAX_TRIMMED:
+        return value
     following = sign.next_sibling.next_sibling if sign.next_sibling is not None else None
     replacement = following.next_sibling if following is not None and following.type == "/" else None
     word = "" if replacement is None or replacement.type == "}" else expander.text(replacement)
@@ -112,7 +115,7 @@ def _replaced(value: str, sign: Node, pattern: str, expander: Expander) -> str:
 
 def _sliced(items: list[Word], node: Node) -> list[Word]:
     """Apply the range of `${NAME[@]:first:length}`."""
-    numbers = [int(text_of(child)) for child in node.named_children if child.type == "number"]
+    numbers = [integer(text_of(child)) or 0 for child in node.named_children if child.type == "number"]
     colon = any(child.type == ":" for child in node.children)
     if not colon or not numbers:
         return items

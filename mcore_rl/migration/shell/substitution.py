@@ -66,7 +66,7 @@ def _output(words: list[str]) -> str | None:
             return os.path.basename(path.rstrip("/")).removesuffix(suffix)
         case ["dirname", path]:
             return os.path.dirname(path.rstrip("/")) or "."
-        case ["seq", *numbers] if 1 <= len(numbers) <= 3 and all(re.fullmatch(r"-?\d+", each) for each in numbers):
+        case ["seq", *numbers] if 1 <= len(numbers) <= 3 and all(re.fullmatch(r"-?\d{1,9}", each) for each in numbers):
             values = [int(each) for each in numbers]
             first = values[0] if len(values) > 1 else 1
             step = values[1] if len(values) == 3 else 1

@@ -48,7 +48,8 @@ class Variables:
     def get(self, name: str) -> str | None:
         """Return the value of `$name`; None if the script does not set it."""
         if name.isdigit() and name != "0":
-            place = int(name) - 1
+            # A longer number is no place in a list, and int() rejects thousands of digits.
+            place = int(name[:9]) - 1
             return self.positional[place].text if place < len(self.positional) else None
         if name in self.arrays:
             # An array without an index is its first item.

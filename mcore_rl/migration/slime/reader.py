@@ -39,6 +39,8 @@ def read_slime(path: Path, given: Mapping[str, str]) -> ReadInput:
     flags = flag_values(launch.arguments)
     settings = {name: Setting(f"--{name}", _value(name, values), line) for name, (values, line) in flags.items()}
     settings[PROGRAM] = Setting(PROGRAM, launch.program, launch.line)
+    for other in launches[1:]:
+        notes.append(f"line {other.line}: another command, {other.program}, is not read")
     return ReadInput(settings, f"line {launch.line}, {launch.program}", notes)
 
 

@@ -87,6 +87,21 @@ def test_reader_script_that_explodes_is_rejected(script: str, message: str) -> N
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo $((" + "(" * 8 + "9" + " ** 64)" * 8 + "))",
+        f"echo $(({'9' * 5000})) ${{{'9' * 5000}}} ${{a[@]:0x1:{'9' * 5000}}} $(seq {'9' * 5000})",
+        f"f() {{ shift {'9' * 5000}; shift x; shift -1; }}; f 1 2",
+        "a=" + "xy" * 100_000 + "\necho ${a//*x*y*z/}",
+    ],
+)
+def test_reader_large_numbers_and_texts_are_read_in_time(script: str) -> None:
+    started = time.monotonic()
+    evaluate_script(script, {}, Path())
+    assert time.monotonic() - started < 10
+
+
 def test_reader_yaml_that_contains_itself_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("data: &a\n  b: *a\n")

@@ -31,6 +31,7 @@ SCRIPTS = {
     "replace": "p=a-b-c; record ${p/-/_} ${p//-/_} ${p//-/}",
     "length": "p=abcd; record ${#p}",
     "arithmetic": "a=7; record $((a * 2 + 1)) $((a / 2)) $((-a / 2)) $((a % 4)) $((2 ** 10)) $(( (a) ))",
+    "arithmetic_wraps": "record $((2 ** 63)) $((3 ** 50 * 3 ** 50)) $(((9 ** 40) ** 40)) $((-(1 << 63)))",
     "arithmetic_choice": "a=7; record $((a > 3 ? 1 : 0)) $((a < 3 || a == 7))",
     "arithmetic_bases": "record $((0x10 + 010)) $((1 << 4)) $((5 & 3)) $((!0))",
     "array": 'a=(x "y z" $((1 + 1))); a+=(w); record "${a[@]}" ${#a[@]} ${a[1]} "${a[-1]}" ${a[@]:1:2}',

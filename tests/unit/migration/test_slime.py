@@ -164,3 +164,11 @@ def test_import_without_engines_names_the_argument(tmp_path: Path) -> None:
 def test_reader_file_of_verl_states_what_it_expects(name: str) -> None:
     with pytest.raises(ConfigError, match="expected a slime launch script"):
         read_slime(SCRIPTS / name, {})
+
+
+def test_read_several_commands_lists_those_that_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"python3 other.py --hf-checkpoint /m\npython3 train.py {REQUIRED}\n")
+    read = read_slime(path, {})
+    assert read.command == "line 2, train.py"
+    assert read.notes == ["line 1: another command, other.py, is not read"]
