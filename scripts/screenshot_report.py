@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def take(page: Path, options: argparse.Namespace) -> None:
     """Open the page in Chromium and write the picture.
 
-    Raises: ConfigError if Chromium is not installed, or if --size has another form.
+    Raises: ConfigError if Chromium is not installed, --size has another form, or the page does not become ready.
     """
     chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or chromedriver is None:
@@ -63,7 +63,9 @@ def take(page: Path, options: argparse.Namespace) -> None:
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [theme]})
         driver.get(page.absolute().as_uri())
         deadline = time.monotonic() + SECONDS
-        while not driver.execute_script("return document.body.dataset.ready") and time.monotonic() < deadline:
+        while not driver.execute_script("return document.body.dataset.ready"):
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{page} is not ready after {SECONDS} s; open it in a browser to see its errors")
             time.sleep(0.05)
         driver.execute_script(ONLY, options.sections.split(","))
         if options.open:

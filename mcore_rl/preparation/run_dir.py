@@ -303,7 +303,7 @@ def make_log_folder(run_dir: Path) -> Path:
         logs = run_dir / LOGS
         logs.mkdir(exist_ok=True)
         numbers = [path.name.removeprefix(ATTEMPT) for path in logs.glob(f"{ATTEMPT}*")]
-        folder = logs / f"{ATTEMPT}{max((int(each) for each in numbers if each.isdigit()), default=0) + 1}"
+        folder = logs / f"{ATTEMPT}{max((int(each) for each in numbers if each.isdecimal()), default=0) + 1}"
         folder.mkdir()
         return folder
 
