@@ -24,7 +24,7 @@ def dry_run(config: Config) -> int:
     Raises: ConfigError, DataError, as `train`.
     """
     show, console = start_up_log(), Console(highlight=False)
-    # Warnings of other packages, which a run writes to logs/driver.log, are dropped.
+    # Warnings of other packages, which a run writes to driver.log, are dropped.
     with third_party_log():
         if is_finished(Path(config.run.dir), config.trainer):
             return 0
