@@ -17,7 +17,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass
 class ProfileConfig:
-    """Profiles of trainer ranks by torch.profiler, in the folder profile of run.dir."""
+    """Profiles of trainer ranks by torch.profiler, in the folder profile of run.dir; on GPUs with memory snapshots and
+    NVTX ranges."""
 
     steps: list[int] = setting([], minimum=1, one_or_more=True)
     """Steps that are profiled, from their beginning to the end of the weight sync. A profiled step is slower. []: none;

@@ -1,12 +1,14 @@
-"""Profile of one trainer rank by torch.profiler, and a snapshot of its GPU memory."""
+"""Profile of one trainer rank by torch.profiler, a snapshot of its GPU memory, and NVTX ranges for Nsight Systems."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 TRACE, SNAPSHOT = ".json.gz", ".memory.pickle"
 MAX_MEMORY_EVENTS = 200_000
@@ -24,6 +26,20 @@ class RankProfile:
             torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS, stacks="python")
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
+
+    @contextmanager
+    def annotate(self, name: str) -> Iterator[None]:
+        """Mark the block as a range in the trace and, on a GPU, as an NVTX range of the same name."""
+        with record_function(name):
+            # A CPU build of torch has no NVTX.
+            if not self._on_gpu:
+                yield
+                return
+            torch.cuda.nvtx.range_push(name)
+            try:
+                yield
+            finally:
+                torch.cuda.nvtx.range_pop()
 
     def write(self, path: Path) -> None:
         """Stop, and write `path`.json.gz (Chrome trace format) and, on a GPU, `path`.memory.pickle."""

@@ -16,7 +16,7 @@ class SpanRecorder:
     def __init__(self, process: str) -> None:
         self.process = process
         self.annotate: Callable[[str], AbstractContextManager[object]] = nullcontext
-        """Context manager by name that each span enters, such as torch.profiler.record_function."""
+        """Context manager by name that each span enters, such as RankProfile.annotate."""
         self._spans: list[Span] = []
         self._lock = threading.Lock()
 

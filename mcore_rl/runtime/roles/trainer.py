@@ -58,12 +58,10 @@ class TrainerProcess(TrainedRankProcess):
     def start_profile(self) -> None:
         """Record a profile until `write_profile`, with the spans of this process as ranges."""
         # Not at the top: torch may be imported only after the set-up has hidden other GPUs.
-        from torch.profiler import record_function
-
         from mcore_rl.runtime.rank_profile import RankProfile
 
         self._profile = RankProfile()
-        self.spans.annotate = record_function
+        self.spans.annotate = self._profile.annotate
 
     def write_profile(self, path: str) -> None:
         """Stop the profile and write it to files whose names begin with `path`."""
