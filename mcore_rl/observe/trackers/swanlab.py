@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 
+from mcore_rl.observe.report.series import CHARTS
 from mcore_rl.observe.trackers.interface import RunFacts, SampledResponse, by_set
 
 OFFLINE_MODES = ("offline", "local", "disabled")
@@ -41,6 +42,11 @@ class SwanlabRun:
             config=facts.described(),
             settings=settings,
         )
+        # SwanLab draws one chart per metric; its sections are the charts of the report. Like there, a name goes before
+        # a pattern with *. A project keeps the section of its first run that has the metric.
+        for chart in CHARTS:
+            for pattern in chart.patterns:
+                self._run.define_metric(pattern, section_name=chart.title)
 
     def append(self, step: int, metrics: Mapping[str, float], responses: Sequence[SampledResponse]) -> None:
         """Log the metrics and the responses of a step."""

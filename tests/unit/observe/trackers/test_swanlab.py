@@ -21,14 +21,14 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
 
 
-def write(run_dir: Path, first_step: int, *, failed: bool) -> list[object]:
-    """Write two steps in one start of a run. Returns all records of its files."""
+def write(run_dir: Path, first_step: int, *, failed: bool, **more: float) -> list[object]:
+    """Write two steps in one start of a run, the first one with `more` metrics. Returns all records of its files."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
     before = set(run_dir.rglob("*.swanlab"))
     run = SwanlabRun(facts(run_dir, first_step=first_step))
-    run.append(first_step, {"reward/mean": 0.25}, [response(), response(is_validation=True, text="valid")])
+    run.append(first_step, {"reward/mean": 0.25} | more, [response(), response(is_validation=True, text="valid")])
     run.append(first_step + 1, {"reward/mean": 0.5}, [])
     run.close(failed=failed)
     (path,) = set(run_dir.rglob("*.swanlab")) - before
@@ -55,6 +55,18 @@ def test_swanlab_offline_records_metrics_config_and_texts(tmp_path: Path) -> Non
     assert "signal" in finish.error
     (config,) = tmp_path.rglob("config.yaml")
     assert "abc-dirty" in config.read_text()
+
+
+@pytest.mark.slow
+def test_swanlab_sections_are_the_charts_of_the_report(tmp_path: Path) -> None:
+    more = {"reward/kl": 0.1, "reward/format": 1.0, "val/accuracy/gsm8k": 0.5, "own/metric": 2.0}
+    columns = of_kind(write(tmp_path, 0, failed=False, **more), "column")
+    sections = {each.column_key: each.section_name for each in columns}
+    assert sections["reward/mean"] == "Reward"
+    assert sections["reward/kl"] == "KL divergence"  # named there, though it matches reward/*
+    assert sections["reward/format"] == "Parts of the reward"
+    assert sections["val/accuracy/gsm8k"] == "Accuracy"
+    assert sections.get("own/metric", "") in {"", "own"}
 
 
 @pytest.mark.slow
