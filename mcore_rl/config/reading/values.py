@@ -34,7 +34,12 @@ class NoneWord(str):
 class YamlLoader(yaml.SafeLoader):
     """YAML 1.1 loader with changes: 1e-4 is a number (in YAML 1.1 a string), and a time limit such as 12:00:00 is a
     string (in YAML 1.1 the number 43200). None is a NoneWord. Dates such as 2026-11-25 are strings: directories are
-    named by dates, and no key is a date."""
+    named by dates, and no key is a date. A value that contains itself, by an alias, is rejected."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        # Values are complete before those around them, which makes PyYAML report an alias to an incomplete value.
+        self.deep_construct = True
 
 
 YamlLoader.yaml_implicit_resolvers = {

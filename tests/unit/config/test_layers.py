@@ -71,6 +71,17 @@ def test_load_config_invalid_yaml_names_file_and_line(base: str, tmp_path: Path)
         load_config([base, later])
 
 
+@pytest.mark.parametrize("text", ["own: &own {own: *own}\n", "data:\n  train: &own [*own]\n", "&own\n? *own\n: 1\n"])
+def test_load_config_value_that_contains_itself_is_invalid(base: str, tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"second.yml is not valid YAML: .*line"):
+        load_config([base, second(tmp_path, text)])
+
+
+def test_load_config_alias_repeats_a_value(base: str, tmp_path: Path) -> None:
+    text = "data: {train: &files [c.jsonl], val: *files}\n"
+    assert load_config([base, second(tmp_path, text)]).data.val == ["c.jsonl"]
+
+
 def test_load_config_missing_key_names_all_files(base: str, tmp_path: Path) -> None:
     Path(base).write_text("data: {train: t.jsonl}\n")
     later = second(tmp_path, "run: {dir: runs/x}\n")
