@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -18,8 +19,11 @@ def durable_write(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     block raises, `path` is unchanged.
 
     mode: permissions before the umask.
-    Raises: OSError.
+    Raises: OSError, also if `path` is a directory, a device or a pipe.
     """
+    # A rename would replace a device such as /dev/null for all processes of the machine.
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "it exists and is not a file", str(path))
     # The process id keeps two writers of one file apart; the last rename wins.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

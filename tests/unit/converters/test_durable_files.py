@@ -21,6 +21,14 @@ def test_durable_write_replaces_the_file_with_its_mode(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_durable_write_keeps_what_is_not_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # instead of a device, such as /dev/null, which a defect would replace
+    with pytest.raises(FileExistsError, match="not a file"), durable_write(tmp_path / "pipe"):
+        raise AssertionError("not reached")
+    assert (tmp_path / "pipe").is_fifo()
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
 def test_durable_write_that_raises_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"old")
