@@ -1,13 +1,16 @@
 """Command line of mcore-rl.
 
 Exit codes: 0 success; 1 failure while running; 2 invalid input (one message, no traceback); 130 and 143 stopped by INT
-and TERM; 75 saved and stopped by USR1. After a stop, `train` prints the command that resumes.
+and TERM; 141 the reader of stdout has ended; 75 saved and stopped by USR1. After a stop, `train` prints the command
+that resumes.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +20,7 @@ from typing import NoReturn
 from mcore_rl import __version__
 from mcore_rl.doctor.command import add_arguments as add_doctor_arguments
 from mcore_rl.doctor.command import run as run_doctor
-from mcore_rl.errors import McoreRLError, storage_error
+from mcore_rl.errors import McoreRLError, path_error, storage_error
 from mcore_rl.migration.command import add_arguments as add_import_arguments
 from mcore_rl.migration.command import run as run_import
 from mcore_rl.starter.command import add_arguments as add_init_arguments
@@ -25,18 +28,26 @@ from mcore_rl.starter.command import run as run_init
 
 CONFIGURED_VERBS = ("train", "eval", "plan", "slurm")
 """Verbs that take configuration files and overrides."""
+BROKEN_PIPE = 141
+"""Exit code if the reader of stdout has ended, as of a program that SIGPIPE ends."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     if arguments is None:  # called as a program, not from other code; train and eval install their own handler
         signal.signal(signal.SIGTERM, _exit_on_term)
+        _print_all_characters()
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
-        return int(options.run(options) or 0)
+        code = int(options.run(options) or 0)
+        # Inside the block, since a closed pipe is detected when the buffer is written.
+        sys.stdout.flush()
+        return code
     except (McoreRLError, OSError) as error:
-        # A full disk can be met by any write of a run.
-        known = storage_error(error) if isinstance(error, OSError) else error
+        if isinstance(error, BrokenPipeError) and _reader_has_ended():
+            return BROKEN_PIPE
+        # A full disk can be met by any write of a run, and a forbidden path by any key.
+        known = storage_error(error) or path_error(error) if isinstance(error, OSError) else error
         if known is None:
             raise
         from mcore_rl.observe.terminal_text import printable
@@ -54,6 +65,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _exit_on_term(number: int, frame: FrameType | None) -> NoReturn:
     # An exception runs the finally blocks, which the default action of TERM would not.
     raise SystemExit(128 + number)
+
+
+def _print_all_characters() -> None:
+    """Let stdout print paths that are not UTF-8 as their bytes (PEP 383), and escape characters that another encoding
+    lacks."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
+
+
+def _reader_has_ended() -> bool:
+    """Return whether stdout is a pipe without a reader, such as `head`, and drop the output in this case."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    # Python flushes stdout when it exits, which would fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -176,7 +206,7 @@ def _report(options: argparse.Namespace) -> int:
 
     from mcore_rl.observe.report.write import write_report
 
-    print(write_report([Path(run) for run in options.runs], options.out and Path(options.out)))
+    print(write_report([Path(run) for run in options.runs], None if options.out is None else Path(options.out)))
     return 0
 
 
@@ -206,13 +236,7 @@ def _keys(options: argparse.Namespace) -> int:
     from mcore_rl.config.catalogue import find_keys
 
     keys = find_keys(options.word)
-    try:
-        print(json.dumps([asdict(entry) for entry in keys]) if options.json else "\n".join(e.shown() for e in keys))
-        # Inside the block, since a closed pipe is detected when the buffer is written.
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        # Python flushes stdout again when it exits, which would fail a second time.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(json.dumps([asdict(entry) for entry in keys]) if options.json else "\n".join(e.shown() for e in keys))
     return 0
 
 

@@ -6,6 +6,9 @@ import os
 # Full disk, quota, read-only file system, and a limit on the size of a file.
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
+# No permission, a name that is too long, and links in a circle.
+_CANNOT_REACH = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
+
 
 class McoreRLError(Exception):
     """Base class of all errors that this project raises on purpose."""
@@ -81,3 +84,11 @@ def storage_error(error: OSError) -> ConfigError | None:
         return None
     where = f" ({error.filename})" if error.filename else ""
     return ConfigError(f"run.dir: {os.strerror(error.errno)}{where}; free some space or set run.dir to another disk")
+
+
+def path_error(error: OSError) -> ConfigError | None:
+    """Return an error with a remedy for a path that this process may not or cannot reach; None for other errors."""
+    if error.errno not in _CANNOT_REACH or not error.filename:
+        return None
+    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+    return ConfigError(f"{path}: {os.strerror(error.errno)}; name another path, or correct its permissions or links")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl import cli
+from tests.recorded_run import write_run
 
 
 @pytest.mark.parametrize(
@@ -61,9 +62,41 @@ def test_main_arguments_that_are_not_utf8_exit_with_2(tmp_path: Path) -> None:
         assert done.stderr.decode().count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "words", [["report", "LONG"], ["watch", "LONG"], ["compare", "a", "LONG"], ["train", "c.yaml", "run.dir=LONG"]]
+)
+def test_main_path_that_cannot_be_reached_exits_with_2(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("model: {hf_path: x}\ndata: {train: x}\n")
+    write_run(tmp_path / "a")
+    assert cli.main([word.replace("LONG", "x" * 300) for word in words]) == 2
+    error = capsys.readouterr().err
+    assert "File name too long; name another path" in error
+    assert error.count("\n") == 1
+
+
+def test_main_prints_a_path_that_is_not_utf8_as_its_bytes(tmp_path: Path) -> None:
+    write_run(tmp_path / "run\udcff")
+    command = [sys.executable, "-m", "mcore_rl.cli", "report", "run\udcff"]
+    done = subprocess.run(list(map(os.fsencode, command)), capture_output=True, cwd=tmp_path, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"run\xff/report.html\n", b"")
+
+
+def test_main_without_reader_of_its_output_exits_with_141() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mcore_rl.cli", "keys"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 INTERRUPTED = """
 import os, signal, sys
 from mcore_rl import cli
+from tests.recorded_run import write_run
 cli._keys = lambda options: os.kill(os.getpid(), signal.SIGTERM)
 sys.argv = ["mcore-rl", "keys"]
 sys.exit(cli.main())
