@@ -31,8 +31,8 @@ def commented_yaml(values: Mapping[str, object], comments: Mapping[str, str], ti
 
 
 def check_new(target: Path) -> None:
-    """Raise ConfigError if a file or directory with content would be replaced."""
-    if target.is_dir() or (target.is_file() and target.stat().st_size):
+    """Raise ConfigError if something else than an empty file would be replaced."""
+    if target.exists() and not (target.is_file() and not target.stat().st_size):
         raise ConfigError(f"--out={target} exists; remove it, or write another file")
 
 
@@ -41,10 +41,11 @@ def write_new(text: str, target: Path) -> None:
     check_new(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with durable_write(target) as file:
+        # The target of a link: a rename would replace the link, such as /dev/stdout, by the file.
+        with durable_write(target.resolve()) as file:
             file.write(text.encode())
     except OSError as error:
-        raise ConfigError(f"--out={target} cannot be written: {error}") from None
+        raise ConfigError(f"--out={target} cannot be written: {error.strerror}; write another file") from None
 
 
 def _headings(before: list[str], sections: list[str]) -> Iterator[str]:

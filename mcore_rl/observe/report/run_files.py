@@ -18,6 +18,8 @@ from mcore_rl.observe.metrics import FILE_NAME, FOLDER, ROLLOUTS
 from mcore_rl.types.json import JsonObject
 
 CONFIG = "config.yaml"
+MAX_NUMBER = 1e100
+"""Larger numbers count as infinite, so that sums and squares of them cannot exceed the range of floats."""
 SECRETS = "slurm.environment"
 """Mapping whose values may be secrets; reports are shared, so they name its keys only."""
 _RESPONSES = re.compile(r"(val_)?step_(\d+)\.jsonl")
@@ -82,10 +84,11 @@ def read_run(directory: Path) -> RunFiles:
             run.notes.append(f"{FILE_NAME}: a line without a step is left out")
         else:
             # A step that occurs twice was repeated by a resumed run.
-            run.records[step] = {name: _number(value) for name, value in record.items() if _is_metric(name, value)}
+            run.records[step] = {name: finite(value) for name, value in record.items() if _is_metric(name, value)}
     run.records = dict(sorted(run.records.items()))
     run.config = read_config(directory / CONFIG, run.notes)
-    run.rollouts = sorted(_rollout_files(directory / ROLLOUTS), key=lambda file: (file.step, file.is_validation))
+    files = _rollout_files(directory / ROLLOUTS, run.notes)
+    run.rollouts = sorted(files, key=lambda file: (file.step, file.is_validation))
     return run
 
 
@@ -128,10 +131,15 @@ def _skip_to_last(file: BinaryIO, num_bytes: int) -> None:
         file.readline()
 
 
-def _rollout_files(directory: Path) -> Iterator[RolloutFile]:
-    for path in directory.glob("*step_*.jsonl"):
-        if match := _RESPONSES.fullmatch(path.name):
-            yield RolloutFile(path, int(match[2]), match[1] is not None)
+def _rollout_files(directory: Path, notes: list[str]) -> Iterator[RolloutFile]:
+    try:
+        for path in directory.iterdir():
+            if match := _RESPONSES.fullmatch(path.name):
+                yield RolloutFile(path, int(match[2]), match[1] is not None)
+    except FileNotFoundError:  # before the first step
+        return
+    except OSError as error:
+        notes.append(f"{ROLLOUTS}/ cannot be read: {error.strerror}")
 
 
 def read_config(path: Path, notes: list[str]) -> dict[str, object]:
@@ -141,13 +149,13 @@ def read_config(path: Path, notes: list[str]) -> dict[str, object]:
     """
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return dict(_leaves(tree)) if isinstance(tree, dict) else {}
     except FileNotFoundError:
         notes.append(f"{path.name} does not exist: the configuration is unknown")
-        return {}
+    # RecursionError: deep nesting, or an alias within the value that it stands for.
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{path.name} cannot be read: {' '.join(str(error).split())}")
-        return {}
-    return dict(_leaves(tree)) if isinstance(tree, dict) else {}
+    return {}
 
 
 def _leaves(tree: dict[object, object], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -157,20 +165,32 @@ def _leaves(tree: dict[object, object], prefix: str = "") -> Iterator[tuple[str,
         elif isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value
+            yield f"{prefix}{name}", _plain(value)
+
+
+def _plain(value: object) -> object:
+    """Return a value that JSON can represent: YAML also has dates, bytes, sets and numbers that are not finite."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, int):
+        # Python does not format integers of thousands of digits.
+        return value if value.bit_length() <= 64 else hex(value)
+    if value is None or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)
 
 
 def _is_metric(name: str, value: object) -> bool:
     return name != "step" and (value is None or (isinstance(value, int | float) and not isinstance(value, bool)))
 
 
-def _number(value: object) -> float | None:
-    """Return a finite float, or None. JSON allows integers beyond the range of floats."""
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
+def finite(value: object) -> float | None:
+    """Return a number of JSON as a float; None for NaN, beyond MAX_NUMBER, and for other values. JSON has integers
+    beyond the range of floats."""
+    # An integer is compared exactly; NaN compares as False.
+    return float(value) if isinstance(value, int | float) and abs(value) <= MAX_NUMBER else None
 
 
 def _whole(value: object) -> int | None:

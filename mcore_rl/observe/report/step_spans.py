@@ -26,7 +26,9 @@ MAX_STEPS = 1000
 """Steps whose spans are shown, at equal distances."""
 MAX_SPANS = 1000
 """Spans that are shown of a step, the longest ones."""
-_STEP = re.compile(rf"{STEP_SPAN}(\d+)")
+MAX_INTEGER = 2**53
+"""Larger integers are not exact in a browser; times in us stay below for 285 years."""
+_STEP = re.compile(rf"{STEP_SPAN}(\d{{1,15}})")
 _NUMBER = re.compile(r"\d{1,9}")
 
 
@@ -128,7 +130,8 @@ def _parsed(line: bytes) -> TraceEvent | None:
         event: TraceEvent = json.loads(line.rstrip(b",\r\n"))
         times = (event["ts"], event["dur"]) if event["ph"] == "X" else ()
         text = event["args"]["name"] if event["name"] == "process_name" else event["name"]
-        integers = all(isinstance(each, int) for each in (*times, event["pid"], event.get("tid", 0)))
+        numbers = (*times, event["pid"], event.get("tid", 0))
+        integers = all(isinstance(each, int) and abs(each) <= MAX_INTEGER for each in numbers)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return event if integers and isinstance(text, str) else None

@@ -28,12 +28,13 @@ class Pieces:
         if not isinstance(named, str):
             return cls(None)
         path = Path(named) if named.endswith(".json") else Path(named) / "tokenizer.json"
-        if not path.is_file():
-            notes.append(f"{path} does not exist: tokens are shown as their numbers")
-            return cls(None)
         from tokenizers import Tokenizer
 
         try:
+            # Raises OSError for a folder that may not be searched, and for a name that is too long.
+            if not path.is_file():
+                notes.append(f"{path} does not exist: tokens are shown as their numbers")
+                return cls(None)
             return cls(Tokenizer.from_file(str(path)))
         # The package raises bare Exceptions.
         except Exception as error:

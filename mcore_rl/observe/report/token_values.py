@@ -6,14 +6,13 @@ The key `digest` connects a line with the response of the same step in rollouts/
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import TypeGuard
 
 from mcore_rl.config.observe import TOKEN_VALUES
-from mcore_rl.observe.report.run_files import json_lines
+from mcore_rl.observe.report.run_files import finite, json_lines
 from mcore_rl.observe.report.token_pieces import Pieces
 from mcore_rl.types.json import JsonObject
 
@@ -76,7 +75,9 @@ def _are_numbers(value: object, kind: type | UnionType) -> TypeGuard[list]:  # t
 
 
 def _short(value: float | None) -> float | None:
-    return round(value, 4) if value is not None and math.isfinite(value) else None
+    # Also an integer beyond the range of floats.
+    number = finite(value)
+    return None if number is None else round(number, 4)
 
 
 def spans_of_zeros(mask: list[int]) -> list[list[int]]:

@@ -41,12 +41,14 @@ def write_report(run_dirs: Sequence[Path], path: Path | None = None, *, failure:
         "runs": described,
         "differences": differences([run.config for run in runs]) if len(runs) > 1 else [],
     }
-    path = run_dirs[0] / REPORT if path is None else path
+    # Not for report.html: a link in a shared run directory must not choose another file.
+    target = run_dirs[0] / REPORT if path is None else path.resolve()
+    path = target if path is None else path
     page = render(blocks, summary).encode()
     try:
-        with durable_write(path) as file:
+        with durable_write(target) as file:
             file.write(page)
-    except (PermissionError, FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out FILE") from None
     return path
 

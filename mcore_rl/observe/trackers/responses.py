@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.observe.metrics import ROLLOUTS
+from mcore_rl.observe.report.run_files import finite
 from mcore_rl.observe.report.sample import shortened
 from mcore_rl.observe.trackers.interface import SampledResponse
 from mcore_rl.types.json import JsonObject
@@ -64,7 +64,7 @@ def _sampled(record: JsonObject, step: int, is_validation: bool) -> SampledRespo
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+    return finite(value) or 0.0
 
 
 def _text(value: object) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,12 @@ from mcore_rl.observe.report.pages import decode
 from mcore_rl.observe.report.write import write_report
 from tests.recorded_run import CONFIG, groups, metrics_line, response, write_run
 from tests.unit.observe.report.pages_of import alerts_of, blocks_of, run_of
+
+
+def event(name: str, **values: object) -> str:
+    """Return a line of timeline.json: the name of process 1, or a span of it."""
+    kind = "M" if name == "process_name" else "X"
+    return json.dumps({"name": name, "ph": kind, "ts": 1, "dur": 2, "pid": 1, **values}) + ",\n"
 
 
 def test_report_complete_run_has_all_parts(tmp_path: Path) -> None:
@@ -82,20 +90,49 @@ def test_report_run_in_progress_ignores_the_line_being_written(tmp_path: Path) -
         ("metrics.jsonl", '{"reward/mean": 1}\n' + metrics_line(2), "a line without a step"),
         ("rollouts/step_2.jsonl", json.dumps(response()) + "\n" + '{"response": "cu\n', "step_2.jsonl: lines that are"),
         ("config.yaml", "trainer: [", "config.yaml cannot be read"),
+        ("config.yaml", CONFIG + "own: &own {key: *own}\n", "config.yaml cannot be read"),
+        ("config.yaml", CONFIG + "own: &own [*own]\n", "config.yaml cannot be read"),
+        ("config.yaml", CONFIG.replace("nowhere", "x" * 300), "File name too long"),
         ("config.yaml", CONFIG + "future: {key: 1}\n", "this version cannot read config.yaml"),
         ("timeline.json", "[\n{cut", None),
         ("timeline.json", '{"name": "step 1", "ph": "X", "ts": 1, "dur": 2, "pid": 1}\n', None),
         ("timeline.json", '{"name": "process_name", "ph": "M", "pid": [], "args": 1}\n[1, "X"]\n', None),
         ("timeline.json", '{"name": "step 1", "ph": "M", "pid": 1}\n', None),
         ("timeline.json", '{"name": "step 1", "ph": "X", "ts": "a", "dur": "b", "pid": 1}\n', None),
+        ("timeline.json", event("process_name", args={"name": "driver"}) + event("step 1", dur=10**400), None),
+        ("timeline.json", event("process_name", args={"name": "driver"}) + event(f"step {'9' * 5000}"), None),
+        ("metrics.jsonl", metrics_line(2, time__step=1e308, reward__mean=-1e308), "not finite: reward/mean, time/step"),
+        ("rollouts", None, "rollouts/ cannot be read: Not a directory"),
     ],
 )
-def test_report_damaged_file_is_named_and_rest_shown(tmp_path: Path, name: str, text: str, named: str | None) -> None:
+def test_report_damaged_file_is_named_and_rest_shown(
+    tmp_path: Path, name: str, text: str | None, named: str | None
+) -> None:
     directory = write_run(tmp_path / "run")
-    (directory / name).write_text(text)
+    if text is None:
+        shutil.rmtree(directory / name)
+    (directory / name).write_text(text or "")
     alerts = alerts_of(directory)
     assert named is None or any(named in alert for alert in alerts), alerts
     assert run_of(directory)["last_step"] in (2, 3)
+
+
+def test_report_runs_with_values_that_json_lacks_are_compared(tmp_path: Path) -> None:
+    """Values of YAML: infinity, a date, bytes, a set, and an integer that Python does not format."""
+    odd = f"odd: {{inf: .inf, day: 2026-01-01, bytes: !!binary aGk=, set: !!set {{a}}, long: 0x{'f' * 5000}}}\n"
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", config=CONFIG + odd)]
+    found = {key: values[1] for key, values in blocks_of(*runs)["summary"]["differences"]}
+    assert (found["odd.inf"], found["odd.day"], found["odd.bytes"]) == ("inf", "2026-01-01", "b'hi'")
+    assert found["odd.long"].startswith("0xffff")
+
+
+def test_report_token_values_beyond_floats_are_unknown(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", {"step_1": [response(digest=1)]})
+    (directory / "tokens").mkdir()
+    line = {"digest": 1, "token_ids": [5], "logp_rollout": [10**400], "logp_policy": [-0.5]}
+    (directory / "tokens" / "step_1.jsonl").write_text(json.dumps(line) + "\n")
+    (values,) = blocks_of(directory)["run0.tokens1"]
+    assert (values["engine"], values["trainer"]) == ([None], [-0.5])
 
 
 def test_report_values_of_other_types_are_ignored(tmp_path: Path) -> None:
@@ -127,8 +164,18 @@ def test_report_out_names_another_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["report", str(directory), "--out", str(tmp_path / "r.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'r.html'}\n"
     assert not (directory / "report.html").exists()
-    with pytest.raises(ConfigError, match="--out FILE"):
-        write_report([directory], tmp_path / "nowhere" / "r.html")
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("nowhere/r.html", "", "pipe", "x" * 300):
+        with pytest.raises(ConfigError, match="--out FILE"):
+            write_report([directory], tmp_path / path)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_report_out_that_is_a_link_replaces_its_target(tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to(tmp_path / "r.html")
+    write_report([write_run(tmp_path / "run")], tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "r.html").read_text().startswith("<!")
 
 
 def test_report_signs_of_collapse_and_failures_are_alerts(tmp_path: Path) -> None:
