@@ -60,7 +60,9 @@ def run(options: argparse.Namespace) -> int:
     problems = dict.fromkeys([*source.problems, *([] if options.force else draft.blockers)])
     if problems:
         remedy = "" if options.force or not draft.blockers else ". --force leaves such settings out"
-        raise ConfigError(f"{path} cannot be imported: {'; '.join(problems)}{remedy}")
+        # A value can be missing because a branch of the script was not read.
+        skipped = f". Parts that were not followed: {'; '.join(read.notes)}" if source.problems and read.notes else ""
+        raise ConfigError(f"{path} cannot be imported: {'; '.join(problems)}{remedy}{skipped}")
     title = f"Imported from {path.name} ({read.command}) by mcore-rl {options.verb}."
     text = commented_yaml(draft.values, draft.origins, title)
     report = Report(draft, uncovered, read.notes, rejection(text))

@@ -106,10 +106,11 @@ SKIP = object()
 
 def _is_readable(key: str, value: object) -> bool:
     """Return True unless the value has parts that only the shell knows. Paths may have environment variables, which are
-    expanded when the configuration is read."""
+    expanded when the configuration is read, but no arguments such as $1."""
     texts = value if isinstance(value, list) else [value]
     parts = [part for text in texts if isinstance(text, str) for part in UNKNOWN.finditer(text)]
-    return not parts or (key in PATHS and all(part[1] is not None for part in parts))
+    named = all(part[1] is not None and not part[1].isdigit() for part in parts)
+    return not parts or (key in PATHS and named)
 
 
 def _written(value: object) -> str:

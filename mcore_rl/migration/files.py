@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import yaml
@@ -14,20 +13,28 @@ MAX_BYTES = 4 * 2**20
 YAML_NAMES = (".yaml", ".yml")
 
 
-def read_text(path: Path) -> str:
-    """Read a script or YAML file.
+def read_text(path: Path, expected: str = "") -> str:
+    """Read a script or YAML file. `expected`: description of a file of the right kind, for messages.
 
     Raises: ConfigError if it cannot be read, is not text, or is larger than a script can be.
     """
     try:
-        if path.is_file() and os.path.getsize(path) > MAX_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_BYTES // 2**20} MiB, which is no launch script")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-    if "\0" in text:
-        raise ConfigError(f"{path} is not a text file")
-    return text
+        # A device such as /dev/zero has no end.
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {path}: {reason}") from None
+    ending = f"; expected {expected}" if expected else ""
+    if b"\0" in data:
+        raise ConfigError(f"{path} is not a text file{ending}")
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_BYTES // 2**20} MiB{ending}")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file in UTF-8{ending}") from None
+    return text.replace("\r\n", "\n")
 
 
 def is_yaml(path: Path) -> bool:
@@ -35,15 +42,16 @@ def is_yaml(path: Path) -> bool:
     return path.suffix.lower() in YAML_NAMES
 
 
-def read_yaml(path: Path) -> dict[str, object]:
-    """Read a YAML file with a mapping.
+def read_yaml(path: Path, expected: str = "") -> dict[str, object]:
+    """Read a YAML file with a mapping. `expected`: description of a file of the right kind, for messages.
 
     Raises: ConfigError for anything else.
     """
+    ending = f"; expected {expected}" if expected else ""
     try:
-        tree = yaml.load(read_text(path), Loader=YamlLoader)
+        tree = yaml.load(read_text(path, expected), Loader=YamlLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}{ending}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no mapping of sections")
+        raise ConfigError(f"{path} holds no mapping of sections{ending}")
     return tree

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from mcore_rl.migration.shell.words import Word
 
 _MODULE_FLAG = "-m"
+_CONTINUATION = re.compile(r"--\w[\w-]*(=.*)?|[+~]*\w+(\.[\w@/-]+)+=.*", re.DOTALL)
+"""Word that cannot be a program: a flag, or an override of a nested key."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,29 @@ def find_launches(commands: Sequence[list[Word]], is_argument: Callable[[str], b
             found.append((count, _split(words, is_argument)))
     # sorted() is stable: the first of equal commands stays first.
     return [launch for _, launch in sorted(found, key=lambda each: -each[0])]
+
+
+def joined_commands(commands: Sequence[list[Word]]) -> tuple[list[list[Word]], list[str]]:
+    """Join the lines of a command whose continuation ends too early: a missing backslash, or blanks or a comment after
+    it. The shell would call the rest of the arguments a command. Returns the commands, and a note per joined line."""
+    joined: list[list[Word]] = []
+    notes = []
+    for command in commands:
+        # A backslash before a blank is a word of one blank.
+        words = [word for word in command if word.text.strip()]
+        if words and joined and _CONTINUATION.fullmatch(words[0].text) and _has_arguments(joined[-1]):
+            joined[-1] = [*joined[-1], *words]
+            notes.append(
+                f"line {words[0].line}: the shell ends the command before this line, because a backslash is missing or "
+                "is not the last character; the arguments are read as one command"
+            )
+        elif words:
+            joined.append(words)
+    return joined, notes
+
+
+def _has_arguments(words: list[Word]) -> bool:
+    return any(_CONTINUATION.fullmatch(word.text) for word in words)
 
 
 def _split(words: list[Word], is_argument: Callable[[str], bool]) -> Launch:

@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from mcore_rl.migration.shell.arithmetic import evaluate, integer
+from mcore_rl.migration.shell.substitution import ABSENT
 from mcore_rl.migration.shell.syntax import text_of
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ def _holds_for(sign: str, text: str) -> bool | None:
 
 
 def _command(node: Node, expander: Expander) -> bool | None:
+    if ABSENT.search(text_of(node)):
+        return False
     words = [word.text for child in node.named_children for word in expander.words(child)]
     match words:
         case ["true" | ":"]:

@@ -4,6 +4,7 @@ the script would run. Nothing is run."""
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.migration.shell.arithmetic import integer
 from mcore_rl.migration.shell.conditions import holds
 from mcore_rl.migration.shell.expansion import Expander
+from mcore_rl.migration.shell.nested import SHELLS, find_script, script_argument, script_file, text_of_file
+from mcore_rl.migration.shell.slurm import job_variables
 from mcore_rl.migration.shell.substitution import document_of
 from mcore_rl.migration.shell.syntax import line_of, parse, text_of
 from mcore_rl.migration.shell.words import UNKNOWN, Variables, Word
@@ -24,7 +27,7 @@ MAX_STATEMENTS = 100_000
 """Maximum number of evaluated statements: functions that call each other would otherwise take for ever."""
 MAX_DEPTH = 20
 """Maximum depth of calls, sourced files and scripts in arguments."""
-SHELLS = ("bash", "sh", "zsh")
+_VARIABLE = re.compile(r"\$\{?(\w+)")
 DOCUMENT_READERS = (*SHELLS, "sbatch", "ssh", "srun")
 """Commands whose here-document is a script."""
 
@@ -42,7 +45,8 @@ def evaluate_script(text: str, given: Mapping[str, str], directory: Path) -> Eva
 
     Raises: ConfigError if tree-sitter is not installed, or if the script is too deep, long or large to follow.
     """
-    interpreter = _Interpreter(Variables.given(given, directory), frozenset(given))
+    variables = Variables.given({**job_variables(text), **given}, directory)
+    interpreter = _Interpreter(variables, frozenset(given))
     try:
         interpreter.run(parse(text))
     except RecursionError:
@@ -147,14 +151,24 @@ class _Interpreter:
         value = holds(condition, self.expander)
         if value is None:
             shown = " ".join(text_of(condition).split())
-            self.evaluation.notes.append(f"line {line_of(condition)}: `{shown}` is not known here and counts as false")
+            self._note_unknown(condition, f"`{shown}` is not known here and counts as false")
         return value is True
+
+    def _note_unknown(self, node: Node, text: str) -> None:
+        """Add a note about a condition or subject, with the variables that would decide it."""
+        names = dict.fromkeys(name for name in _VARIABLE.findall(text_of(node)) if self._is_unknown(name))
+        remedy = f"; --set {next(iter(names))}=VALUE decides it" if names else ""
+        self.evaluation.notes.append(f"line {line_of(node)}: {text}{remedy}")
+
+    def _is_unknown(self, name: str) -> bool:
+        value = self.variables.get(name)
+        return value is None or UNKNOWN.search(value) is not None
 
     def _run_case(self, node: Node) -> bool | None:
         subject, *items = [child for child in node.named_children if child.type != "comment"]
         value = self.expander.known(subject)
         if value is None:
-            self.evaluation.notes.append(f"line {line_of(node)}: `case {text_of(subject)}` is not known here, skipped")
+            self._note_unknown(subject, f"`case {text_of(subject)}` is not known here, skipped")
             return True
         for item in items:
             before, _, _ = text_of(item).partition(")")
@@ -219,11 +233,24 @@ class _Interpreter:
                 else self.expander.words(child)
             )
         ]
-        return self._call(words, document) if words else None
+        if not words:
+            return None
+        assignments = [child for child in node.named_children if child.type == "variable_assignment"]
+        return self._call_with(assignments, words, document) if assignments else self._call(words, document)
+
+    def _call_with(self, assignments: list[Node], words: list[Word], document: str | None) -> bool | None:
+        """Handle a command after assignments, as in `NNODES=2 bash run.sh`, which hold for this command only."""
+        before = self.variables.copy()
+        for each in assignments:
+            self._assign(each)
+        succeeded = self._call(words, document)
+        for name in {name for each in assignments for name in _assigned(each)}:
+            self.variables.restore(name, before)
+        return succeeded
 
     def _call(self, words: list[Word], document: str | None) -> bool | None:
-        """Handle a command: shift, source, read, eval, shells with a script, functions; others are collected."""
-        name, texts = words[0].text, [word.text for word in words]
+        """Handle a command of the shell: true, shift, source, read, eval; others are started."""
+        texts = [word.text for word in words]
         match texts:
             case ["true" | ":"]:
                 return True
@@ -238,26 +265,50 @@ class _Interpreter:
                 self._run_text(" ".join(rest))
             case ["read", *options] if document is not None:
                 self.variables.set(options[-1], document)
-            case _ if name in self.functions:
-                self._run_function(name, words[1:])
-            case _ if (script := _script_argument(texts)) is not None:
-                self._run_text(script)
-            case _ if document is not None and name in DOCUMENT_READERS:
-                self._run_text(document)
             case _:
-                self.evaluation.commands.append(words)
+                self._start(words, document)
         return True
 
+    def _start(self, words: list[Word], document: str | None) -> None:
+        """Follow a function or a script; collect another command."""
+        name, texts = words[0].text, [word.text for word in words]
+        script, place = script_argument(texts), script_file(texts)
+        if name in self.functions:
+            self._run_function(name, words[1:])
+        elif script is not None:
+            self._run_text(script)
+        elif document is not None and name in DOCUMENT_READERS:
+            self._run_text(document)
+        elif place is not None:
+            self._run_file(words, place)
+        else:
+            self.evaluation.commands.append(words)
+
     def _source(self, path: str) -> None:
-        file = self.variables.directory / path
-        try:
-            text = None if UNKNOWN.search(path) else file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            text = None
+        text = text_of_file(self.variables.directory / path)
         if text is None:
             self.evaluation.notes.append(f"source {path}: there is no such file here; its variables are not known")
         else:
             self._run_text(text)
+
+    def _run_file(self, words: list[Word], place: int) -> None:
+        """Read the script that a command starts, such as `bash run.sh key=value`; a missing one remains a command."""
+        path = words[place].text.removeprefix("${PWD}/")
+        found = find_script(path, self.variables.directory)
+        if found is None:
+            self.evaluation.notes.append(f"line {words[0].line}: {path} is another script, which is not here")
+            self.evaluation.commands.append(words)
+            return
+        file, text = found
+        self.evaluation.notes.append(
+            f"line {words[0].line}: {path} is read; lines of its arguments are lines of this file"
+        )
+        before = self.variables
+        self.variables = before.copy()
+        self.variables.positional, self.variables.directory = words[place + 1 :], file.parent
+        self.expander.variables = self.variables
+        self._run_text(text)
+        self.variables = self.expander.variables = before
 
     def _run_function(self, name: str, arguments: list[Word]) -> None:
         before, self.variables.positional = self.variables.positional, arguments
@@ -272,15 +323,6 @@ class _Interpreter:
             self.depth += 1
             self.run(parse(text))
             self.depth -= 1
-
-
-def _script_argument(words: list[str]) -> str | None:
-    """Return the script in `... bash -c SCRIPT`."""
-    for place, word in enumerate(words[:-2]):
-        option = words[place + 1]
-        if word.rpartition("/")[2] in SHELLS and option.startswith("-") and option.endswith("c"):
-            return words[place + 2]
-    return None
 
 
 def _assigned(node: Node) -> set[str]:

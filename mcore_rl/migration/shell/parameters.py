@@ -78,6 +78,10 @@ def _changed(name: str, sign: Node, expander: Expander) -> str | None:
     if sign.type in (":+", "+"):
         used = value is not None and (value or ":" not in sign.type)
         return expander.text(operand) if used and operand is not None and operand.type != "}" else ""
+    if sign.type == ":?" and not value:
+        # bash stops here; the user has to set the variable.
+        variables.forget(name)
+        return None
     if value is None or sign.type in (":?", "?"):
         return value
     if sign.type in CASES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mcore_rl.migration.shell.syntax import text_of
 from mcore_rl.migration.shell.words import UNKNOWN
@@ -18,6 +18,16 @@ _OWN_DIRECTORY = re.compile(r"dirname\b.*(?:BASH_SOURCE|\$\{?0)")
 _PARENTS = re.compile(r"(?:/\.\.)+(?=[\"'/)\s]|$)")
 MAX_ITEMS = 10_000
 """Maximum number of items of seq."""
+ABSENT = re.compile(r"\b(?:torch_npu|npu-smi|torch_musa)\b")
+"""Programs and modules that scripts search for to detect accelerators that this project does not run on."""
+
+
+class _Result(NamedTuple):
+    """Outcome of a command: success and output, None if unknown, and the directory after it."""
+
+    succeeded: bool | None
+    output: str | None
+    directory: str
 
 
 def substituted(node: Node, expander: Expander) -> str | None:
@@ -30,14 +40,43 @@ def substituted(node: Node, expander: Expander) -> str | None:
     commands = [child for child in node.named_children if child.type != "comment"]
     if len(commands) != 1:
         return None
-    if commands[0].type == "redirected_statement":
-        return here_document(commands[0], expander)
-    if commands[0].type != "command":
-        return None
-    words = [word.text for child in commands[0].named_children for word in expander.words(child)]
+    if commands[0].type == "redirected_statement" and (text := here_document(commands[0], expander)) is not None:
+        return text
+    return _result(commands[0], expander, "${PWD}").output
+
+
+def _result(node: Node, expander: Expander, directory: str) -> _Result:
+    """Compute a command, or a list such as `cd DIR && pwd` and `PROBE && echo A || echo B`."""
+    if node.type == "list" and len(node.children) == 3:
+        left, sign, right = node.children
+        first = _result(left, expander, directory)
+        if first.succeeded is None or first.output is None or first.succeeded is (sign.type == "||"):
+            return first
+        second = _result(right, expander, first.directory)
+        output = None if second.output is None else first.output + second.output
+        return _Result(second.succeeded, output, second.directory)
+    if node.type == "redirected_statement" and node.named_children[0].type == "command":
+        result = _result(node.named_children[0], expander, directory)
+        redirects = [text_of(child) for child in node.named_children[1:]]
+        discarded = any(redirect.startswith((">", "1>", "&>")) for redirect in redirects)
+        return result._replace(output="") if discarded and result.succeeded is not None else result
+    if node.type == "command" and ABSENT.search(text_of(node)):
+        return _Result(False, "", directory)
+    if node.type != "command":
+        return _Result(None, None, directory)
+    return _command_result([word.text for child in node.named_children for word in expander.words(child)], directory)
+
+
+def _command_result(words: list[str], directory: str) -> _Result:
     if words[:1] == ["pwd"]:
-        return "${PWD}"
-    return None if any(map(UNKNOWN.search, words)) else _output(words)
+        return _Result(True, directory, directory)
+    if words in (["true"], ["false"]):
+        return _Result(words == ["true"], "", directory)
+    known = not any(map(UNKNOWN.search, words))
+    if known and words[:1] == ["cd"] and len(words) > 1 and os.path.isabs(words[-1]):
+        return _Result(True, "", os.path.normpath(words[-1]))
+    output = _output(words) if known else None
+    return _Result(None if output is None else True, output, directory)
 
 
 def here_document(statement: Node, expander: Expander) -> str | None:

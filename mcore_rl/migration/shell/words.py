@@ -78,6 +78,19 @@ class Variables:
         self.texts.pop(name, None)
         self.arrays[name] = _limited(name, [*before, *items])
 
+    def copy(self) -> Variables:
+        """Return a copy; changes of one do not change the other."""
+        arrays = {name: list(items) for name, items in self.arrays.items()}
+        return Variables(dict(self.texts), arrays, list(self.positional), self.directory)
+
+    def restore(self, name: str, before: Variables) -> None:
+        """Give a variable the value that it has in `before`."""
+        self.forget(name)
+        if name in before.arrays:
+            self.arrays[name] = before.arrays[name]
+        elif name in before.texts:
+            self.texts[name] = before.texts[name]
+
     def forget(self, name: str) -> None:
         """Remove a variable whose value is not known any more."""
         self.texts.pop(name, None)

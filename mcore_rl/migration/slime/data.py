@@ -52,6 +52,19 @@ def translate_data(run: SlimeRun) -> None:
     _translate_validation(run)
     if not run.is_supervised:
         _translate_reward(run)
+    _translate_trackers(run)
+
+
+def _translate_trackers(run: SlimeRun) -> None:
+    """Translate --use-wandb and --use-tensorboard."""
+    source, draft = run.source, run.draft
+    names = {"wandb": "use-wandb", "tensorboard": "use-tensorboard"}
+    used = {name: flag for name, flag in names.items() if source.flag(flag)}
+    if used:
+        draft.take(source, "observe.trackers", list(used), *used.values())
+    for ours, theirs in (("project", "wandb-project"), ("run_name", "wandb-group")):
+        if "wandb" in used and source.is_set(theirs):
+            draft.take(source, f"observe.{ours}", source.text(theirs), theirs)
 
 
 def _translate_validation(run: SlimeRun) -> None:
@@ -70,6 +83,10 @@ def _translate_validation(run: SlimeRun) -> None:
         draft.take(source, "checkpoint.async_save", True, "async-save")
     if source.text("save-hf") is not None:
         draft.choices.append(f"{source.effective('save-hf').shown}: set trainer.export_hf, or convert a checkpoint")
+    for key in ("eval-config", "eval-function-path"):
+        setting = source.find(key)
+        if setting is not None:
+            draft.choices.append(f"{setting.shown}: is not read; set data.val or data.val_sets (docs/data.md)")
     for key in ("eval-max-response-len", "eval-max-prompt-len", "eval-max-context-len"):
         setting = source.find(key)
         if setting is not None:

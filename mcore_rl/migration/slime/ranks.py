@@ -96,6 +96,13 @@ def _translate_chunks(run: SlimeRun) -> None:
 def _translate_recompute(run: SlimeRun) -> None:
     source, draft = run.source, run.draft
     draft.apply(source, [Row("actor.recompute", ("recompute-granularity",))])
+    if source.flag("gradient-checkpointing"):
+        draft.take(source, "actor.recompute", "full", "gradient-checkpointing")
+    if source.text("train-backend") == "fsdp":
+        draft.changes.append(
+            "--train-backend=fsdp shards weights, gradients and optimizer state over all GPUs; here Megatron shards "
+            "the optimizer state, and actor.parallel the rest. `mcore-rl plan CONFIG.yaml --suggest` finds a layout"
+        )
     mode = draft.values.get("actor.recompute")
     if mode == "full":
         draft.apply(source, [Row("actor.recompute_layers", ("recompute-num-layers",))])

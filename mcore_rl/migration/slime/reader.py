@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.migration.files import is_yaml, read_text
-from mcore_rl.migration.launch import find_launches, flag_values
+from mcore_rl.migration.launch import find_launches, flag_values, joined_commands
 from mcore_rl.migration.read_input import ReadInput
 from mcore_rl.migration.shell.interpreter import evaluate_script
 from mcore_rl.migration.source import Setting, parsed_value
@@ -30,12 +30,13 @@ def read_slime(path: Path, given: Mapping[str, str]) -> ReadInput:
     """
     if is_yaml(path):
         raise ConfigError(f"{path} is a YAML file; expected {EXPECTED}")
-    evaluation = evaluate_script(read_text(path), given, path.parent.absolute())
-    launches = find_launches(evaluation.commands, lambda text: text.partition("=")[0] in OWN)
+    evaluation = evaluate_script(read_text(path, EXPECTED), given, path.parent.absolute())
+    commands, joined = joined_commands(evaluation.commands)
+    launches = find_launches(commands, lambda text: text.partition("=")[0] in OWN)
     if not launches:
         skipped = f" ({'; '.join(evaluation.notes)})" if evaluation.notes else ""
         raise ConfigError(f"{path} starts no training of slime{skipped}; expected {EXPECTED}")
-    launch, notes = launches[0], list(dict.fromkeys(evaluation.notes))
+    launch, notes = launches[0], list(dict.fromkeys([*evaluation.notes, *joined]))
     flags = flag_values(launch.arguments)
     settings = {name: Setting(f"--{name}", _value(name, values), line) for name, (values, line) in flags.items()}
     settings[PROGRAM] = Setting(PROGRAM, launch.program, launch.line)

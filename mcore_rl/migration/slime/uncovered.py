@@ -21,10 +21,11 @@ REASONS = {
         use-precision-aware-optimizer transformer-impl bf16 fp16 *-dtype no-* make-* use-distributed-optimizer
         qwen-gdn-backend use-flash-attn moe-permute* *gemm* distributed-* cross-entropy-* *dist-ckpt* ckpt-format
         deterministic-mode enable-experimental train-backend allgather-cp prefill-num-servers
+        attn-implementation megatron-to-hf-mode train-env-vars
     """,
     "chosen by the engine": "sglang-*",
-    "metrics.jsonl is always written; observe.trackers names trackers": """
-        use-wandb wandb-* use-tensorboard tb-* log-* disable-wandb*
+    "metrics.jsonl and responses are always recorded in run.dir": """
+        wandb-* tb-* log-* disable-wandb*
     """,
     "sequences are always packed, and work is balanced over ranks": """
         use-dynamic-batch-size balance-* data-pad-size-multiplier qkv-format variable-seq-lengths
@@ -33,11 +34,12 @@ REASONS = {
         profile* *-debug-* debug-* memory-* dump-details record-memory* ci-* check-* *nan*
     """,
     "weights are sent by weights.transport": "update-weight*",
+    "requests are routed by this project": "*slime-router*",
     "engines restart by rollout.max_engine_restarts": "use-fault-tolerance rollout-health-*",
     "a run resumes from run.dir if it holds one": "start-rollout-id finetune load-* *-ckpt-step",
     "options of a part that this run does not use": """
         opd-* rm-url rollout-buffer-url keep-old-actor ref-micro-batch-size loss-mask-type rollout-function-path
-        tis-* custom-* over-sampling* eval-* metadata-key tool-key mask-*
+        tis-* custom-* over-sampling* metadata-key tool-key mask-*
     """,
 }
 """Reason -> patterns of arguments."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from mcore_rl.migration.draft import SKIP, Row
 from mcore_rl.migration.source import Setting
+from mcore_rl.migration.verl.correction import translate_correction
 from mcore_rl.migration.verl.defaults import ACTOR, CRITIC
 from mcore_rl.migration.verl.run import VerlRun
 
@@ -27,6 +27,11 @@ LOSSES = {
 }
 CLIPPING = ("ppo_clip", "gspo", "gmpo", "cispo", "clip_cov")
 """Losses with the options clip_low and clip_high."""
+COVARIANCE = {
+    "clip_cov": {"cov_ratio": "clip_cov_ratio", "cov_low": "clip_cov_lb", "cov_high": "clip_cov_ub"},
+    "kl_cov": {"cov_ratio": "kl_cov_ratio", "kl_coef": "ppo_kl_coef"},
+}
+"""Loss -> our options -> verl's."""
 KL_KINDS = {
     "kl": "k1",
     "k1": "k1",
@@ -38,19 +43,18 @@ KL_KINDS = {
     "k3": "low_var",
 }
 METRICS = {"acc": "accuracy", "score": "reward", "seq_reward": "reward", "seq_final_reward": "reward"}
+REPLAY_KEYS = tuple(f"{section}.router_replay.mode" for section in (ACTOR, f"{ACTOR}.megatron", f"{ACTOR}.veomni"))
 REPLAY = {"disabled": SKIP, "R2": "policy", "R3": "engine"}
 UNLIMITED_BATCHES = 1000
 """Value of algorithm.dynamic_sampling.max_batches for a run of verl without a limit."""
-LOSS, CORRECTION, FILTER = "algorithm.policy_loss", "algorithm.rollout_correction", "algorithm.filter_groups"
-_REJECTION = re.compile(r"(token|seq_sum|seq_mean)_k1")
-_LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
+LOSS, FILTER = "algorithm.policy_loss", "algorithm.filter_groups"
 
 ADVANTAGE_ROWS = (Row("algorithm.advantage", ("algorithm.adv_estimator",), lambda name: ESTIMATORS.get(str(name))),)
 LOSS_ROWS = (
-    Row(f"{LOSS}.name", (f"{ACTOR}.policy_loss.loss_mode",), lambda name: LOSSES.get(str(name))),
+    Row(f"{LOSS}.name", (f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_mode"), lambda name: LOSSES.get(str(name))),
     Row("algorithm.loss_aggregation", (f"{ACTOR}.loss_agg_mode",), lambda m: None if m == "token-sum" else m),
     Row("algorithm.entropy_coefficient", (f"{ACTOR}.entropy_coeff",)),
-    Row("actor.moe.router_replay", (f"{ACTOR}.router_replay.mode",), lambda mode: REPLAY.get(str(mode))),
+    Row("actor.moe.router_replay", REPLAY_KEYS, lambda mode: REPLAY.get(str(mode))),
 )
 
 
@@ -60,7 +64,7 @@ def translate_algorithm(run: VerlRun) -> None:
     _translate_advantage_options(run)
     _translate_loss_options(run)
     _translate_kl(run)
-    _translate_correction(run)
+    translate_correction(run)
     _translate_dynamic_sampling(run)
     _list_denominator(run)
 
@@ -98,13 +102,10 @@ def _translate_loss_options(run: VerlRun) -> None:
         )
     if loss == "ppo_clip":
         draft.apply(source, (Row(f"{LOSS}.dual_clip", (f"{ACTOR}.clip_ratio_c",)),))
-    options = f"{ACTOR}.policy_loss"
-    if loss == "clip_cov":
-        for ours, theirs in (("cov_ratio", "clip_cov_ratio"), ("cov_low", "clip_cov_lb"), ("cov_high", "clip_cov_ub")):
-            draft.take(source, f"{LOSS}.{ours}", source.number(f"{options}.{theirs}"), f"{options}.{theirs}")
-    if loss == "kl_cov":
-        for ours, theirs in (("cov_ratio", "kl_cov_ratio"), ("kl_coef", "ppo_kl_coef")):
-            draft.take(source, f"{LOSS}.{ours}", source.number(f"{options}.{theirs}"), f"{options}.{theirs}")
+    for ours, theirs in COVARIANCE.get(str(loss), {}).items():
+        # Versions before 0.5 had no section policy_loss.
+        keys = (f"{ACTOR}.policy_loss.{theirs}", f"{ACTOR}.{theirs}")
+        draft.take(source, f"{LOSS}.{ours}", source.number(*keys), *keys)
     source.find(f"{ACTOR}.clip_ratio_c")
 
 
@@ -140,57 +141,6 @@ def _kind(run: VerlRun, setting: Setting) -> str:
         run.draft.block(setting, f"estimators of the KL are {', '.join(KL_KINDS)}")
         return "low_var"
     return KL_KINDS[name]
-
-
-def _translate_correction(run: VerlRun) -> None:
-    """Translate the correction between engine and trainer: weights (IS) or rejection (RS)."""
-    source, draft = run.source, run.draft
-    level, rejection = source.text(f"{CORRECTION}.rollout_is"), source.text(f"{CORRECTION}.rollout_rs")
-    bounds = _bounds(run, f"{CORRECTION}.rollout_is_threshold" if level else f"{CORRECTION}.rollout_rs_threshold")
-    match = None if rejection is None else _REJECTION.fullmatch(rejection)
-    if level is not None and rejection is not None:
-        draft.block(source.effective(f"{CORRECTION}.rollout_rs"), "weights and rejection cannot be combined")
-    elif level is not None:
-        draft.set("algorithm.correction.kind", "mask" if bounds[0] else "truncate", f"{CORRECTION}.rollout_is")
-        draft.take(source, "algorithm.correction.level", level, f"{CORRECTION}.rollout_is")
-        _set_bounds(run, bounds, f"{CORRECTION}.rollout_is_threshold")
-    elif match is not None:
-        draft.changes.append(
-            f"{CORRECTION}.rollout_rs={rejection} only drops tokens or responses outside the bounds; "
-            "algorithm.correction.kind=mask also multiplies the remaining losses by their weights"
-        )
-        draft.set("algorithm.correction.kind", "mask", f"{CORRECTION}.rollout_rs")
-        draft.take(source, "algorithm.correction.level", _LEVELS[match[1]], f"{CORRECTION}.rollout_rs")
-        _set_bounds(run, bounds, f"{CORRECTION}.rollout_rs_threshold")
-    elif rejection is not None:
-        draft.block(source.effective(f"{CORRECTION}.rollout_rs"), "rejection uses token_k1, seq_sum_k1 or seq_mean_k1")
-    if source.flag(f"{CORRECTION}.rollout_is_batch_normalize"):
-        draft.block(source.effective(f"{CORRECTION}.rollout_is_batch_normalize"), "weights are not normalized here")
-    if source.flag(f"{CORRECTION}.bypass_mode") or run.is_fully_asynchronous:
-        draft.changes.append(
-            f"{CORRECTION}.bypass_mode uses the engine's log-probabilities as the old policy; here the trainer "
-            "recomputes them, and algorithm.correction weighs the difference"
-        )
-    source.find(f"{CORRECTION}.loss_type", f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_rs_threshold")
-
-
-def _bounds(run: VerlRun, key: str) -> tuple[float, float]:
-    """Read `high` or `low_high`; the lower bound is 0 if it is missing."""
-    setting = run.source.effective(key)
-    low, separator, high = str(setting.value).partition("_")
-    if setting.value is None:
-        return 0.0, 2.0
-    try:
-        return (float(low), float(high)) if separator else (0.0, float(low))
-    except ValueError:
-        run.source.problems.append(f"{setting.shown} is no number, and no pair of numbers such as 0.5_2.0")
-        return 0.0, 2.0
-
-
-def _set_bounds(run: VerlRun, bounds: tuple[float, float], key: str) -> None:
-    if bounds[0]:
-        run.draft.set("algorithm.correction.low", bounds[0], run.source.effective(key).origin)
-    run.draft.take(run.source, "algorithm.correction.high", bounds[1], key)
 
 
 def _translate_dynamic_sampling(run: VerlRun) -> None:

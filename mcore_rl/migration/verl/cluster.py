@@ -39,13 +39,13 @@ def translate_cluster(run: VerlRun) -> None:
 def _set_engines(run: VerlRun, gpus: int) -> None:
     """Set tp and the number of engines on `gpus` devices."""
     source, draft = run.source, run.draft
-    tp = max(source.integer(f"{ROLLOUT}.tensor_model_parallel_size"), 1)
-    key = f"{ROLLOUT}.tensor_model_parallel_size"
-    draft.take(source, "rollout.tp", tp, key)
+    key, tp = f"{ROLLOUT}.tensor_model_parallel_size", run.engine_gpus
+    other = tp // max(source.integer(key), 1)
+    draft.take(source, "rollout.tp", tp, key, note=f"x {other} other ranks of the engine" if other > 1 else "")
     if gpus % tp or gpus < tp:
         draft.choices.append(f"rollout.num_engines: rollout.tp={tp} does not divide the {gpus} GPUs; set both")
         return
-    draft.set("rollout.num_engines", gpus // tp, f"{gpus} GPUs / tensor_model_parallel_size={tp}")
+    draft.set("rollout.num_engines", gpus // tp, f"{gpus} GPUs / {tp} per engine")
 
 
 def _translate_separate(run: VerlRun) -> None:

@@ -69,7 +69,10 @@ def take_template_arguments(run: VerlRun) -> None:
 def translate_model(run: VerlRun, *keys: str) -> None:
     """Translate the model's directory; a hub id is kept, with a remark."""
     source, draft = run.source, run.draft
-    path = source.text(*keys)
+    path, setting = source.text(*keys), source.find(*keys)
+    if path is None and setting is not None and setting.line is not None:
+        draft.choices.append(f"model.hf_path: {setting.key} is empty in the script; set the model's directory")
+        return
     if path is None:
         source.problems.append(f"{keys[0]} is not set: there is no model to train")
         return

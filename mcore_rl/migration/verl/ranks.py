@@ -55,13 +55,15 @@ class TrainedModel:
         return self.keys(f"override_transformer_config.{name}")
 
 
+BACKENDS = ("megatron", "fsdp_config", "veomni", "torchtitan", "engine")
+"""Sections of training backends; `engine` is Megatron Lite's."""
 POLICY = TrainedModel(
-    "actor", ACTOR, (f"{ACTOR}.megatron", f"{ACTOR}.fsdp_config"), f"{ACTOR}.optim", "actor_rollout_ref.model"
+    "actor", ACTOR, tuple(f"{ACTOR}.{name}" for name in BACKENDS), f"{ACTOR}.optim", "actor_rollout_ref.model"
 )
 VALUE_MODEL = TrainedModel(
     "critic",
     CRITIC,
-    (f"{CRITIC}.megatron", f"{CRITIC}.fsdp", f"{CRITIC}.fsdp_config", f"{CRITIC}.model.fsdp_config"),
+    (*(f"{CRITIC}.{name}" for name in (*BACKENDS, "fsdp")), f"{CRITIC}.model.fsdp_config"),
     f"{CRITIC}.optim",
     f"{CRITIC}.model",
 )
@@ -118,21 +120,25 @@ def _responses(run: VerlRun, model: TrainedModel, micro: tuple[str, ...]) -> int
 def _sequence_ranks(run: VerlRun, model: TrainedModel) -> int:
     """Return the number of ranks that share a sequence in verl."""
     source = run.source
-    keys = model.keys("context_parallel_size") if run.uses_megatron else _ulysses(model)
+    names = (*model.keys("context_parallel_size"), *model.keys("cp"))
+    keys = names if run.uses_megatron else _ulysses(model)
     return max(source.integer(*keys), 1)
 
 
 def _ulysses(model: TrainedModel) -> tuple[str, ...]:
     name = "ulysses_sequence_parallel_size"
-    return (f"{model.role}.{name}", *model.keys(name), name)
+    others = ("ulysses_parallel_size", "turbo_config.distributed.ulysses_parallel_size", "context_parallel_size")
+    return (f"{model.role}.{name}", *model.keys(name), name, *(k for n in (*others, "cp_size") for k in model.keys(n)))
 
 
 def _translate_megatron(run: VerlRun, model: TrainedModel) -> None:
     source, draft, section = run.source, run.draft, f"{model.section}.parallel"
-    draft.apply(source, [Row(f"{section}.{ours}", model.keys(theirs)) for ours, theirs in SIZES.items()])
+    # Megatron Lite has the names tp, pp, cp, ep, etp.
+    names = {ours: (*model.keys(theirs), *model.keys(ours)) for ours, theirs in SIZES.items()}
+    draft.apply(source, [Row(f"{section}.{ours}", keys) for ours, keys in names.items()])
     draft.apply(source, [Row(f"{section}.{ours}", model.transformer(theirs)) for ours, theirs in LAYER_NAMES.items()])
-    vpp = model.keys("virtual_pipeline_model_parallel_size")
-    draft.apply(source, [Row(f"{section}.vpp", vpp)])
+    vpp = (*model.keys("virtual_pipeline_model_parallel_size"), *model.keys("vpp"))
+    draft.apply(source, [Row(f"{section}.vpp", vpp, lambda chunks: SKIP if chunks == 1 else chunks)])
     tp, ep = draft.integer(f"{section}.tp"), draft.integer(f"{section}.ep")
     if ep > 1 and tp > 1 and f"{section}.etp" not in draft.values:
         draft.take(source, f"{section}.etp", tp, *model.keys("expert_tensor_parallel_size"), note="Megatron's is tp")
@@ -151,6 +157,8 @@ def _translate_megatron(run: VerlRun, model: TrainedModel) -> None:
         Row(f"{model.section}.mtp_loss_coefficient", (f"{model.model}.mtp.mtp_loss_scaling_factor",), _mtp(run, model)),
     ]
     draft.apply(source, rows)
+    if source.text(*model.transformer("fp8")) is not None:
+        draft.apply(source, [Row(f"{model.section}.fp8", model.transformer("fp8_recipe"))])
     modules = source.find(*model.transformer("recompute_modules"))
     if draft.values.get(f"{model.section}.recompute") == "selective" and modules is not None:
         draft.set(f"{model.section}.recompute_modules", modules.value, modules.origin)
@@ -179,11 +187,23 @@ def _translate_dispatcher(run: VerlRun, model: TrainedModel) -> None:
 
 
 def _translate_sharding(run: VerlRun, model: TrainedModel) -> None:
-    """Translate FSDP: no counterpart of sharded weights, so sequence ranks become tensor-parallel ranks."""
-    source, draft = run.source, run.draft
-    ranks = _sequence_ranks(run, model)
-    if ranks > 1:
-        draft.take(source, f"{model.section}.parallel.tp", ranks, *_ulysses(model), note="Ulysses ranks")
+    """Translate FSDP and similar backends: no counterpart of sharded weights, so sequence ranks become tensor-parallel
+    ranks."""
+    source, draft, section = run.source, run.draft, f"{model.section}.parallel"
+    ranks, tp_keys = _sequence_ranks(run, model), (*model.keys("tensor_parallel_size"), *model.keys("tp_size"))
+    tp = max(source.integer(*tp_keys), 1)
+    if tp > 1:
+        draft.take(source, f"{section}.tp", tp * ranks, *tp_keys, note=f"x {ranks}" if ranks > 1 else "")
+    elif ranks > 1:
+        draft.take(source, f"{section}.tp", ranks, *_ulysses(model), note="Ulysses ranks")
+    expert_names = ("expert_parallel_size", "ep_size", "turbo_config.distributed.expert_parallel_size")
+    ep_keys = tuple(key for name in expert_names for key in model.keys(name))
+    if source.integer(*ep_keys) > 1:
+        draft.take(source, f"{section}.ep", source.integer(*ep_keys), *ep_keys)
+        draft.set(f"{section}.etp", 1, f"{source.effective(*ep_keys).key}: experts are not split")
+    pp_keys = (*model.keys("pipeline_parallel_size"), *model.keys("pp_size"))
+    if source.integer(*pp_keys) > 1:
+        draft.take(source, f"{section}.pp", source.integer(*pp_keys), *pp_keys)
     if model is POLICY:
         draft.changes.append(
             f"{ACTOR}.strategy={source.text(f'{ACTOR}.strategy') or 'fsdp'} shards weights, gradients and optimizer "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mcore_rl.config.reading.values import NoneWord
 from mcore_rl.errors import ConfigError
 from mcore_rl.migration.files import is_yaml, read_text, read_yaml
-from mcore_rl.migration.launch import Launch, find_launches, flag_values
+from mcore_rl.migration.launch import Launch, find_launches, flag_values, joined_commands
 from mcore_rl.migration.read_input import ReadInput
 from mcore_rl.migration.shell.interpreter import Evaluation, evaluate_script
 from mcore_rl.migration.shell.words import UNKNOWN
@@ -20,6 +20,7 @@ SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "data", "trainer", "rewa
 _OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 _DELETION = re.compile(r"~([A-Za-z_][\w.]*)(?:=.*)?", re.DOTALL)
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^}]*))?\}")
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)(?:,([^}]*))?\}")
 EXPECTED = (
     "a verl launch script (a command such as `python3 -m verl.trainer.main_ppo data.train_files=...`) or a YAML "
     "configuration with verl's sections actor_rollout_ref, algorithm, data and trainer"
@@ -38,8 +39,8 @@ def read_verl(path: Path, given: Mapping[str, str], base: Path | None = None) ->
     Raises: ConfigError if the file is neither.
     """
     if not is_yaml(path):
-        return _from_script(path, read_text(path), given, base)
-    tree = read_yaml(path)
+        return _from_script(path, read_text(path, EXPECTED), given, base)
+    tree = read_yaml(path, EXPECTED)
     run = tree.get("run")
     if isinstance(run, str):
         return _from_script(path, run, given, base)
@@ -50,11 +51,12 @@ def read_verl(path: Path, given: Mapping[str, str], base: Path | None = None) ->
 
 def _from_script(path: Path, text: str, given: Mapping[str, str], base: Path | None) -> ReadInput:
     evaluation: Evaluation = evaluate_script(text, given, path.parent.absolute())
-    launches = find_launches(evaluation.commands, _is_override)
+    commands, joined = joined_commands(evaluation.commands)
+    launches = find_launches(commands, _is_override)
     if not launches:
         skipped = f" ({'; '.join(evaluation.notes)})" if evaluation.notes else ""
         raise ConfigError(f"{path} starts no training of verl{skipped}; expected {EXPECTED}")
-    launch, notes = launches[0], list(dict.fromkeys(evaluation.notes))
+    launch, notes = launches[0], list(dict.fromkeys([*evaluation.notes, *joined]))
     if launch.program.rpartition(".")[2].startswith(NO_TRAINING):
         raise ConfigError(f"{path}, line {launch.line}: {launch.program} trains nothing; expected {EXPECTED}")
     for other in launches[1:]:
@@ -100,12 +102,21 @@ def _base_settings(path: Path, launch: Launch, base: Path | None, notes: list[st
         (flags[flag][0][0] for flag in ("config-path", "config-dir") if flags.get(flag, ([], 0))[0]), "config"
     )
     file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
-    for directory in (Path(folder), path.parent / folder, path.parent / "config", path.parent):
+    for directory in _folders(path.absolute().parent, folder):
         if not UNKNOWN.search(str(directory)) and (directory / file).is_file():
             return {**settings, **_yaml_settings(read_yaml(directory / file))}
     if not BUILT_IN.fullmatch(Path(file).stem):
         notes.append(f"--config-name={name}: there is no such file here; add --base FILE to read its values")
     return settings
+
+
+def _folders(script: Path, folder: str) -> Iterator[Path]:
+    """Yield the places of a folder of configurations: as it is written; below the script's directory or a parent,
+    since scripts are often started from the top of a repository; and beside the script."""
+    yield Path(folder)
+    relative = folder.removeprefix("${PWD}/")
+    yield from (directory / relative for directory in (script, *script.parents))
+    yield from (script / "config", script)
 
 
 def _yaml_settings(tree: Mapping[str, object]) -> dict[str, Setting]:
@@ -114,7 +125,9 @@ def _yaml_settings(tree: Mapping[str, object]) -> dict[str, Setting]:
     settings = {}
     for key, value in flat.items():
         resolved = _resolved(key, value, flat)
-        if not (isinstance(resolved, str) and "${" in resolved and _INTERPOLATION.search(resolved)):
+        # A reference to a missing key is left out. A name without sections is an environment variable.
+        names = [match[1] for match in _INTERPOLATION.finditer(resolved)] if isinstance(resolved, str) else []
+        if not any("." in name for name in names):
             settings[key] = Setting(key, None if isinstance(resolved, NoneWord) else resolved)
     defaults = tree.get("defaults")
     names = [name for name in defaults if isinstance(name, str)] if isinstance(defaults, list) else []
@@ -127,6 +140,10 @@ def _yaml_settings(tree: Mapping[str, object]) -> dict[str, Setting]:
 def _resolved(key: str, value: object, flat: Mapping[str, object], depth: int = 0) -> object:
     if not isinstance(value, str) or depth > len(flat):
         return value
+    if _ENVIRONMENT.search(value):
+        # Without a default, the variable is expanded in paths and reported elsewhere.
+        value = _ENVIRONMENT.sub(lambda part: f"${{{part[1]}}}" if part[2] is None else part[2].strip(), value)
+        return parsed_value(value)
     match = _INTERPOLATION.fullmatch(value)
     if match is None:
         parts = (_resolved(key, part[0], flat, depth + 1) for part in _INTERPOLATION.finditer(value))

@@ -10,6 +10,7 @@ MANAGER_KEYS = ("reward.reward_manager.name", "reward_model.reward_manager")
 OVERLONG = (
     "reward.reward_kwargs.overlong_buffer_cfg",
     "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.overlong_buffer",
     "reward_model.overlong_buffer",
     "custom_reward_function.overlong_buffer",
 )

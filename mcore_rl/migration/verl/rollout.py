@@ -5,11 +5,12 @@ from __future__ import annotations
 from mcore_rl.config.schema import TOOL_FORMATS
 from mcore_rl.migration.draft import Row
 from mcore_rl.migration.verl.defaults import ROLLOUT
-from mcore_rl.migration.verl.run import VerlRun
+from mcore_rl.migration.verl.run import EXPERTS, VerlRun
 
 UNLIMITED_TURNS = 100
 SHARES = {"left": "end", "right": "start", "middle": "both"}
 """verl names the side that it cuts off, we name the part that stays."""
+BUCKETS = tuple(f"{ROLLOUT}.{section}update_weights_bucket_megabytes" for section in ("checkpoint_engine.", ""))
 ROWS = (
     Row("rollout.samples_per_prompt", (f"{ROLLOUT}.n",)),
     Row("rollout.temperature", (f"{ROLLOUT}.temperature",)),
@@ -18,7 +19,7 @@ ROWS = (
     Row("rollout.max_concurrent_requests", (f"{ROLLOUT}.max_num_seqs",)),
     Row("rollout.max_batched_tokens", (f"{ROLLOUT}.max_num_batched_tokens",)),
     Row("rollout.validation_top_p", (f"{ROLLOUT}.val_kwargs.top_p",)),
-    Row("weights.bucket_mib", (f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",)),
+    Row("weights.bucket_mib", BUCKETS),
 )
 TOOL_ROWS = (
     Row("rollout.max_tool_calls_per_turn", (f"{ROLLOUT}.multi_turn.max_parallel_calls",)),
@@ -48,14 +49,16 @@ def _translate_engine(run: VerlRun) -> None:
             f"{ROLLOUT}.name={name}: rollout.engine is vllm here"
             + (", since SGLang runs on CPUs in this version" if name == "sglang" else "")
         )
-    for key in ("data_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size"):
+    quantization = source.text(f"{ROLLOUT}.quantization")
+    if quantization is not None:
+        draft.changes.append(f"{ROLLOUT}.quantization={quantization}: engines compute in model.dtype here")
+    if run.engine_gpus > 1 and run.spreads_experts:
+        draft.take(source, "rollout.expert_parallel", True, *EXPERTS)
+    for key in ("data_parallel_size", "pipeline_model_parallel_size"):
         if source.integer(f"{ROLLOUT}.{key}") > 1:
-            expert = "expert" in key
-            if expert:
-                draft.take(source, "rollout.expert_parallel", True, f"{ROLLOUT}.{key}")
             draft.changes.append(
-                f"{source.effective(f'{ROLLOUT}.{key}').shown}: an engine has rollout.tp ranks only"
-                + (", which hold whole experts (rollout.expert_parallel)" if expert else "; compare the plan's memory")
+                f"{source.effective(f'{ROLLOUT}.{key}').shown}: an engine has tensor-parallel ranks only; "
+                f"rollout.tp={run.engine_gpus} is the number of GPUs of verl's engine"
             )
 
 
@@ -101,9 +104,10 @@ def _translate_tools(run: VerlRun) -> None:
         return
     draft.take(source, "rollout.tools", path, *files)
     draft.apply(source, TOOL_ROWS)
-    turns = source.integer(f"{keys}.max_assistant_turns")
+    limits = (f"{keys}.max_assistant_turns", f"{keys}.max_turns")
+    turns = source.integer(*limits)
     note = "" if turns else "verl has no limit"
-    draft.take(source, "rollout.max_turns", turns or UNLIMITED_TURNS, f"{keys}.max_assistant_turns", note=note)
+    draft.take(source, "rollout.max_turns", turns or UNLIMITED_TURNS, *limits, note=note)
     parser = source.text(f"{keys}.format")
     if parser in TOOL_FORMATS:
         draft.take(source, "rollout.tool_parser", parser, f"{keys}.format")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +12,13 @@ from mcore_rl.migration.verl.defaults import ACTOR, ROLLOUT
 
 CONFIG_NAME, MODULE = "--config-name", "-m"
 """Names of the settings that hold the base configuration and the program."""
+ENGINE_NAMES = (
+    *(CONFIG_NAME, "model_engine", f"{ACTOR}.strategy", f"{ACTOR}.model_engine", "actor@actor_rollout_ref.actor"),
+    *("engine", "engine.strategy"),
+)
+"""Settings that name the training backend."""
+EXPERTS = (f"{ROLLOUT}.expert_parallel_size", f"{ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel")
+"""Settings of engines whose ranks hold whole experts."""
 
 
 @dataclass
@@ -30,8 +38,9 @@ class VerlRun:
 
     @cached_property
     def is_supervised(self) -> bool:
-        """True for the SFT trainers."""
-        return "sft" in self.module.rpartition(".")[2] or self.source.is_set("model.partial_pretrain")
+        """True for the SFT trainers, which a launcher may start and whose model is a section of its own."""
+        own_model = self.source.is_set("model.path") and not self.source.is_set("actor_rollout_ref.model.path")
+        return "sft" in self.module.rpartition(".")[2] or self.source.is_set("model.partial_pretrain") or own_model
 
     @cached_property
     def is_fully_asynchronous(self) -> bool:
@@ -44,9 +53,9 @@ class VerlRun:
     @cached_property
     def uses_megatron(self) -> bool:
         """True if Megatron trains; otherwise FSDP or a similar backend that shards all states."""
-        names = [CONFIG_NAME, "model_engine", f"{ACTOR}.strategy", "engine", "engine.strategy"]
-        named = [self.source.text(name) or "" for name in names]
-        return any("megatron" in name for name in named) or any(
+        named = [self.source.text(name) or "" for name in ENGINE_NAMES]
+        # mlite is Megatron Lite, which has Megatron's layout.
+        return any("megatron" in name or "mlite" in name for name in named) or any(
             key.startswith((f"{ACTOR}.megatron.", "engine.tensor_model_parallel_size")) for key in self.source.settings
         )
 
@@ -79,6 +88,18 @@ class VerlRun:
     @property
     def trainer_gpus(self) -> int:
         return self.source.integer("trainer.nnodes") * self.source.integer("trainer.n_gpus_per_node")
+
+    @property
+    def spreads_experts(self) -> bool:
+        """True if the ranks of an engine hold whole experts."""
+        return self.source.integer(EXPERTS[0]) > 1 or self.source.flag(EXPERTS[1])
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of an engine. Data-parallel ranks count if they share the experts; otherwise each is a whole model."""
+        names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+        names += ["data_parallel_size"] if self.spreads_experts else []
+        return math.prod(max(self.source.integer(f"{ROLLOUT}.{name}"), 1) for name in names)
 
     @property
     def longest(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mcore_rl.config.observe import LOCAL_TRACKER, TRACKERS
+from mcore_rl.migration.shell.words import UNKNOWN
 from mcore_rl.migration.verl.defaults import ACTOR, CRITIC
 from mcore_rl.migration.verl.ranks import SCHEDULES, TrainedModel
 from mcore_rl.migration.verl.run import VerlRun
@@ -137,14 +139,33 @@ def translate_intervals(run: VerlRun) -> None:
     source.find("trainer.max_critic_ckpt_to_keep", f"{CRITIC}.checkpoint.async_save")
     name = source.text("trainer.experiment_name")
     origin = source.effective("trainer.experiment_name").origin if name else "the script's name"
-    safe = (
-        "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name or source.name).strip("_.")
-        or "imported"
-    )
-    draft.set("run.dir", f"runs/{safe}", origin)
+    draft.set("run.dir", f"runs/{_directory_name(name or '') or _directory_name(source.name) or 'imported'}", origin)
     if source.is_set("trainer.default_local_dir"):
         draft.changes.append(
             f"{source.effective('trainer.default_local_dir').shown} holds verl's checkpoints; "
             f"run.dir={draft.values['run.dir']} is a new directory for all files of the run"
         )
     source.find("trainer.project_name", "trainer.default_hdfs_dir")
+    _translate_trackers(run, name)
+
+
+def _directory_name(text: str) -> str:
+    """Return a directory's name for a run. Parts that only the shell knows, such as the time, are left out."""
+    known = UNKNOWN.sub("", text)
+    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in known).strip("_.-")
+
+
+def _translate_trackers(run: VerlRun, name: str | None) -> None:
+    """Translate trainer.logger. The console and verl's file need no tracker."""
+    source, draft = run.source, run.draft
+    loggers = source.effective("trainer.logger").value
+    trackers = [each for each in TRACKERS if each in (loggers if isinstance(loggers, list) else [loggers])]
+    others = [each for each in trackers if each != LOCAL_TRACKER]
+    project = source.text("trainer.project_name")
+    if not trackers:
+        return
+    draft.take(source, "observe.trackers", trackers, "trainer.logger")
+    if others and project is not None and not UNKNOWN.search(project):
+        draft.take(source, "observe.project", project, "trainer.project_name")
+    if others and name is not None and not UNKNOWN.search(name):
+        draft.take(source, "observe.run_name", name, "trainer.experiment_name")

@@ -33,6 +33,10 @@ def translate_supervised(run: VerlRun) -> None:
             "a conversation are trained in verl; here data.prompt_key is the conversation up to the answer, and "
             "data.answer_key the answer"
         )
+    for key in ("data.prompt_dict_keys", "data.response_dict_keys"):
+        fields = source.find(key)
+        if fields is not None and fields.value:
+            draft.choices.append(f"{fields.shown}: fields of a column of records; write them as columns of their own")
     source.find("data.multiturn.messages_key", "data.multiturn.tools_key", "data.tools_key")
     validation = source.find("data.val_files")
     if validation is not None and validation.value:

@@ -9,6 +9,7 @@ from mcore_rl.migration.verl.cluster import translate_cluster
 from mcore_rl.migration.verl.data import translate_data
 from mcore_rl.migration.verl.defaults import ACTOR, ASYNCHRONOUS, COMMON, CRITIC, OLD_SUPERVISED, SUPERVISED
 from mcore_rl.migration.verl.lora import translate_lora
+from mcore_rl.migration.verl.programs import check_program
 from mcore_rl.migration.verl.ranks import POLICY, VALUE_MODEL, translate_budget, translate_ranks
 from mcore_rl.migration.verl.rewards import translate_rewards
 from mcore_rl.migration.verl.rollout import translate_rollout
@@ -33,6 +34,7 @@ def translate(settings: dict[str, Setting], rows: int | None = None, name: str =
         if run.is_fully_asynchronous or run.is_one_step_off:
             source.defaults = COMMON | ASYNCHRONOUS
         _translate_reinforcement(run)
+    check_program(run)
     block_unsupported(source, draft)
     return Translation(source, draft, list_uncovered(source))
 

@@ -7,15 +7,17 @@ from mcore_rl.migration.source import Setting, Source
 from mcore_rl.migration.uncovered import grouped_lines, matches
 
 REASONS = {
-    "metrics.jsonl is always written; observe.trackers names trackers": """
-        *.prometheus.* trainer.logger trainer.log_val_generations trainer.rollout_data_dir
+    "metrics.jsonl and responses are always recorded in run.dir": """
+        *.prometheus.* trainer.log_val_generations trainer.rollout_data_dir
         trainer.validation_data_dir *.trace.*
     """,
     "profiling": "*profiler* *npu_profile* *.profile_* skip.*",
     "a run resumes from run.dir if it holds one": """
         trainer.resume* trainer.del_local_ckpt_after_load *.load_contents
     """,
-    "checkpoints always hold weights, optimizer and position": "*.save_contents",
+    "checkpoints always hold weights, optimizer and position": """
+        *.save_contents *.checkpoint.contents *.checkpoint.strict
+    """,
     "forward passes use tokens_per_microbatch too": """
         *.log_prob_micro_batch_size* *.log_prob_max_token_len_per_gpu *.log_prob_use_dynamic_bsz
         *.forward_max_token_len_per_gpu *.forward_micro_batch_size* critic.use_dynamic_bsz
@@ -33,13 +35,19 @@ REASONS = {
         *entropy_* *.use_liger *.dtype *.entropy_from_logits* *.use_megatron_fsdp *.lr_warmup_init *.lr_decay_steps
         *.total_training_steps *.use_mbridge *.sequence_parallel *.enable_activation_offload
         *.enable_gradient_checkpointing *.data_loader_seed *.veomni.* *.freeze_vision* *.tiled_mlp*
-        *.use_prefix_grouper
+        *.use_prefix_grouper *.enable_activation_offloading *.torch_dtype *.megatron.seed *.calculate_entropy
+        *.actor.shuffle trainer.worker_env.*
     """,
-    "settings of FSDP": "*fsdp* *.wrap_policy* *.strategy engine *.ulysses_sequence_parallel_size strategy",
+    "settings of other training backends": "*.torchtitan.* *.veomni.* *.turbo_config.* *.engine.* engine.*",
+    "settings of FSDP": """
+        *fsdp* *.wrap_policy* *.strategy *model_engine engine actor@* *.ulysses_sequence_parallel_size strategy
+    """,
     "chosen by the engine": """
         *.engine_kwargs* *.enable_chunked_prefill *.enable_prefix_caching *.free_cache_engine *.max_model_len
         *.disable_log_stats *.cudagraph_capture_sizes *.multi_stage_wake_up *.ignore_eos *.rollout.mode
-        *.rollout.dtype *.layered_summon *.skip_tokenizer_init *.scheduling_policy *.do_sample *.quantization*
+        *.rollout.dtype
+        *.update_weights* *.server.* *.sglang_rollout_mode *.layered_summon *.skip_tokenizer_init *.scheduling_policy
+        *.do_sample *.quantization*
         *.checkpoint_engine.* *.moe_tensor_parallel_size
     """,
     "graders of rows run in reward.workers processes": """
@@ -70,7 +78,8 @@ REASONS = {
 """Reason -> patterns of keys."""
 IGNORED = ("*._target_", "hydra.*", "defaults", "*.rollout_n")
 """Keys of Hydra."""
-MULTIMODAL = ("data.image_key", "data.video_key", "data.audio_key")
+MULTIMODAL = {"data.image_key": "images", "data.video_key": "videos", "data.audio_key": "audios"}
+"""Key of a column -> its default."""
 
 
 def list_uncovered(source: Source) -> list[str]:
@@ -84,9 +93,11 @@ def block_unsupported(source: Source, draft: Draft) -> None:
     """Add blockers for parts of verl that change what is trained and do not exist here."""
     if source.flag("distillation.enabled"):
         draft.block(source.effective("distillation.enabled"), "distillation from a teacher does not exist here")
-    for key in MULTIMODAL:
-        if source.text(key) is not None:
-            draft.block(source.effective(key), "prompts are texts; images, videos and audio are not supported")
+    for key, name in MULTIMODAL.items():
+        setting = source.effective(key)
+        # A complete YAML file has the default names also for prompts that are texts.
+        if source.text(key) is not None and (setting.line is not None or setting.value != name):
+            draft.block(setting, "prompts are texts; images, videos and audio are not supported")
 
 
 def _is_default(source: Source, setting: Setting) -> bool:

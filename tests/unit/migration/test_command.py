@@ -21,7 +21,7 @@ FACTS = ("different meaning", "different defaults, written into the configuratio
 
 def test_command_out_writes_the_file_and_prints_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "new" / "config.yaml"
-    assert cli.main(["import-verl", str(SCRIPTS / "grpo_gsm8k.sh"), "--out", str(target)]) == 0
+    assert cli.main(["import-verl", str(SCRIPTS / "dapo_32b.sh"), "--out", str(target)]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     assert all(f"{fact} (" in printed.out for fact in FACTS)

@@ -57,6 +57,8 @@ SCRIPTS = {
     "here_document_quoted": "a=$(cat <<'EOF'\n$x\nEOF\n)\nrecord \"$a\"",
     "here_document_ignored": "cat > /dev/null <<EOF\nrecord no\nEOF\nrecord yes",
     "substitution": "p=/a/b.sh; record $(basename $p) $(basename $p .sh) $(dirname $p) $(echo a  b) $(seq 2 3 9)",
+    "substitution_of_lists": "record $(false && echo a || echo b) $(true && echo a || echo b) $(echo x > /dev/null)",
+    "substitution_of_directories": 'a=/usr/lib; record $(cd "$a/.." && pwd) $(cd -- /usr/../tmp &>/dev/null && pwd)',
     "eval": """c='record a "b c"'; eval "$c" """,
     "declaration": "export A=1; readonly B=2; declare C=$A; record $A $B $C",
     "unset": 'A=1; unset A; record "${A:-gone}"',
@@ -131,7 +133,9 @@ def test_reader_sources_files_beside_the_script(tmp_path: Path) -> None:
 def test_reader_unknown_condition_is_false_with_a_note() -> None:
     evaluation = evaluate('n=$(nvidia-smi | wc -l)\nif [ "$n" -gt 0 ]; then a=1; else a=0; fi\nrecord $a')
     assert [word.text for word in evaluation.commands[-1]] == ["record", "0"]
-    assert evaluation.notes == ['line 2: `[ "$n" -gt 0 ]` is not known here and counts as false']
+    assert evaluation.notes == [
+        'line 2: `[ "$n" -gt 0 ]` is not known here and counts as false; --set n=VALUE decides it'
+    ]
 
 
 def test_reader_variables_of_a_loop_are_unknown_after_it() -> None:

@@ -160,6 +160,20 @@ def test_import_without_engines_names_the_argument(tmp_path: Path) -> None:
     assert source.problems == ["--rollout-num-gpus is not set, and --colocate neither: the engines have no GPUs"]
 
 
+def test_import_trackers_and_recomputation_of_fsdp(tmp_path: Path) -> None:
+    flags = "--use-wandb --wandb-project p --wandb-group g --train-backend fsdp --gradient-checkpointing"
+    _, draft, uncovered = translated(flags, tmp_path)
+    keys = ("observe.trackers", "observe.project", "observe.run_name", "actor.recompute")
+    assert [draft.values.get(key) for key in keys] == [["wandb"], "p", "g", "full"]
+    assert any(line.startswith("--train-backend=fsdp shards weights") for line in draft.changes)
+    assert not any("not known" in line for line in uncovered)
+
+
+def test_import_configuration_of_evaluation_is_to_decide(tmp_path: Path) -> None:
+    _, draft, _ = translated("--eval-config e.yaml", tmp_path)
+    assert "--eval-config=e.yaml: is not read; set data.val or data.val_sets (docs/data.md)" in draft.choices
+
+
 @pytest.mark.parametrize("name", ["grpo_gsm8k.sh", "trainer.yaml"])
 def test_reader_file_of_verl_states_what_it_expects(name: str) -> None:
     with pytest.raises(ConfigError, match="expected a slime launch script"):

@@ -1,0 +1,112 @@
+"""verl's correction between engine and trainer: `algorithm.rollout_correction`, and its keys before verl 0.6."""
+
+from __future__ import annotations
+
+from mcore_rl.migration.verl.defaults import ACTOR
+from mcore_rl.migration.verl.run import VerlRun
+
+CORRECTION = "algorithm.rollout_correction"
+RS_THRESHOLDS = ("rollout_rs_threshold", "rollout_rs_threshold_lower")
+REJECTIONS = {
+    "token_k1": "token",
+    "seq_sum_k1": "sequence",
+    "seq_mean_k1": "geometric",
+    "token": "token",
+    "sequence": "sequence",
+    "geometric": "geometric",
+}
+"""Kind of rejection, with its names before verl 0.7 -> our level."""
+
+
+def translate_correction(run: VerlRun) -> None:
+    """Translate the correction between engine and trainer: weights (IS) or rejection (RS)."""
+    source, draft = run.source, run.draft
+    level, rejection = source.text(f"{CORRECTION}.rollout_is"), source.text(f"{CORRECTION}.rollout_rs")
+    bounds = _bounds(run, f"{CORRECTION}.rollout_is_threshold") if level else _rejection_bounds(run)
+    if level is not None and rejection is not None:
+        draft.block(source.effective(f"{CORRECTION}.rollout_rs"), "weights and rejection cannot be combined")
+    elif level is not None:
+        draft.set("algorithm.correction.kind", "mask" if bounds[0] else "truncate", f"{CORRECTION}.rollout_is")
+        draft.take(source, "algorithm.correction.level", level, f"{CORRECTION}.rollout_is")
+        _set_bounds(run, bounds, f"{CORRECTION}.rollout_is_threshold")
+    elif rejection in REJECTIONS:
+        draft.changes.append(
+            f"{CORRECTION}.rollout_rs={rejection} only drops tokens or responses outside the bounds; "
+            "algorithm.correction.kind=mask also multiplies the remaining losses by their weights"
+        )
+        draft.set("algorithm.correction.kind", "mask", f"{CORRECTION}.rollout_rs")
+        draft.take(source, "algorithm.correction.level", REJECTIONS[rejection], f"{CORRECTION}.rollout_rs")
+        _set_bounds(run, bounds, f"{CORRECTION}.rollout_rs_threshold")
+    elif rejection is not None:
+        draft.block(source.effective(f"{CORRECTION}.rollout_rs"), "rejection uses token_k1, seq_sum_k1 or seq_mean_k1")
+    else:
+        _translate_old_correction(run)
+    _block_correction_options(run)
+    bypassed = source.flag(f"{CORRECTION}.bypass_mode") or source.flag(f"{ACTOR}.use_rollout_log_probs")
+    if bypassed or run.is_fully_asynchronous:
+        draft.changes.append(
+            f"{CORRECTION}.bypass_mode uses the engine's log-probabilities as the old policy; here the trainer "
+            "recomputes them, and algorithm.correction weighs the difference"
+        )
+    source.find(*(f"{CORRECTION}.{name}" for name in ("rollout_is_threshold", *RS_THRESHOLDS)))
+
+
+def _translate_old_correction(run: VerlRun) -> None:
+    """Translate the correction's keys of verl 0.5 and 0.6, before the section rollout_correction."""
+    source, draft = run.source, run.draft
+    cap, enabled = f"{ACTOR}.tis_imp_ratio_cap", "algorithm.rollout_is"
+    if source.number(cap) > 0:
+        draft.take(source, "algorithm.correction.kind", "truncate", cap)
+        draft.take(source, "algorithm.correction.high", source.number(cap), cap)
+    elif source.flag(enabled) and source.is_set("algorithm.rollout_is_threshold"):
+        mode = source.text("algorithm.rollout_is_mode") or "truncate"
+        draft.take(source, "algorithm.correction.kind", mode, enabled)
+        level = source.text("algorithm.rollout_is_level") or "token"
+        draft.take(source, "algorithm.correction.level", level, "algorithm.rollout_is_level", enabled)
+        high = source.number("algorithm.rollout_is_threshold")
+        draft.take(source, "algorithm.correction.high", high, "algorithm.rollout_is_threshold")
+        if mode == "mask":
+            low = source.number("algorithm.rollout_is_threshold_lower") or 1 / max(high, 1)
+            draft.set("algorithm.correction.low", float(f"{low:.12g}"), "algorithm.rollout_is_threshold_lower")
+
+
+def _block_correction_options(run: VerlRun) -> None:
+    """Add blockers for parts of the correction that do not exist here."""
+    source, draft = run.source, run.draft
+    if source.flag(f"{CORRECTION}.rollout_is_batch_normalize"):
+        draft.block(source.effective(f"{CORRECTION}.rollout_is_batch_normalize"), "weights are not normalized here")
+    for key in (f"{CORRECTION}.rollout_token_veto_threshold", "algorithm.rollout_is_veto_threshold"):
+        if source.text(key) is not None:
+            draft.block(source.effective(key), "a response is not dropped because of one token; see algorithm.filter")
+    losses = (f"{CORRECTION}.loss_type", f"{CORRECTION}.use_policy_gradient")
+    if source.text(losses[0]) not in (None, "ppo_clip") or source.flag(losses[1]):
+        draft.block(source.effective(*losses), "the loss without clipping is policy_loss.loss_mode=gpg")
+
+
+def _rejection_bounds(run: VerlRun) -> tuple[float, float]:
+    """Read the bounds of rejection. Before verl 0.7, the lower one has its own key; its default is 1 / upper."""
+    keys = [f"{CORRECTION}.{name}" for name in RS_THRESHOLDS]
+    old = run.source.text(f"{CORRECTION}.rollout_rs") in ("token", "sequence", "geometric")
+    if not old:
+        return _bounds(run, keys[0])
+    high = run.source.number(keys[0]) or run.source.number(f"{CORRECTION}.rollout_is_threshold")
+    return run.source.number(keys[1]) or float(f"{1 / max(high, 1):.12g}"), high
+
+
+def _bounds(run: VerlRun, key: str) -> tuple[float, float]:
+    """Read `high` or `low_high`; the lower bound is 0 if it is missing."""
+    setting = run.source.effective(key)
+    low, separator, high = str(setting.value).partition("_")
+    if setting.value is None:
+        return 0.0, 2.0
+    try:
+        return (float(low), float(high)) if separator else (0.0, float(low))
+    except ValueError:
+        run.source.problems.append(f"{setting.shown} is no number, and no pair of numbers such as 0.5_2.0")
+        return 0.0, 2.0
+
+
+def _set_bounds(run: VerlRun, bounds: tuple[float, float], key: str) -> None:
+    if bounds[0]:
+        run.draft.set("algorithm.correction.low", bounds[0], run.source.effective(key).origin)
+    run.draft.take(run.source, "algorithm.correction.high", bounds[1], key)
