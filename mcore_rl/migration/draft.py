@@ -78,6 +78,7 @@ class Draft:
         """Remove keys that begin with one of `prefixes`."""
         for key in [key for key in self.values if key.startswith(prefixes)]:
             del self.values[key], self.origins[key]
+            self.defaults = [line for line in self.defaults if not line.startswith(f"{key} = ")]
 
     def integer(self, key: str) -> int:
         """Return the value of an integer key, or our default; 0 for null and values of another kind."""

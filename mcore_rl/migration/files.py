@@ -8,6 +8,7 @@ import yaml
 
 from mcore_rl.config.reading.values import YamlLoader
 from mcore_rl.errors import ConfigError
+from mcore_rl.migration.shell.words import UNKNOWN
 
 MAX_BYTES = 4 * 2**20
 YAML_NAMES = (".yaml", ".yml")
@@ -55,3 +56,9 @@ def read_yaml(path: Path, expected: str = "") -> dict[str, object]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no mapping of sections{ending}")
     return tree
+
+
+def directory_name(text: str) -> str:
+    """Return a directory's name for a run. Parts that only the shell knows, such as the time, are left out."""
+    known = UNKNOWN.sub("", text)
+    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in known).strip("_.-")

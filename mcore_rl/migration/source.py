@@ -62,12 +62,12 @@ class Source:
         return next((self.settings[key] for key in keys if key in self.settings), None)
 
     def effective(self, *keys: str) -> Setting:
-        """Return the setting of the first key that the run sets, or else its default under the first key."""
+        """Return the setting of the first key that the run sets, or else the first default."""
         found = self.find(*keys)
         if found is not None:
             return found
-        default = next((self.defaults[key] for key in keys if key in self.defaults), None)
-        return Setting(f"{self.prefix}{keys[0]}", default)
+        key = next((key for key in keys if key in self.defaults), keys[0])
+        return Setting(f"{self.prefix}{key}", self.defaults.get(key))
 
     def is_set(self, *keys: str) -> bool:
         """Return True if the run sets one of `keys`."""

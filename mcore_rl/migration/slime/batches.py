@@ -26,11 +26,17 @@ def translate_batches(run: SlimeRun) -> None:
             f"trainer.prompts_per_update={prompts}: {note} is no whole number, and an update has whole groups here"
         )
     draft.changes.append(
-        f"an update counts responses in slime (--global-batch-size={responses}); trainer.prompts_per_update={prompts} "
+        f"an update counts responses in slime ({_update_size(run)}); trainer.prompts_per_update={prompts} "
         f"counts prompts with {samples} responses each"
     )
     _translate_steps(run)
     _translate_budget(run)
+
+
+def _update_size(run: SlimeRun) -> str:
+    """Describe the argument that determines the responses of an update."""
+    responses, steps = run.responses_per_update, run.source.effective("num-steps-per-rollout")
+    return f"--global-batch-size={responses}" if not steps.value else f"{steps.shown}: {responses} responses"
 
 
 def _translate_steps(run: SlimeRun) -> None:

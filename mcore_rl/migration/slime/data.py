@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from mcore_rl.migration.draft import SKIP, Row
+from mcore_rl.migration.files import directory_name
 from mcore_rl.migration.slime.run import SlimeRun
 
 GRADERS = {"math": "math_boxed", "deepscaler": "math_boxed", "dapo": "math_dapo", "boxed_math": "math_boxed"}
@@ -43,9 +44,8 @@ def translate_data(run: SlimeRun) -> None:
             )
     save = source.text("save")
     name = os.path.basename((save or "").rstrip("/"))
-    draft.set(
-        "run.dir", f"runs/{name or source.name}", source.effective("save").origin if name else "the script's name"
-    )
+    origin = source.effective("save").origin if name else "the script's name"
+    draft.set("run.dir", f"runs/{directory_name(name) or directory_name(source.name) or 'imported'}", origin)
     if not source.flag("apply-chat-template") and not run.is_supervised:
         draft.take(source, "data.template", "plain", "apply-chat-template", note="without the flag, prompts are texts")
     draft.take(source, "data.shuffle", source.flag("rollout-shuffle"), "rollout-shuffle")

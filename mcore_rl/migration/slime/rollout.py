@@ -24,8 +24,14 @@ def translate_rollout(run: SlimeRun) -> None:
     draft.changes.append("slime generates with SGLang, which runs on CPUs in this version: rollout.engine is vllm here")
     if source.flag("sglang-disable-cuda-graph"):
         draft.take(source, "rollout.enforce_eager", True, "sglang-disable-cuda-graph")
-    if source.integer("sglang-ep-size") > 1:
-        draft.take(source, "rollout.expert_parallel", True, "sglang-ep-size")
+    sizes, flags = (
+        ("sglang-ep-size", "sglang-expert-parallel-size"),
+        ("sglang-enable-ep-moe", "sglang-enable-deepep-moe"),
+    )
+    spread = source.integer(*sizes) > 1 or any(source.flag(flag) for flag in flags)
+    source.find(*flags)
+    if spread and source.integer("rollout-num-gpus-per-engine") > 1:
+        draft.take(source, "rollout.expert_parallel", True, *sizes, *flags)
     for key in ("rollout-top-p", "rollout-top-k"):
         value = source.number(key)
         if (key.endswith("p") and value < 1) or (key.endswith("k") and value > 0):

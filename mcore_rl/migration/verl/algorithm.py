@@ -125,6 +125,13 @@ def _translate_kl(run: VerlRun) -> None:
             draft.set("algorithm.kl.controller", "adaptive", source.effective(f"{control}.type").origin)
             draft.take(source, "algorithm.kl.target", source.number(f"{control}.target_kl"), f"{control}.target_kl")
             draft.take(source, "algorithm.kl.horizon", source.integer(f"{control}.horizon"), f"{control}.horizon")
+    coefficient = source.find(f"{control}.kl_coef")
+    given = coefficient is not None and coefficient.line is not None and source.number(f"{control}.kl_coef") > 0
+    if given and not source.is_set("algorithm.use_kl_in_reward") and not source.flag(f"{ACTOR}.use_kl_loss"):
+        draft.changes.append(
+            f"{coefficient.shown} has no effect without algorithm.use_kl_in_reward=True. Before verl 0.3 it had, "
+            "unless use_kl_loss was set: for a script of that time, set algorithm.kl.in_reward"
+        )
     source.find(f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", "algorithm.kl_penalty")
     source.find(*(f"{control}.{name}" for name in ("type", "kl_coef", "target_kl", "horizon")))
     has_reference = any(key.startswith("algorithm.kl.in_") for key in draft.values)

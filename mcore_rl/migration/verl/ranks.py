@@ -95,7 +95,8 @@ def translate_budget(run: VerlRun, model: TrainedModel, *, tokens: str, micro: t
         origin, budget = micro, responses * run.longest
         note = f"x {run.longest} tokens of the longest sequence"
         given = source.effective(*micro)
-        text = f"{given.shown} responses per GPU" if given.value else f"{micro[0]} is not set"
+        place = "on all GPUs together" if given.key == micro[-1] != micro[0] else "per GPU"
+        text = f"{given.shown} responses {place}" if given.value else f"{micro[0]} is not set"
     if budget < run.longest:
         note, budget = f"raised from {budget} to one longest sequence", run.longest
     step = 2 * ranks if ranks > 1 else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.config.observe import LOCAL_TRACKER, TRACKERS
+from mcore_rl.migration.files import directory_name
 from mcore_rl.migration.shell.words import UNKNOWN
 from mcore_rl.migration.verl.defaults import ACTOR, CRITIC
 from mcore_rl.migration.verl.ranks import SCHEDULES, TrainedModel
@@ -89,7 +90,7 @@ def translate_learning_rate(run: VerlRun, model: TrainedModel, updates: int) -> 
     if schedule is None:
         draft.block(source.effective(*names), f"the schedules are {', '.join(SCHEDULES)}")
     elif schedule != "constant":
-        draft.set(f"{ours}.schedule", schedule, source.effective(*names).origin)
+        draft.take(source, f"{ours}.schedule", schedule, *names)
         _translate_decay(run, model, updates)
     source.find(f"{theirs}.lr_warmup_steps", f"{theirs}.lr_decay_steps", f"{theirs}.min_lr", f"{theirs}.min_lr_ratio")
     if updates > 1 and steps > 0:
@@ -139,7 +140,7 @@ def translate_intervals(run: VerlRun) -> None:
     source.find("trainer.max_critic_ckpt_to_keep", f"{CRITIC}.checkpoint.async_save")
     name = source.text("trainer.experiment_name")
     origin = source.effective("trainer.experiment_name").origin if name else "the script's name"
-    draft.set("run.dir", f"runs/{_directory_name(name or '') or _directory_name(source.name) or 'imported'}", origin)
+    draft.set("run.dir", f"runs/{directory_name(name or '') or directory_name(source.name) or 'imported'}", origin)
     if source.is_set("trainer.default_local_dir"):
         draft.changes.append(
             f"{source.effective('trainer.default_local_dir').shown} holds verl's checkpoints; "
@@ -147,12 +148,6 @@ def translate_intervals(run: VerlRun) -> None:
         )
     source.find("trainer.project_name", "trainer.default_hdfs_dir")
     _translate_trackers(run, name)
-
-
-def _directory_name(text: str) -> str:
-    """Return a directory's name for a run. Parts that only the shell knows, such as the time, are left out."""
-    known = UNKNOWN.sub("", text)
-    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in known).strip("_.-")
 
 
 def _translate_trackers(run: VerlRun, name: str | None) -> None:

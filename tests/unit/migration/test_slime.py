@@ -169,6 +169,20 @@ def test_import_trackers_and_recomputation_of_fsdp(tmp_path: Path) -> None:
     assert not any("not known" in line for line in uncovered)
 
 
+@pytest.mark.parametrize("flag", ["--sglang-ep-size 8", "--sglang-expert-parallel-size 8", "--sglang-enable-ep-moe"])
+def test_import_engine_that_spreads_experts(flag: str, tmp_path: Path) -> None:
+    _, draft, uncovered = translated(f"{flag} --rollout-num-gpus-per-engine 8", tmp_path)
+    assert draft.values["rollout.expert_parallel"] is True
+    assert uncovered == []
+    assert "rollout.expert_parallel" not in translated(f"{flag} --rollout-num-gpus-per-engine 1", tmp_path)[1].values
+
+
+def test_import_updates_per_rollout_are_named(tmp_path: Path) -> None:
+    _, draft, _ = translated("--num-steps-per-rollout 4 --n-samples-per-prompt 8", tmp_path)
+    assert draft.values["trainer.prompts_per_update"] == 4
+    assert any("(--num-steps-per-rollout=4: 32 responses)" in line for line in draft.changes)
+
+
 def test_import_configuration_of_evaluation_is_to_decide(tmp_path: Path) -> None:
     _, draft, _ = translated("--eval-config e.yaml", tmp_path)
     assert "--eval-config=e.yaml: is not read; set data.val or data.val_sets (docs/data.md)" in draft.choices

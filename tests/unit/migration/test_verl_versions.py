@@ -118,6 +118,22 @@ def test_import_supervised_run_behind_a_launcher(start: str, tmp_path: Path) -> 
     assert draft.values["actor.optimizer.lr"] == 3e-5
 
 
+@pytest.mark.parametrize(
+    ("overrides", "listed"),
+    [("", True), ("algorithm.use_kl_in_reward=False", False), (f"{ACTOR}.use_kl_loss=True", False)],
+)
+def test_import_kl_coefficient_of_old_scripts_is_listed(overrides: str, listed: bool, tmp_path: Path) -> None:
+    _, draft, _ = translated(f"algorithm.kl_ctrl.kl_coef=0.001 {overrides}", tmp_path)
+    assert any("set algorithm.kl.in_reward" in line for line in draft.changes) == listed
+    assert "algorithm.kl.in_reward" not in draft.values
+
+
+def test_import_micro_batch_of_all_gpus_is_divided(tmp_path: Path) -> None:
+    _, draft, _ = translated(f"{ACTOR}.ppo_micro_batch_size=16 trainer.n_gpus_per_node=4", tmp_path)
+    assert any("ppo_micro_batch_size=16 responses on all GPUs together" in line for line in draft.changes)
+    assert draft.values["actor.tokens_per_microbatch"] == 16 // 4 * 1024
+
+
 def test_import_empty_model_is_to_decide(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(
