@@ -25,6 +25,8 @@ EXPECTED = (
     "a verl launch script (a command such as `python3 -m verl.trainer.main_ppo data.train_files=...`) or a YAML "
     "configuration with verl's sections actor_rollout_ref, algorithm, data and trainer"
 )
+MISSING = "???"
+"""Value of a mandatory key that Hydra's user has to set."""
 NO_TRAINING = ("main_gen", "main_eval")
 """Beginnings of programs that generate or grade responses only."""
 BUILT_IN = re.compile(r"(\w+_)?(ppo|dapo|sft|one_step_off|fully_async)\w*trainer\w*")
@@ -127,7 +129,7 @@ def _yaml_settings(tree: Mapping[str, object]) -> dict[str, Setting]:
         resolved = _resolved(key, value, flat)
         # A reference to a missing key is left out. A name without sections is an environment variable.
         names = [match[1] for match in _INTERPOLATION.finditer(resolved)] if isinstance(resolved, str) else []
-        if not any("." in name for name in names):
+        if resolved != MISSING and not any("." in name for name in names):
             settings[key] = Setting(key, None if isinstance(resolved, NoneWord) else resolved)
     defaults = tree.get("defaults")
     names = [name for name in defaults if isinstance(name, str)] if isinstance(defaults, list) else []

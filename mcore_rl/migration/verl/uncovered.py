@@ -5,6 +5,7 @@ from __future__ import annotations
 from mcore_rl.migration.draft import Draft
 from mcore_rl.migration.source import Setting, Source
 from mcore_rl.migration.uncovered import grouped_lines, matches
+from mcore_rl.migration.verl.defaults import ACTOR
 
 REASONS = {
     "metrics.jsonl and responses are always recorded in run.dir": """
@@ -22,7 +23,7 @@ REASONS = {
         *.log_prob_micro_batch_size* *.log_prob_max_token_len_per_gpu *.log_prob_use_dynamic_bsz
         *.forward_max_token_len_per_gpu *.forward_micro_batch_size* critic.use_dynamic_bsz
     """,
-    "sequences are always packed without padding": "*remove_padding *pad_mode *.pad_to_length* *.seq_balance*",
+    "sequences are always packed without padding": "*remove_padding *pad_mode *.pad_to_length* *.pad_bshd* *.seq_balance*",
     "work is always balanced over ranks": "trainer.balance_batch data.balance_dp_token",
     "the reference has the layout of the actor's ranks": "actor_rollout_ref.ref.*",
     "checkpoints are read from Hugging Face directories": """
@@ -47,7 +48,7 @@ REASONS = {
         *.disable_log_stats *.cudagraph_capture_sizes *.multi_stage_wake_up *.ignore_eos *.rollout.mode
         *.rollout.dtype
         *.update_weights* *.server.* *.sglang_rollout_mode *.layered_summon *.skip_tokenizer_init *.scheduling_policy
-        *.do_sample *.quantization*
+        *.do_sample *.quantization* *.rollout.seed *.logprobs_mode
         *.checkpoint_engine.* *.moe_tensor_parallel_size
     """,
     "graders of rows run in reward.workers processes": """
@@ -64,11 +65,18 @@ REASONS = {
     "parts of verl's implementation": """
         trainer.use_* trainer.v1.* transfer_queue.* async_resources.* async_training.* rollout.test_freq
         *.agent.agent_loop_manager_class data.ignore_input_ids_mismatch *.nccl_timeout *.enable_sleep_mode
-        *.over_sample_rate *.disaggregation.* rollout.*
+        *.over_sample_rate *.disaggregation.* rollout.* *.rollout.nnodes *.rollout.n_gpus_per_node
+        reward.reward_manager.*
     """,
     "multi-token prediction: see actor.mtp_loss_coefficient": "*.mtp.*",
     "adapters: see actor.lora": "*.lora.* *.exclude_modules *.lora_* *.target_modules",
     "distillation does not exist here": "distillation.*",
+    "quantization-aware training does not exist here": "*.qat.*",
+    "options of other optimizers and schedules": """
+        *.muon_* *.optimizer_impl *.num_cycles *.weight_decay_incr_style *.lr_wsd_decay_style *.zero_indexed_step
+        *.main_grads_dtype *.exp_avg_dtype *.exp_avg_sq_dtype
+    """,
+    "the sandbox has its own section (sandbox.*)": "reward*.sandbox_fusion.*",
     "options of a part that this run does not use": """
         *.multi_turn.* *.clip_ratio* *.policy_loss.* *.actor.tau_* algorithm.* trainer.default_hdfs_dir optim.*
         model data.use_dynamic_bsz data.max_token_len_per_gpu data.filter_overlong_prompts* data.custom_cls.*
@@ -78,6 +86,7 @@ REASONS = {
 """Reason -> patterns of keys."""
 IGNORED = ("*._target_", "hydra.*", "defaults", "*.rollout_n")
 """Keys of Hydra."""
+QUANTIZED = (f"{ACTOR}.qat.enable", f"{ACTOR}.megatron.qat.enable")
 MULTIMODAL = {"data.image_key": "images", "data.video_key": "videos", "data.audio_key": "audios"}
 """Key of a column -> its default."""
 
@@ -93,6 +102,9 @@ def block_unsupported(source: Source, draft: Draft) -> None:
     """Add blockers for parts of verl that change what is trained and do not exist here."""
     if source.flag("distillation.enabled"):
         draft.block(source.effective("distillation.enabled"), "distillation from a teacher does not exist here")
+    for key in QUANTIZED:
+        if source.flag(key):
+            draft.block(source.effective(key), "quantization-aware training does not exist here")
     for key, name in MULTIMODAL.items():
         setting = source.effective(key)
         # A complete YAML file has the default names also for prompts that are texts.

@@ -155,6 +155,18 @@ def test_import_complete_yaml_has_the_default_image_key(key: str, blocked: bool,
     assert bool(yaml_draft(f"data: {{image_key: {key}}}\n", tmp_path).blockers) == blocked
 
 
+def test_import_yaml_missing_value_is_left_out(tmp_path: Path) -> None:
+    draft = yaml_draft("data: {train_batch_size: ???}\n", tmp_path)
+    assert draft.values["trainer.prompts_per_step"] == 1024
+
+
+def test_import_quantization_aware_training_blocks(tmp_path: Path) -> None:
+    assert "quantization-aware" in " ".join(translated(f"{ACTOR}.qat.enable=True", tmp_path)[1].blockers)
+    _, draft, uncovered = translated(f"{ACTOR}.qat.mode=w4a16", tmp_path)
+    assert draft.blockers == []
+    assert uncovered == [f"{ACTOR}.qat.mode: quantization-aware training does not exist here"]
+
+
 def test_import_yaml_reads_defaults_of_environment_variables(tmp_path: Path) -> None:
     text = "trainer: {nnodes: '${oc.env:NODES,3}'}\ndata: {train_files: '${oc.env:DATA}/a.parquet'}\n"
     draft = yaml_draft(text, tmp_path)
