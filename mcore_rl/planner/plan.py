@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.engine_support import cannot_run
 from mcore_rl.config.rules.models import uses_lora
@@ -167,8 +168,9 @@ class Job:
 
     @property
     def shared(self) -> bool:
-        """True if a trainer rank and an engine rank share each GPU."""
-        return self.run.cuda and self.config.cluster.placement == "colocated"
+        """True if a trainer rank and an engine rank share each GPU. Supervised runs have no engines."""
+        colocated = self.config.cluster.placement == "colocated" and not is_supervised(self.config.algorithm)
+        return self.run.cuda and colocated
 
 
 def make_plan(config: Config) -> Plan:

@@ -40,6 +40,18 @@ MODELS = {
 }
 
 
+def test_plan_of_supervised_import_has_no_engines(tmp_path: Path) -> None:
+    _, draft, _ = translate_verl(read_verl(SCRIPTS / "sft.sh", ARGUMENTS).settings)
+    path = tmp_path / "config.yaml"
+    path.write_text(commented_yaml(draft.values, draft.origins, "sft"))
+    overrides = [f"model.hf_path={ROOT / 'configs' / 'models' / DENSE}", "cluster.gpu_memory_gib=80"]
+    few, many = (
+        make_plan(load_config(path, [*overrides, f"rollout.gpu_memory_fraction={fraction}"], needs_data=False))
+        for fraction in (0.1, 0.9)
+    )
+    assert few.fullest.phases == many.fullest.phases
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_import_with_published_model_is_planned(name: str, tmp_path: Path) -> None:
     if name.startswith("slime"):
