@@ -51,8 +51,8 @@ def _combined(layers: Sequence[Layer], paths: Sequence[str], *, needs_data: bool
         # OmegaConf rejects a mandatory value that is missing, and a plan reads no data.
         merged.data.train = []
     # One by one, so that an error names the file or override that caused it.
-    for layer in layers:
-        _merge(merged, layer)
+    for place, layer in enumerate(layers):
+        _merge(merged, layer, replaced={key for later in layers[place + 1 :] for key in later.names()})
     try:
         if is_template(merged.run.dir):
             merged.run.dir = filled(merged.run.dir, paths, datetime.now().astimezone())
@@ -61,11 +61,11 @@ def _combined(layers: Sequence[Layer], paths: Sequence[str], *, needs_data: bool
         raise _unresolved(error, paths) from None
 
 
-def _merge(merged: DictConfig, layer: Layer) -> None:
-    """Merge a layer into the configuration. Raises: ConfigError."""
+def _merge(merged: DictConfig, layer: Layer, *, replaced: set[str]) -> None:
+    """Merge a layer into the configuration. `replaced`: keys of later layers. Raises: ConfigError."""
     reject_unknown(layer.tree, layer.place)
     try:
-        merged.merge_with(normalized(layer.tree))
+        merged.merge_with(normalized(layer.tree, replaced=replaced))
     except ConfigError as error:
         raise layer.located(error) from None
     except OmegaConfBaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mcore_rl.errors import ConfigError
 
 VERL_SECTION = "actor_rollout_ref"
 """Section of every configuration of verl, which has no section `model`."""
+VALIDATION_KEYS = ("data.val", "data.val_sets")
 _LEADING_KEY = re.compile(r"[\w.]*")
 
 
@@ -29,6 +31,12 @@ class Layer:
     source: str
     tree: dict[str, object]
     text: str | None = None
+
+    def names(self) -> Iterator[str]:
+        """Yield the full names of the keys that have a value. Each form of the validation data replaces the other."""
+        for key in _keys(self.tree, ""):
+            section = ".".join(key.split(".")[:2])
+            yield from VALIDATION_KEYS if section in VALIDATION_KEYS else (key,)
 
     def place(self, key: str) -> str:
         """Return the source and, for a file, the line of `key` or of its innermost section there."""
@@ -76,6 +84,14 @@ def text_layer(source: str, text: str) -> Layer:
 def override_layer(item: str) -> Layer:
     """Parse an override. Raises: ConfigError."""
     return Layer(item, parse_override(item))
+
+
+def _keys(tree: dict[str, object], prefix: str) -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _line_of(text: str, key: str) -> int | None:

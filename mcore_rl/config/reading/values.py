@@ -4,7 +4,7 @@ of paths, expanded paths."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
@@ -72,15 +72,16 @@ _TEMPLATE_FILE = re.compile(r"(?!.*\{(?:prompt|response|ground_truth)\}).*\.txt"
 """A judge.template that names a file."""
 
 
-def normalized(tree: Mapping[str, object], *, expand: bool = True) -> dict[str, object]:
-    """Normalize the values of a file or override for the schema; `expand` replaces `~` and variables.
+def normalized(tree: Mapping[str, object], *, expand: bool = True, replaced: Container[str] = ()) -> dict[str, object]:
+    """Normalize the values of a file or override for the schema; `expand` replaces `~` and variables, except in the
+    keys `replaced`, whose values a later file or override replaces.
 
     An empty text and the words None, none and NONE become null for keys that allow null. A single path becomes a list
     of one where a list of paths is allowed. A mapping at data.val moves to data.val_sets.
 
     Raises: ConfigError naming the key.
     """
-    return _section(tree, Config, "", expand)
+    return _section(tree, Config, "", lambda key: expand and key not in replaced)
 
 
 def takes_only_text(key: str) -> bool:
@@ -95,7 +96,9 @@ def takes_only_text(key: str) -> bool:
     return _is_text(hint)
 
 
-def _section(tree: Mapping[str, object], node: type[DataclassInstance], prefix: str, expand: bool) -> dict[str, object]:
+def _section(
+    tree: Mapping[str, object], node: type[DataclassInstance], prefix: str, expands: Callable[[str], bool]
+) -> dict[str, object]:
     hints = _hints(node)
     domains = {each.name: each.metadata.get(DOMAIN, Domain()) for each in fields(node)}
     if prefix == "data.":
@@ -105,9 +108,9 @@ def _section(tree: Mapping[str, object], node: type[DataclassInstance], prefix: 
         # Unknown keys have been rejected, except in config.yaml of older versions (run_configs.py).
         key, hint = f"{prefix}{name}", hints.get(name, Any)
         if isinstance(hint, type) and is_dataclass(hint):
-            made[name] = _section(value, hint, f"{key}.", expand) if isinstance(value, dict) else value
+            made[name] = _section(value, hint, f"{key}.", expands) if isinstance(value, dict) else value
         else:
-            made[name] = _Key(key, domains.get(name, Domain()), expand).fitted(value, hint)
+            made[name] = _Key(key, domains.get(name, Domain()), expands(key)).fitted(value, hint)
     return made
 
 

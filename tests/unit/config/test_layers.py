@@ -91,6 +91,29 @@ def test_load_config_missing_key_names_all_files(base: str, tmp_path: Path) -> N
         load_config([base, later])
 
 
+@pytest.mark.parametrize(
+    ("section", "overrides"),
+    [
+        ("model: {hf_path: $NO_SUCH/m}", ["model.hf_path=m"]),
+        ("data: {val_sets: {a: $NO_SUCH/v}}", ["data.val=v.jsonl"]),
+        ("data: {val: $NO_SUCH/v}", ["data.val={a: v.jsonl}"]),
+    ],
+)
+def test_load_config_replaced_path_needs_no_variable(
+    section: str, overrides: list[str], base: str, tmp_path: Path
+) -> None:
+    files = [base, second(tmp_path, f"{section}\n")]
+    with pytest.raises(ConfigError, match="the environment variable NO_SUCH is not set"):
+        load_config(files)
+    assert "NO_SUCH" not in str(load_config(files, overrides))
+
+
+def test_load_config_unreplaced_path_needs_its_variable(base: str, tmp_path: Path) -> None:
+    files = [base, second(tmp_path, "data: {val: $NO_SUCH/v}\n")]
+    with pytest.raises(ConfigError, match="the environment variable NO_SUCH is not set"):
+        load_config(files, ["data.val_max_prompts=3", "data.train=t.jsonl"])
+
+
 def test_split_words_separates_files_from_overrides() -> None:
     words = ["runs/lr=3/base.yaml", "trainer.steps=3", "model.yaml", "rollout.tools=tools.yaml", "slurm.yml"]
     files, overrides = split_words(words)
