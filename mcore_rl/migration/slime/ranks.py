@@ -39,6 +39,9 @@ def translate_ranks(run: SlimeRun) -> None:
     tp, ep = draft.integer("actor.parallel.tp"), draft.integer("actor.parallel.ep")
     if ep > 1 and tp > 1 and "actor.parallel.etp" not in draft.values:
         draft.take(source, "actor.parallel.etp", tp, "expert-tensor-parallel-size", note="Megatron's is tp")
+    if ep == 1 and not source.is_set("num-experts"):
+        # Scripts for dense models set it too, and it is rejected for a model without experts.
+        draft.drop("actor.parallel.etp")
     _translate_chunks(run)
     _translate_optimizer(run)
     _translate_recompute(run)

@@ -126,8 +126,9 @@ def _translate_kl(run: VerlRun) -> None:
             draft.take(source, "algorithm.kl.target", source.number(f"{control}.target_kl"), f"{control}.target_kl")
             draft.take(source, "algorithm.kl.horizon", source.integer(f"{control}.horizon"), f"{control}.horizon")
     coefficient = source.find(f"{control}.kl_coef")
-    given = coefficient is not None and coefficient.line is not None and source.number(f"{control}.kl_coef") > 0
-    if given and not source.is_set("algorithm.use_kl_in_reward") and not source.flag(f"{ACTOR}.use_kl_loss"):
+    old = not source.is_set("algorithm.use_kl_in_reward") and not source.flag(f"{ACTOR}.use_kl_loss")
+    given = coefficient is not None and coefficient.line is not None
+    if coefficient is not None and given and old and source.number(f"{control}.kl_coef") > 0:
         draft.changes.append(
             f"{coefficient.shown} has no effect without algorithm.use_kl_in_reward=True. Before verl 0.3 it had, "
             "unless use_kl_loss was set: for a script of that time, set algorithm.kl.in_reward"

@@ -244,8 +244,14 @@ def _translate_offload(run: VerlRun, model: TrainedModel) -> None:
     for part, theirs in (("params", "param"), ("grads", "grad"), ("optimizer", "optimizer")):
         if source.flag(*model.keys(f"{theirs}_offload")):
             draft.take(source, f"{ours}.{part}", True, *model.keys(f"{theirs}_offload"))
-    if not run.uses_megatron and f"{ours}.params" in draft.values:
-        draft.set(f"{ours}.grads", True, "FSDP has no gradients during generation")
+    if not run.uses_megatron and draft.values.get("cluster.device") == "cuda":
+        for part in ("params", "grads", "optimizer"):
+            if f"{ours}.{part}" not in draft.values:
+                draft.set(
+                    f"{ours}.{part}",
+                    True,
+                    "FSDP shards it over all GPUs; here it is in host memory while it is not used",
+                )
     if draft.values.get(f"{model.section}.optimizer.cpu_offload"):
         draft.drop(f"{ours}.optimizer")
 

@@ -23,7 +23,9 @@ REASONS = {
         *.log_prob_micro_batch_size* *.log_prob_max_token_len_per_gpu *.log_prob_use_dynamic_bsz
         *.forward_max_token_len_per_gpu *.forward_micro_batch_size* critic.use_dynamic_bsz
     """,
-    "sequences are always packed without padding": "*remove_padding *pad_mode *.pad_to_length* *.pad_bshd* *.seq_balance*",
+    "sequences are always packed without padding": """
+        *remove_padding *pad_mode *.pad_to_length* *.pad_bshd* *.seq_balance*
+    """,
     "work is always balanced over ranks": "trainer.balance_batch data.balance_dp_token",
     "the reference has the layout of the actor's ranks": "actor_rollout_ref.ref.*",
     "checkpoints are read from Hugging Face directories": """

@@ -177,6 +177,12 @@ def test_import_engine_that_spreads_experts(flag: str, tmp_path: Path) -> None:
     assert "rollout.expert_parallel" not in translated(f"{flag} --rollout-num-gpus-per-engine 1", tmp_path)[1].values
 
 
+def test_import_dense_model_has_no_expert_layout(tmp_path: Path) -> None:
+    flags = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    assert "actor.parallel.etp" not in translated(flags, tmp_path)[1].values
+    assert translated(f"{flags} --num-experts 8", tmp_path)[1].values["actor.parallel.etp"] == 1
+
+
 def test_import_updates_per_rollout_are_named(tmp_path: Path) -> None:
     _, draft, _ = translated("--num-steps-per-rollout 4 --n-samples-per-prompt 8", tmp_path)
     assert draft.values["trainer.prompts_per_update"] == 4

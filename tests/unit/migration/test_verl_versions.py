@@ -58,6 +58,10 @@ def yaml_draft(text: str, tmp_path: Path) -> Draft:
         ((f"{ACTOR}.strategy=veomni {ACTOR}.veomni.expert_parallel_size=8 {ACTOR}.veomni.ulysses_parallel_size=2 "
          f"{ACTOR}.veomni.param_offload=True"),
          {"actor.parallel.ep": 8, "actor.parallel.etp": 1, "actor.parallel.tp": 2, "actor.offload.params": True}),
+        (f"{ACTOR}.strategy=fsdp", {"actor.offload.params": True, "actor.offload.grads": True,
+                                    "actor.offload.optimizer": True}),
+        (f"{ACTOR}.strategy=megatron", {"actor.offload.params": None}),
+        ("trainer.device=cpu", {"actor.offload.params": None}),
         (f"{ACTOR}.strategy=torchtitan {ACTOR}.torchtitan.tensor_parallel_size=4", {"actor.parallel.tp": 4}),
         ((f"actor@{ACTOR}=mlite_actor {ACTOR}.engine.pp=4 {ACTOR}.engine.ep=2 {ACTOR}.engine.cp=2 {ACTOR}.engine.vpp=1 "
          f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=3000"),
@@ -156,7 +160,7 @@ def test_import_complete_yaml_has_the_default_image_key(key: str, blocked: bool,
 
 
 def test_import_yaml_missing_value_is_left_out(tmp_path: Path) -> None:
-    draft = yaml_draft("data: {train_batch_size: ???}\n", tmp_path)
+    draft = yaml_draft("data:\n  train_batch_size: ???\n", tmp_path)
     assert draft.values["trainer.prompts_per_step"] == 1024
 
 
