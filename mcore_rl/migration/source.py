@@ -119,7 +119,8 @@ class Source:
 
 def unknown_remedy(text: str) -> str:
     """Describe how to provide the unknown parts of a text; empty if there are none."""
-    names = re.findall(r"\$\{(\w+)", text)
+    # Arguments such as ${1} first: paths may have names of environment variables.
+    names = sorted(re.findall(r"\$\{(\w+)", text), key=lambda name: not name.isdigit())
     if names:
         return f": the script does not set {names[0]}; add --set {names[0]}=VALUE"
     return ": commands of the script are not run; write the value into the script" if UNKNOWN.search(text) else ""

@@ -28,6 +28,7 @@ MAX_STATEMENTS = 100_000
 MAX_DEPTH = 20
 """Maximum depth of calls, sourced files and scripts in arguments."""
 _VARIABLE = re.compile(r"\$\{?(\w+)")
+_FILE_TEST = re.compile(r"\[ +(! +)?-[defrs] ")
 DOCUMENT_READERS = (*SHELLS, "sbatch", "ssh", "srun")
 """Commands whose here-document is a script."""
 
@@ -156,8 +157,10 @@ class _Interpreter:
 
     def _note_unknown(self, node: Node, text: str) -> None:
         """Add a note about a condition or subject, with the variables that would decide it."""
-        names = dict.fromkeys(name for name in _VARIABLE.findall(text_of(node)) if self._is_unknown(name))
-        remedy = f"; --set {next(iter(names))}=VALUE decides it" if names else ""
+        source = text_of(node)
+        name = next((name for name in _VARIABLE.findall(source) if self._is_unknown(name)), None)
+        # A test of a file depends on the machine, not only on the variable.
+        remedy = "" if name is None or _FILE_TEST.search(source) else f"; --set {name}=VALUE decides it"
         self.evaluation.notes.append(f"line {line_of(node)}: {text}{remedy}")
 
     def _is_unknown(self, name: str) -> bool:

@@ -8,7 +8,8 @@ from mcore_rl.migration.shell.words import UNKNOWN
 from mcore_rl.migration.verl.run import MODULE, VerlRun
 
 TRAINERS = (
-    "main_ppo main_ppo_sync main_ppo_split main_dapo main_entropy fully_async_main sft_trainer fsdp_sft_trainer"
+    "main_ppo main_ppo_sync main_ppo_split main_dapo main_entropy fully_async_main sft_trainer sft_trainer_ray "
+    "fsdp_sft_trainer"
 ).split()
 """Programs whose algorithm the settings describe."""
 OTHER_ALGORITHMS = {

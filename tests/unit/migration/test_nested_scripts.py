@@ -75,6 +75,11 @@ def test_reader_job_script_knows_its_nodes_and_gpus() -> None:
     assert words(evaluate(script, SLURM_JOB_NUM_NODES="2"))[1] == "2"
 
 
+def test_reader_test_of_a_missing_file_names_no_variable() -> None:
+    evaluation = evaluate('if [ ! -d "$HOME/none" ]; then a=1; fi')
+    assert evaluation.notes == ['line 1: `[ ! -d "$HOME/none" ]` is not known here and counts as false']
+
+
 def test_reader_required_variable_that_is_empty_is_unknown() -> None:
     assert words(evaluate('M=${M:-}\n: "${M:?set it}"\nrecord "$M"')) == ["record", "${M}"]
 

@@ -150,7 +150,7 @@ def test_import_empty_model_is_to_decide(tmp_path: Path) -> None:
 
 
 def test_import_path_with_an_argument_names_it(tmp_path: Path) -> None:
-    source, _, _ = translated('data.val_files="$2/test.parquet"', tmp_path)
+    source, _, _ = translated('data.val_files="$HOME/$2/test.parquet"', tmp_path)
     assert "add --set 2=VALUE" in "; ".join(source.problems)
 
 
