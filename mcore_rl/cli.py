@@ -50,10 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = storage_error(error) or path_error(error) if isinstance(error, OSError) else error
         if known is None:
             raise
+        from mcore_rl.config.pages import with_page
         from mcore_rl.observe.terminal_text import printable
 
         # A message may quote a file name, a script or a model's text.
-        print(f"error: {printable(str(known))}", file=sys.stderr)
+        print(f"error: {with_page(printable(str(known)))}", file=sys.stderr)
         return known.exit_code
     except KeyboardInterrupt:
         from mcore_rl.runtime.stops import STOPS

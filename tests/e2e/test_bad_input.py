@@ -216,7 +216,7 @@ def test_reward_function_that_grades_nothing_is_refused_with_its_line(
         f"error: reward.function={tmp_path}/mine.py:f cannot grade the first prompt of data.train: "
     )
     assert f'File "{tmp_path}/mine.py", line 2, in f' in error
-    assert error.endswith("KeyError: 'solution'")
+    assert error.endswith("KeyError: 'solution'\n(see docs/rewards.md)")
     assert not (tmp_path / "run").exists()
 
 
