@@ -88,12 +88,21 @@ def _reader_has_ended() -> bool:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. argparse rejects options between overrides, so words that begin with two dashes are moved
-    to the front; options of these verbs have no values."""
-    verb, rest = words[:1], words[1:]
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # set by the shell that asks for completions
+        from mcore_rl.completion import complete
+
+        complete(parser, options_first)
+    return parser.parse_args(options_first(words))
+
+
+def options_first(words: Sequence[str]) -> list[str]:
+    """Move words that begin with two dashes to the front: argparse rejects options between overrides. Options of these
+    verbs have no values."""
+    verb, rest = list(words[:1]), list(words[1:])
     if verb and verb[0] in CONFIGURED_VERBS:
-        rest = sorted(rest, key=lambda word: not word.startswith("--"))
-    return _parser().parse_args([*verb, *rest])
+        rest.sort(key=lambda word: not word.startswith("--"))
+    return [*verb, *rest]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -149,6 +158,8 @@ def _parser() -> argparse.ArgumentParser:
     for trainer in ("verl", "slime"):
         text = f"translate a launch script of {trainer} to a configuration, with a list of differences"
         add_import_arguments(add(f"import-{trainer}", text, run_import), trainer=trainer)
+    completion = add("completion", "print the script that enables completion in a shell", _completion)
+    completion.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
     return parser
 
 
@@ -238,6 +249,13 @@ def _keys(options: argparse.Namespace) -> int:
 
     keys = find_keys(options.word)
     print(json.dumps([asdict(entry) for entry in keys]) if options.json else "\n".join(e.shown() for e in keys))
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from mcore_rl.completion import script
+
+    print(script(options.shell))
     return 0
 
 

@@ -74,6 +74,7 @@ ONE_DOOR = {
     "mlflow": ["mcore_rl/observe/trackers/mlflow.py"],
     "trackio": ["mcore_rl/observe/trackers/trackio.py"],
     "swanlab": ["mcore_rl/observe/trackers/swanlab.py"],
+    "argcomplete": ["mcore_rl/completion.py"],
     "prometheus_client": ["mcore_rl/observe/endpoint.py"],
 }
 INSIDE_FUNCTIONS = {
@@ -197,7 +198,7 @@ def test_rooms_are_small_enough_to_look_around_in() -> None:
     ("module", "heavy"),
     [
         (
-            "mcore_rl.config, mcore_rl.cli, mcore_rl.doctor, mcore_rl.sandbox.local",
+            "mcore_rl.config, mcore_rl.cli, mcore_rl.completion, mcore_rl.doctor, mcore_rl.sandbox.local",
             ["mcore_rl.doctor.checks", "torch", "transformers", "ray", "vllm", "megatron", "numpy"],
         ),
         ("mcore_rl.types", ["torch", "transformers", "ray"]),

@@ -142,6 +142,10 @@ CASES = {
     ),
     "mcore-rl doctor": Case(says="torch"),
     "mcore-rl doctor --node": Case(says="fabric: all well"),
+    "source <(mcore-rl completion bash)": Case(add="&& complete -p mcore-rl", says="-F _python_argcomplete mcore-rl"),
+    "mcore-rl completion bash": Case(says="-F _python_argcomplete"),
+    "mcore-rl completion zsh": Case(says="^#compdef mcore-rl"),
+    "mcore-rl completion fish": Case(says="complete --command mcore-rl"),
     "mcore-rl keys lr": Case(says=r"actor\.optimizer\.lr"),
     "mcore-rl report runs/demo": Case(
         where={"runs/demo": "runs/compare/dapo"}, needs=("compared",), says="runs/compare/dapo/report.html"
