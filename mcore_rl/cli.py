@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "others", metavar="B", nargs="+", help="other runs; runs that differ only in run.seed are repetitions"
     )
-    text = "show versions, devices, engines and missing packages; --node: test devices and network"
+    text = "show versions, devices, engines, trackers and missing packages; --node: test devices and network"
     add_doctor_arguments(add("doctor", text, run_doctor))
     for trainer in ("verl", "slime"):
         text = f"translate a launch script of {trainer} to a configuration, with a list of differences"

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "observe": {"types", "config"},
     "slurm": {"config", "runtime", "doctor"},
     "model_converters": set(),
-    "doctor": {"resolved", "config", "sandbox"},
+    "doctor": {"resolved", "config", "sandbox", "observe"},
     "migration": {"config", "observe"},
     "debugging": {
         *("config", "resolved", "ports", "data", "preparation", "planner", "runtime", "trainer", "observe"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import metadata, util
 
 from packaging.version import Version
@@ -27,16 +28,38 @@ def check_observers(observe: ObserveConfig) -> None:
 
 
 def _problem(name: str, observe: ObserveConfig) -> str | None:
-    kind = TRACKERS[name]
+    state = tracker_state(TRACKERS[name], check_login=name in observe.online_trackers)
     remedy = f"or leave {name} out of observe.trackers"
-    install = f'pip install "{kind.distributions[0]}>={kind.minimum}"'
-    if (version := installed_version(kind)) is None:
-        return f"observe.trackers: {name} is not installed; run `{install}`, {remedy}"
-    if Version(version) < Version(kind.minimum):
-        return f"observe.trackers: {name} {version} is too old; run `{install}`, {remedy}"
-    if name in observe.online_trackers and (login := kind.login_problem()) is not None:
-        return f"observe.trackers: {name} is not logged in; {login}, set observe.trackers_offline=true, {remedy}"
+    if state.version is None:
+        return f"observe.trackers: {name} is not installed; run `{state.install}`, {remedy}"
+    if state.is_too_old:
+        return f"observe.trackers: {name} {state.version} is too old; run `{state.install}`, {remedy}"
+    if state.login is not None:
+        return f"observe.trackers: {name} is not logged in; {state.login}, set observe.trackers_offline=true, {remedy}"
     return None
+
+
+@dataclass(frozen=True)
+class TrackerState:
+    """Installation and login of a tracker.
+
+    version: None if it is not installed.
+    install: command that installs a supported version.
+    login: what to set before it can send to its server; None if it can, or if that was not checked.
+    """
+
+    version: str | None
+    is_too_old: bool
+    install: str
+    login: str | None
+
+
+def tracker_state(kind: TrackerKind, *, check_login: bool) -> TrackerState:
+    """Look up the version of a tracker and, if it is supported, check its login."""
+    version = installed_version(kind)
+    is_too_old = version is not None and Version(version) < Version(kind.minimum)
+    login = kind.login_problem() if check_login and version is not None and not is_too_old else None
+    return TrackerState(version, is_too_old, f'pip install "{kind.distributions[0]}>={kind.minimum}"', login)
 
 
 def installed_version(kind: TrackerKind) -> str | None:
