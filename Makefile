@@ -38,9 +38,10 @@ gpu: setup ## run the tests and benchmarks that need a GPU; without one, list th
 sglang: setup ## create .venv-sglang, the environment of rollout.engine=sglang
 	@scripts/setup_sglang.sh
 
-lint: setup ## ruff: rules and format
+lint: setup ## ruff: rules and format; hadolint: images
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@.venv/bin/hadolint docker/*.Dockerfile
 
 type: setup ## mypy
 	@$(PY) -m mypy

@@ -2,6 +2,7 @@
 # Makes .venv ready, and does nothing when it is. Safe to repeat, to interrupt and to run twice at once.
 #
 #   EXTRA=cpu|gpu          which extra of pyproject.toml to install (default cpu)
+#   LOCKED=1               install exactly the versions of locks/cpu.txt (EXTRA=gpu always uses locks/gpu.txt)
 #   PYTHON=...             the interpreter to use (default: the first of python3.11, 3.12, 3.13, python3 that fits)
 #   TORCH_INDEX_URL=...    index of PyTorch's CPU wheels, for machines whose package index has none
 set -euo pipefail
@@ -13,9 +14,11 @@ stamp=$venv/.mcore-rl-ready
 unfinished=$venv/.mcore-rl-unfinished
 inputs=(pyproject.toml scripts/overrides.txt scripts/setup.sh)
 packages=(-e ".[$extra,dev]")
-if [[ $extra == gpu ]]; then
-  inputs+=(locks/gpu.txt)
-  packages=(-r locks/gpu.txt -e .) # the lock's versions and no others; refused where pyproject.toml asks for more
+lock=
+if [[ $extra == gpu || -n ${LOCKED:-} ]]; then
+  lock=locks/$extra.txt
+  inputs+=("$lock")
+  packages=(-r "$lock" -e .) # the lock's versions and no others; refused where pyproject.toml asks for more
 fi
 wanted="$PWD $extra $(cat "${inputs[@]}" | cksum)"
 
@@ -95,6 +98,7 @@ uv_from_pip() {
   export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
 }
 
+uv_requirement() { if [[ -n $lock ]]; then grep '^uv==' "$lock"; else echo uv; fi; }
 overrides() { if [[ $extra == cpu ]]; then echo scripts/overrides.txt; else echo /dev/null; fi; }
 
 # Its extension comes as a source package, which needs nvcc. Left alone, pip builds it against the newest torch.
@@ -105,7 +109,7 @@ install_transformer_engine() {
 }
 
 install_packages() {
-  if pip_install uv; then
+  if pip_install "$(uv_requirement)"; then
     uv_from_pip
     local quiet=()
     [[ -t 1 ]] || quiet=(--quiet)

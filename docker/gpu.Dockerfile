@@ -1,14 +1,16 @@
 # A machine with NVIDIA GPUs, set up from locks/gpu.txt. From the root of a checkout:
 #
-#   docker build -f docker/Dockerfile -t mcore-rl .
-#   docker run --gpus all --ipc=host -it mcore-rl
+#   docker build -f docker/gpu.Dockerfile -t mcore-rl:gpu .
+#   docker run --gpus all --ipc=host -it mcore-rl:gpu
 #
 # A package index of your own: `--secret id=pip,src=$HOME/.config/pip/pip.conf`, which stays in no layer.
 #
 # CUDA as torch of the lock was built with: TransformerEngine, flash-attn, DeepEP and apex compile against both. `devel`
 # has nvcc, `cudnn` its headers. tests/unit/scripts/test_gpu_lock.py holds the two, and Python, together.
-FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
+FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04@sha256:ae7f650405a3964972dacfa889273bf8e3fbe9709899afd187da01c4cdff3105
 
+# Without versions: Ubuntu's mirrors delete a version when the next one appears.
+# hadolint ignore=DL3008
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
       bubblewrap build-essential git libibverbs-dev libnuma1 make python3.12 python3.12-dev python3.12-venv rdma-core \
