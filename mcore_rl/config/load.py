@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from datetime import datetime
@@ -21,6 +22,7 @@ from mcore_rl.config.run_directory import filled, is_template
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
+_UNSET_VARIABLE = re.compile(r"Environment variable '(\w+)' not found")
 Source = str | os.PathLike[str]
 """Path of a configuration file."""
 
@@ -104,6 +106,12 @@ def _unresolved(error: OmegaConfBaseException, paths: Sequence[str]) -> ConfigEr
     if isinstance(error, MissingValueError):
         return ConfigError(f"{key} must be set, in {', '.join(paths)} or on the command line as {key}=VALUE")
     if isinstance(error, InterpolationResolutionError):
+        # Raised by ${oc.env:NAME}; OmegaConf's message is the only sign of it.
+        if (unset := _UNSET_VARIABLE.search(str(error))) is not None:
+            return ConfigError(
+                f"{key}: the environment variable {unset[1]} of ${{oc.env:{unset[1]}}} is not set; set it, or write "
+                f"${{oc.env:{unset[1]},DEFAULT}}"
+            )
         return ConfigError(
             f"{key}: ${{...}} refers to another key, such as ${{run.dir}}, and this one does not exist "
             f"({str(error).splitlines()[0]}); write \\${{ for the text"

@@ -120,6 +120,19 @@ def test_load_config_path_that_cannot_expand_is_rejected(minimal: str, written: 
         load_config(minimal, [f"run.dir={written}"])
 
 
+def test_load_config_oc_env_in_paths_resolves_or_names_variable(minimal: str) -> None:
+    """`${NAME}` is replaced before OmegaConf, which must still see its own `${...}`."""
+    keys = ["run.dir=${oc.env:PLACE}/a", "data.train=['${oc.env:PLACE}/t', '${PLACE}/u']", "model.hf_path=${run.dir}/m"]
+    config = load_config(minimal, keys)
+    assert (config.run.dir, config.model.hf_path) == ("/data/place/a", "/data/place/a/m")
+    assert config.data.train == ["/data/place/t", "/data/place/u"]
+    assert load_config(minimal, ["run.dir=${oc.env:NOWHERE,/d}/a"]).run.dir == "/d/a"
+    with pytest.raises(
+        ConfigError, match=r"^run\.dir: the environment variable NOWHERE of \$\{oc\.env:NOWHERE\} is not"
+    ):
+        load_config(minimal, ["run.dir=${oc.env:NOWHERE}/a"])
+
+
 def test_load_config_existing_name_with_a_dollar_sign_stays(minimal: str, tmp_path: Path) -> None:
     (tmp_path / "$NOWHERE").mkdir()
     assert load_config(minimal, [f"run.dir={tmp_path}/$NOWHERE"]).run.dir == f"{tmp_path}/$NOWHERE"
