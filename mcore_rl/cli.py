@@ -180,7 +180,9 @@ def _run_configured(options: argparse.Namespace) -> int:
     """Run a verb that takes a configuration."""
     from mcore_rl import verbs
     from mcore_rl.config import load_config
+    from mcore_rl.remote.localize import localized, pinned_overrides
     from mcore_rl.resumption import resume_advice
+    from mcore_rl.slurm.checks import check_job
 
     files, overrides = _files_and_overrides(options)
     config = load_config(files, overrides, needs_data=options.verb != "plan")
@@ -194,9 +196,19 @@ def _run_configured(options: argparse.Namespace) -> int:
         case "eval":
             return verbs.evaluate(config)
         case "plan":
-            return verbs.plan(config, as_json=options.json, suggest=options.suggest)
+            with localized(config, _note, weights=False, data=False):
+                return verbs.plan(config, as_json=options.json, suggest=options.suggest)
         case _:
-            return verbs.slurm(config, files, overrides, force=options.force)
+            check_job(config)  # before a download
+            # Nodes of a cluster often have no network, and a job that is queued again must use the same files.
+            with localized(config, _note) as names:
+                pinned = pinned_overrides(config, names)
+                return verbs.slurm(config, files, overrides, pinned, force=options.force)
+
+
+def _note(line: str) -> None:
+    """Print a line that is no part of the output of `plan` or `slurm`."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _debug_rollout(options: argparse.Namespace) -> int:

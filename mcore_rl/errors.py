@@ -63,6 +63,10 @@ class CheckpointError(McoreRLError):
     """A checkpoint cannot be read or does not belong to this run."""
 
 
+class StorageError(McoreRLError):
+    """Files could not be uploaded; the message names the key, the URL and the local files."""
+
+
 class RunDirLostError(McoreRLError):
     """The run directory was deleted, or another run took it over, during the run."""
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from mcore_rl.config.fields import urls_of
 from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.remote_names import is_url
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.errors import ConfigError, McoreRLError, RunDirLostError
 from mcore_rl.observe.progress import start_up_log
 from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
+from mcore_rl.remote.localize import LocalNames, Show, localized, with_remote_names
+from mcore_rl.remote.storage import has_export, uploaded
 from mcore_rl.resumption import resume_hint
 from mcore_rl.runtime.output import own_stderr
 from mcore_rl.runtime.stops import STOPS
 
-Show = Callable[[str], None]
-"""Prints a line of the start-up log."""
+if TYPE_CHECKING:
+    from mcore_rl.ports import Actor
+
 Result = TypeVar("Result")
 CANNOT_RUN = 3
 """Exit code of `plan` if the configuration fits but this version cannot run it."""
@@ -97,7 +104,7 @@ def is_finished(run_dir: Path, trainer: TrainerConfig) -> bool:
         print(f"resuming from step_{step} in {run_dir}", file=sys.stderr)
         return False
     targets = {f"trainer.{key}": getattr(trainer, key) for key in ("export_hf", "export_adapter")}
-    missing = [f"{key}={path}" for key, path in targets.items() if path is not None and not Path(path).exists()]
+    missing = [f"{key}={path}" for key, path in targets.items() if path is not None and not has_export(key, path)]
     if missing:
         print(f"step {steps} of {steps} is done; still to export: {' and '.join(missing)}", file=sys.stderr)
         return False
@@ -119,33 +126,60 @@ def _export_hint(run_dir: Path, export_hf: str | None, actor: ActorConfig) -> st
     return f"python -m model_converters to-hf --ckpt {shlex.quote(str(newest))} --out DIR"
 
 
-def locked(config: Config, run: Callable[[Show, Callable[[], None]], Result], *, trains: bool) -> Result:
-    """Check and isolate the run, then call run(show, take_lock) with run.dir locked.
+@dataclass(frozen=True)
+class Start:
+    """Start of a run whose configuration has been checked.
 
-    `show` prints a line of the start-up log. If run.dir does not exist yet, `run` creates it and then calls take_lock.
-    `trains`: check also what a training writes, its exports and trackers.
+    show: prints a line of the start-up log. take_lock: locks run.dir; called after creating it if it did not exist.
+    remote_names: names on the hub of local paths in the configuration.
+    """
+
+    show: Show
+    take_lock: Callable[[], None]
+    remote_names: LocalNames = field(default_factory=dict)
+
+
+def locked(config: Config, run: Callable[[Start], Result], *, trains: bool) -> Result:
+    """Download files that the configuration names on the hub, check and isolate the run, then call `run` with run.dir
+    locked. `trains`: check also what a training writes, its exports and trackers.
     """
     from mcore_rl.preparation.preflight import check_exports, check_run
 
     show = start_up_log()
-    check_run(config)
-    if trains:
-        check_exports(config.trainer)
-        # After the configuration's own checks: a tracker's check may import its package.
-        from mcore_rl.observe.trackers.check import check_observers
+    with local_files(config, show) as names:
+        check_run(config)
+        if trains:
+            check_exports(config.trainer)
+            # After the configuration's own checks: a tracker's check may import its package.
+            from mcore_rl.observe.trackers.check import check_observers
 
-        check_observers(config.observe)
-    # Imports follow the checks that do not need them, so that errors are reported at once.
-    from mcore_rl.runtime.isolation.choice import isolate
+            check_observers(config.observe)
+        # Imports follow the checks that do not need them, so that errors are reported at once.
+        from mcore_rl.runtime.isolation.choice import isolate
 
-    isolate(config, show)
-    from mcore_rl.preparation.run_dir import run_lock
+        isolate(config, show)
+        from mcore_rl.preparation.run_dir import run_lock
 
-    with run_lock(config.run.dir, show, STOPS.give_up) as take_lock:
-        return run(show, take_lock)
+        with run_lock(config.run.dir, show, STOPS.give_up) as take_lock:
+            return run(Start(show, take_lock, names))
 
 
-def _train_locked(config: Config, advice: str, log: ThirdPartyLog, show: Show, take_lock: Callable[[], None]) -> bool:
+@contextmanager
+def local_files(config: Config, show: Show) -> Iterator[LocalNames]:
+    """Replace the remote names in the configuration of a run on this machine, as `localized` does.
+
+    Raises: ConfigError also for URLs that an isolated run could not reach.
+    """
+    if urls_of(config):
+        from mcore_rl.runtime.isolation.choice import reason_for_own_network
+
+        # Before the download, since the restarted process of an isolated run could not repeat it.
+        reason_for_own_network(config)
+    with localized(config, show) as names:
+        yield names
+
+
+def _train_locked(config: Config, advice: str, log: ThirdPartyLog, start: Start) -> bool:
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_log_folder, make_run_dir, remove_partial_checkpoints
@@ -154,8 +188,9 @@ def _train_locked(config: Config, advice: str, log: ThirdPartyLog, show: Show, t
     from mcore_rl.trainer.run import Run
     from mcore_rl.trainer.supervised import train_supervised
 
-    prepared = prepare(config)
-    changed = make_run_dir(config, prepared.checkpoint_bytes, take_lock)
+    show, prepared = start.show, prepare(config)
+    recorded = with_remote_names(config, start.remote_names)
+    changed = make_run_dir(recorded, prepared.checkpoint_bytes, start.take_lock)
     # Before processes start: a damaged checkpoint could not be loaded.
     check_newest(Path(config.run.dir))
     logs = make_log_folder(Path(config.run.dir))
@@ -168,14 +203,26 @@ def _train_locked(config: Config, advice: str, log: ThirdPartyLog, show: Show, t
         with assemble(config, prepared, logs, show) as run:
             show("sending the initial weights to the engines" if isinstance(run, Run) else "training")
             finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
-            if finished and config.trainer.export_hf is not None:
-                run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
-            if finished and config.trainer.export_adapter is not None:
-                run.actor.export_adapter(config.trainer.export_adapter, config.model.hf_path)
+            if finished:
+                _export(run.actor, config)
     finally:
         # All ranks have ended, so no save is in progress; on a full disk this frees space.
         remove_partial_checkpoints(Path(config.run.dir))
     return finished
+
+
+def _export(actor: Actor, config: Config) -> None:
+    """Write, or upload, the exports of a finished run. Raises: StorageError if an upload fails."""
+    trainer = config.trainer
+    exports = {"export_hf": actor.export_hf, "export_adapter": actor.export_adapter}
+    for name, export in exports.items():
+        target: str | None = getattr(trainer, name)
+        if target is not None and is_url(target):
+            # Every rank writes its slices, so the files must be in a directory that all hosts share.
+            with uploaded(f"trainer.{name}", target, Path(config.run.dir) / "uploads" / name) as directory:
+                export(directory, config.model.hf_path)
+        elif target is not None:
+            export(target, config.model.hf_path)
 
 
 def evaluate(config: Config) -> int:
@@ -188,7 +235,7 @@ def evaluate(config: Config) -> int:
         return locked(config, partial(_evaluate_locked, config, log), trains=False)
 
 
-def _evaluate_locked(config: Config, log: ThirdPartyLog, show: Show, take_lock: Callable[[], None]) -> int:
+def _evaluate_locked(config: Config, log: ThirdPartyLog, start: Start) -> int:
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_log_folder, open_run_dir
@@ -201,13 +248,13 @@ def _evaluate_locked(config: Config, log: ThirdPartyLog, show: Show, take_lock: 
     if prepared.data.targets is not None:
         raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
     directory = open_run_dir(config.run)
-    take_lock()
+    start.take_lock()
     check_newest(Path(config.run.dir))
     # The directory may be new: eval does not need a run.
     (directory / "rollouts").mkdir(exist_ok=True)
     logs = make_log_folder(directory)
     log.begin(logs)
-    with assemble(config, prepared, logs, show) as run:
+    with assemble(config, prepared, logs, start.show) as run:
         assert isinstance(run, Run)
         result = evaluate_policy(run)
     accuracy, samples = result.accuracies.mean(), config.rollout.validation_samples
@@ -254,8 +301,11 @@ def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
     return CANNOT_RUN if made.cannot_run else 0
 
 
-def slurm(config: Config, files: Sequence[str], overrides: Sequence[str], *, force: bool) -> int:
+def slurm(
+    config: Config, files: Sequence[str], overrides: Sequence[str], pinned: Sequence[str] = (), *, force: bool
+) -> int:
     """Print a job script. With `force` it is printed even if `plan` rejects the job; the reasons go to stderr.
+    `pinned`: overrides with the commits of names on the hub.
 
     Raises: ConfigError.
     """
@@ -263,7 +313,7 @@ def slurm(config: Config, files: Sequence[str], overrides: Sequence[str], *, for
     from mcore_rl.preparation.preflight import missing_files
     from mcore_rl.slurm.script import render_job
 
-    script = render_job(config, files, overrides, force=force)
+    script = render_job(config, files, overrides, pinned, force=force)
     missing = missing_files(config.data, config.algorithm, config.model, config.judge, config.rollout)
     problems = cannot_run(config) + missing
     if not force:

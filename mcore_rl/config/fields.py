@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_h
 
 from mcore_rl.config.functions import FORM, absolute_spec, names_function
 from mcore_rl.config.reading.expansion import check_utf8
+from mcore_rl.config.remote_names import HUB, HubKind, is_url
 from mcore_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class Domain:
     """Allowed values of a key. The bounds `above` and `below` are exclusive.
 
     `function`: module_or_file.py:name of a user's function is also allowed. `path`: the value is a path, a list of
-    paths, or a mapping with paths. `one_or_more`: a single value stands for a list of one.
+    paths, or a mapping with paths; `hub`: or a name on the hub; `urls`: or a URL. `one_or_more`: a single value stands
+    for a list of one.
     """
 
     minimum: float | None = None
@@ -42,6 +44,8 @@ class Domain:
     path: bool = False
     unit: str | None = None
     one_or_more: bool = False
+    hub: HubKind | None = None
+    urls: bool = False
 
     @property
     def range(self) -> str | None:
@@ -51,6 +55,9 @@ class Domain:
     def violation(self, value: object) -> str | None:
         """Return the requirement that `value` (or an item of a list or mapping) violates, or None."""
         if isinstance(value, str):
+            # A relative path would silently create a directory `s3:`.
+            if self.path and is_url(value) and not self.urls and not (self.hub and value.startswith(HUB)):
+                return f"a path on this machine{' or a name on the hub' if self.hub else ''}, not a URL"
             known = not self.choices or value in self.choices or (self.function and names_function(value))
             return None if known else self._listed()
         if isinstance(value, dict | list):
@@ -92,9 +99,11 @@ def setting(
     path: bool = False,
     unit: str | None = None,
     one_or_more: bool = False,
+    hub: HubKind | None = None,
+    urls: bool = False,
 ) -> T:
     """Create a dataclass field with a Domain."""
-    domain = Domain(minimum, above, maximum, below, choices, function, path, unit, one_or_more)
+    domain = Domain(minimum, above, maximum, below, choices, function, path, unit, one_or_more, hub, urls)
     # A dataclass needs a factory for these, or all configurations would share one object.
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata={DOMAIN: domain})
@@ -193,19 +202,53 @@ def make_paths_absolute(section: DataclassInstance) -> None:
         elif leaf.domain.function and leaf.value and (names_function(leaf.value) or not leaf.domain.path):
             setattr(leaf.section, leaf.name, absolute_spec(leaf.value))
         elif leaf.domain.path and leaf.value:
-            setattr(leaf.section, leaf.name, _absolute(leaf.key, leaf.value))
+            map_paths(leaf, _absolute)
 
 
-def _absolute(key: str, paths: object) -> object:
-    """Make the paths absolute; a mapping to numbers has paths as keys, other mappings have paths as values."""
+def map_paths(leaf: Leaf, change: Callable[[str, str], str]) -> None:
+    """Replace every path of a key by change(key, path)."""
+    if leaf.value:
+        setattr(leaf.section, leaf.name, _mapped(leaf.key, leaf.value, change))
+
+
+def paths_of(leaf: Leaf) -> list[str]:
+    """Return every path of a key."""
+    found: list[str] = []
+
+    def noted(key: str, path: str) -> str:
+        found.append(path)
+        return path
+
+    if leaf.value:
+        _mapped(leaf.key, leaf.value, noted)
+    return found
+
+
+def urls_of(section: DataclassInstance) -> dict[str, str]:
+    """Return a URL of each key that has one; names on the hub are no URLs."""
+    return {
+        leaf.key: path
+        for leaf in leaves(section)
+        if leaf.domain.urls
+        for path in paths_of(leaf)
+        if is_url(path) and not path.startswith(HUB)
+    }
+
+
+def _mapped(key: str, paths: object, change: Callable[[str, str], str]) -> object:
+    """Map the paths; a mapping to numbers has paths as keys, other mappings have paths as values."""
     if isinstance(paths, dict):
-        in_values = all(isinstance(value, list) for value in paths.values())
-        return {
-            name if in_values else _absolute(key, name): _absolute(f"{key}.{name}", value) if in_values else value
-            for name, value in paths.items()
-        }
+        if all(isinstance(value, list) for value in paths.values()):
+            return {name: _mapped(f"{key}.{name}", value, change) for name, value in paths.items()}
+        return {change(key, name): value for name, value in paths.items()}
     if isinstance(paths, list):
-        return [_absolute(key, path) for path in paths]
-    path = os.path.abspath(str(paths))
+        return [change(key, path) for path in paths]
+    return change(key, str(paths))
+
+
+def _absolute(key: str, path: str) -> str:
+    if is_url(path):
+        return path
+    path = os.path.abspath(path)
     check_utf8(key, path)
     return path

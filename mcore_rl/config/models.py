@@ -111,7 +111,7 @@ class LoraConfig:
     target_modules: list[str] = field(default_factory=list)
     """Projections with adapters, by PEFT's names such as q_proj; empty: all projections of attention, dense MLPs and
     shared experts."""
-    path: str | None = setting(None, path=True)
+    path: str | None = setting(None, path=True, hub="model")
     """Adapter in PEFT's format to start from; null: A random and B zero, so that training starts from the base
     model."""
 
@@ -156,7 +156,7 @@ class CriticConfig(ActorConfig):
     log-probabilities, multi-token prediction and replay."""
 
     optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
-    hf_path: str | None = setting(None, path=True)
+    hf_path: str | None = setting(None, path=True, hub="model")
     """Hugging Face directory of a causal model (the value head starts random), or of a token or sequence classification
     model with one label; null: model.hf_path."""
     clip_range: float | None = setting(0.2, above=0)
@@ -172,7 +172,7 @@ class RewardModelConfig(ActorConfig):
     """Frozen model that scores responses. Of the actor's keys, it uses its own layout, tokens_per_microbatch,
     moe.dispatcher, fp8, and offload.params, which keeps its weights in host memory except during its pass."""
 
-    hf_path: str | None = setting(None, path=True)
+    hf_path: str | None = setting(None, path=True, hub="model")
     """Hugging Face directory of a sequence classification model with one label; null: no reward model."""
     weight: float = 1.0
     """Weight of its score in the reward."""
@@ -182,7 +182,7 @@ class RewardModelConfig(ActorConfig):
 class ReferenceConfig:
     """Frozen policy for algorithm.kl, on the actor's ranks and in its layout."""
 
-    hf_path: str | None = setting(None, path=True)
+    hf_path: str | None = setting(None, path=True, hub="model")
     """Hugging Face directory of a model with the actor's architecture; null: the policy's initial weights."""
     offload: bool = True
     """Keep its weights in host memory except during its forward pass."""

@@ -117,7 +117,7 @@ class JudgeConfig:
     """Frozen language model that reads every response and writes a score, on the run's own engines or on an external
     server."""
 
-    hf_path: str | None = setting(None, path=True)
+    hf_path: str | None = setting(None, path=True, hub="model")
     """Hugging Face directory of a supported model family, run on engines of its own; null: no such judge."""
     url: str | None = None
     """Address of an OpenAI-compatible server to use as judge, such as http://host:8000/v1; null: no server."""
@@ -132,7 +132,7 @@ class JudgeConfig:
     score; reward.max_error_fraction of them in a batch end the run."""
     engine: str | None = setting(None, choices=("vllm", "sglang"))
     """Inference engine of the judge; null: rollout.engine."""
-    tokenizer_path: str | None = setting(None, path=True)
+    tokenizer_path: str | None = setting(None, path=True, hub="model")
     """Directory of the tokenizer, or a tokenizer.json file; null: judge.hf_path. Optional with judge.url: without it,
     prompts are not checked for length before they are sent, and texts of special tokens stay in responses."""
     dtype: str | None = setting(None, choices=("float32", "bfloat16"))

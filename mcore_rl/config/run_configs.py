@@ -35,6 +35,25 @@ def replace_config(config: Config, directory: Path) -> list[str]:
     return [f"{key}: {old} -> {now}" for key, old, now in _changed(before, new) if not key.startswith(NOT_OF_THE_RUN)]
 
 
+def recorded_texts(run_dir: str, key: str) -> Iterator[str]:
+    """Yield the texts at a key of the last start's configuration: the value, or the items of a list or mapping."""
+    path = Path(run_dir) / CONFIG_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):  # a new run, or a directory that a later check rejects
+        return
+    yield from _texts(_at(_tree(text), key))
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        # The keys of data.weights are paths; its values are numbers.
+        for item in (*value, *(value.values() if isinstance(value, dict) else ())):
+            yield from _texts(item)
+
+
 def _keep(path: Path, text: str) -> None:
     numbered = ((other.name.split(".")[1], other) for other in path.parent.glob("config.*.yaml"))
     taken = {int(number): other for number, other in numbered if number.isdigit()}

@@ -38,9 +38,10 @@ class RunConfig:
 class ModelConfig:
     """Model to train: weights, tokenizer and data type."""
 
-    hf_path: str = setting(MISSING, path=True)
-    """Hugging Face directory with config.json and safetensors; also the tokenizer, unless tokenizer_path is set."""
-    tokenizer_path: str | None = setting(None, path=True)
+    hf_path: str = setting(MISSING, path=True, hub="model")
+    """Hugging Face directory with config.json and safetensors, or a hub id such as owner/name or owner/name@revision;
+    also the tokenizer, unless tokenizer_path is set."""
+    tokenizer_path: str | None = setting(None, path=True, hub="model")
     """Directory of the tokenizer, or a tokenizer.json file; null: model.hf_path."""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16"))
     """Data type of the parameters: float32, or bfloat16 with float32 main parameters in the optimizer. auto: bfloat16
@@ -65,16 +66,17 @@ def resolved_dtype(dtype: str, *, cuda: bool) -> str:
 class DataConfig:
     """Prompts for training and validation."""
 
-    train: list[str] = setting(MISSING, path=True)
+    train: list[str] = setting(MISSING, path=True, hub="dataset", urls=True)
     """Training prompts: a jsonl, parquet or CSV file, a glob of such files, a directory of them or one saved by
-    `datasets`; or a list of these."""
-    val: list[str] | None = setting(None, path=True)
+    `datasets`, a data set on the hub (owner/name, hf://datasets/owner/name/path), or a URL such as s3://bucket/*.jsonl;
+    or a list of these."""
+    val: list[str] | None = setting(None, path=True, hub="dataset", urls=True)
     """Validation prompts, in the forms of data.train; null: no validation. `data.val={name: path}` defines several
     sets."""
-    val_sets: dict[str, list[str]] | None = setting(None, path=True)
+    val_sets: dict[str, list[str]] | None = setting(None, path=True, hub="dataset", urls=True)
     """Named sets of validation prompts, {name: path or list of paths}; each set has the metric `val/accuracy/<name>`.
     Set by `data.val={name: path}`."""
-    weights: dict[str, float] = setting({}, above=0, path=True)
+    weights: dict[str, float] = setting({}, above=0, path=True, hub="dataset", urls=True)
     """Sampling weight of files, by their entry in data.train (a path or glob): 2 samples each row twice per epoch, 0.5
     in every second epoch. Files without an entry have weight 1."""
     prompt_key: str | None = None
@@ -107,7 +109,7 @@ class DataConfig:
     workers: int = setting(1, minimum=1, unit="processes")
     """Number of processes that tokenize large files; the result does not depend on it."""
     cache_dir: str | None = setting(None, path=True)
-    """Directory that caches tokenized files for later starts; null: no cache."""
+    """Directory that caches tokenized files, and files of URLs, for later starts; null: no cache."""
 
     @property
     def validation(self) -> dict[str, list[str]]:
@@ -228,10 +230,11 @@ class TrainerConfig:
     """Interval between validations; 0: only before and after training."""
     validate_before: bool = True
     """Validate before the first step; reported as step 0 of the metrics."""
-    export_hf: str | None = setting(None, path=True)
-    """Directory for the final weights as a Hugging Face checkpoint; LoRA adapters are merged. null: no export."""
-    export_adapter: str | None = setting(None, path=True)
-    """Directory for the final adapters of a LoRA run in PEFT's format; null: no export."""
+    export_hf: str | None = setting(None, path=True, urls=True)
+    """Directory for the final weights as a Hugging Face checkpoint, or a URL such as s3://bucket/name to upload it to;
+    LoRA adapters are merged. null: no export."""
+    export_adapter: str | None = setting(None, path=True, urls=True)
+    """Directory, or URL, for the final adapters of a LoRA run in PEFT's format; null: no export."""
 
 
 @dataclass

@@ -13,7 +13,8 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.observe.progress import start_up_log
 from mcore_rl.observe.terminal_text import visible
 from mcore_rl.observe.third_party import third_party_log
-from mcore_rl.verbs import Show, is_finished
+from mcore_rl.remote.localize import Show
+from mcore_rl.verbs import is_finished, local_files
 
 
 def dry_run(config: Config) -> int:
@@ -28,8 +29,11 @@ def dry_run(config: Config) -> int:
     with third_party_log():
         if is_finished(Path(config.run.dir), config.trainer):
             return 0
-        _check(config, show)
-        fits = _print_processes(config, show, console)
+        # A temporary directory for files of URLs, since a run would write them there, with the tokenized rows.
+        config.data.cache_dir = None
+        with local_files(config, show):
+            _check(config, show)
+            fits = _print_processes(config, show, console)
     console.print(visible(f"dry run: nothing was started, and nothing was written to {config.run.dir}"), soft_wrap=True)
     return 0 if fits else 1
 
@@ -66,8 +70,6 @@ def _print_processes(config: Config, show: Show, console: Console) -> bool:
     from mcore_rl.runtime.launch import guests_of
     from mcore_rl.trainer.checkpoints import check_newest
 
-    # Loading would write tokenized rows there.
-    config.data.cache_dir = None
     prepared, run_dir = prepare(config), Path(config.run.dir)
     check_can_create(run_dir, prepared.checkpoint_bytes)
     check_newest(run_dir)

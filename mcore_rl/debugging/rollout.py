@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
 from mcore_rl.ports import Collector
 from mcore_rl.runtime.output import own_stderr
 from mcore_rl.runtime.stops import STOPS
-from mcore_rl.verbs import Show, locked
+from mcore_rl.verbs import Start, locked
 
 FOLDER = "debug_rollout"
 """Folder of run.dir with the records and logs of this command, so that it does not disturb a run there."""
@@ -44,12 +43,13 @@ def debug_rollout(config: Config) -> int:
         return locked(config, partial(_generate, config, log), trains=False)
 
 
-def _generate(config: Config, log: ThirdPartyLog, show: Show, take_lock: Callable[[], None]) -> int:
+def _generate(config: Config, log: ThirdPartyLog, start: Start) -> int:
     from mcore_rl.assembly import assemble_rollout
     from mcore_rl.data.records import remove_unjoined
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_log_folder, open_run_dir
 
+    show = start.show
     check_supported(config)
     prepared = prepare(config)
     if prepared.data.targets is not None:
@@ -57,7 +57,7 @@ def _generate(config: Config, log: ThirdPartyLog, show: Show, take_lock: Callabl
     # First the run directory itself, so that it is private if it is new.
     open_run_dir(replace(config.run, dir=str(Path(config.run.dir).parent)))
     directory = open_run_dir(config.run)
-    take_lock()
+    start.take_lock()
     records = directory / "rollouts"
     records.mkdir(exist_ok=True)
     remove_unjoined(records)

@@ -20,6 +20,7 @@ from mcore_rl.config.rules.validation import read_hf_config, validate, validate_
 from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
 from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError
+from mcore_rl.remote.storage import has_export
 from mcore_rl.resolved.placement import place
 
 DEVICES = Path("/dev")
@@ -92,13 +93,13 @@ def _check_cluster(cluster: ClusterConfig) -> None:
 
 
 def check_exports(trainer: TrainerConfig) -> None:
-    """Require that the export directories of an unfinished run do not exist.
+    """Require that the exports of an unfinished run do not exist, and that their URLs can be read.
 
     Raises: ConfigError naming the key.
     """
     for key in ("export_hf", "export_adapter"):
         target = getattr(trainer, key)
-        if target is not None and Path(target).exists():
+        if target is not None and has_export(f"trainer.{key}", target):
             raise ConfigError(f"trainer.{key}={target} exists already; remove it or name another directory")
 
 

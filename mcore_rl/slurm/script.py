@@ -22,9 +22,17 @@ ENVIRONMENT = ("slurm.environment", "slurm=")
 GPU_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"}
 
 
-def render_job(config: Config, files: Sequence[str], overrides: Sequence[str] = (), *, force: bool = False) -> str:
+def render_job(
+    config: Config,
+    files: Sequence[str],
+    overrides: Sequence[str] = (),
+    pinned: Sequence[str] = (),
+    *,
+    force: bool = False,
+) -> str:
     """Return a job script that runs `mcore-rl train files... overrides...` in the directory config.run.dir.
 
+    pinned: further overrides, with the commits of names on the hub.
     force: whether the command was called with --force; recorded in a comment only.
 
     Raises: ConfigError.
@@ -38,7 +46,7 @@ def render_job(config: Config, files: Sequence[str], overrides: Sequence[str] = 
         "# Relative paths start at the directory in which sbatch is called.",
         *(f"#SBATCH {option}" for option in _options(config.slurm, config.cluster)),
         "",
-        *_values(config, files, overrides),
+        *_values(config, files, [*overrides, *pinned]),
         "",
     ]
     return "\n".join(lines) + PROGRAM.read_text(encoding="utf-8")

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.config.fields import leaves
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.reading.expansion import expand_path, expand_spec
+from mcore_rl.config.remote_names import parse_hub_name
 from mcore_rl.config.rules.validation import read_hf_config
 from mcore_rl.config.schema import Config, ModelConfig
 from mcore_rl.data.sources.paths import find_files
 from mcore_rl.errors import ConfigError
+from mcore_rl.remote.hub import download_model
 
 ALGORITHMS = ("grpo", "dapo", "gspo")
 
@@ -45,17 +48,28 @@ class Answers:
     positions: int | None
 
 
-def _check_model(answer: str) -> None:
-    read_hf_config(ModelConfig(hf_path=expand_path("--model", answer)))
+def _hf_config(answer: str) -> dict[str, Any]:
+    """Read config.json of a model; of one on the hub, only small files are downloaded. Raises: ConfigError."""
+    path = expand_path("--model", answer)
+    if (name := parse_hub_name("--model", path, "model")) is not None:
+        path = str(download_model("--model", name, weights=False)[0])
+    return read_hf_config(ModelConfig(hf_path=path))
 
 
 def _check_train(answer: str) -> None:
-    find_files(expand_path("--train", answer), "data.train")
+    _check_files("--train", answer, "data.train")
 
 
 def _check_val(answer: str) -> None:
     if answer:
-        find_files(expand_path("--val", answer), "data.val")
+        _check_files("--val", answer, "data.val")
+
+
+def _check_files(flag: str, answer: str, key: str) -> None:
+    path = expand_path(flag, answer)
+    # The hub finds the files when the run starts, or rejects the name.
+    if parse_hub_name(flag, path, "dataset") is None:
+        find_files(path, key)
 
 
 def _check_algorithm(answer: str) -> None:
@@ -73,8 +87,8 @@ def _check_reward(answer: str) -> None:
 
 
 QUESTIONS = (
-    Question("model", "Model: a Hugging Face directory with config.json", _check_model),
-    Question("train", "Training prompts: a jsonl, parquet or CSV file, or a glob of such files", _check_train),
+    Question("model", "Model: a Hugging Face directory with config.json, or a hub id", _hf_config),
+    Question("train", "Training prompts: jsonl, parquet or CSV file, a glob of such files, or a hub id", _check_train),
     Question("val", "Validation prompts (empty: none)", _check_val, ""),
     Question("algorithm", "Algorithm", _check_algorithm, "grpo", ALGORITHMS),
     Question("reward", "Reward: a built-in grader, or file.py:function", _check_reward, "math"),
@@ -99,7 +113,7 @@ def collect(
     for question in QUESTIONS:
         if question.name not in given:
             given[question.name] = _read(question, read, show)
-    limit = read_hf_config(ModelConfig(hf_path=expand_path("--model", given["model"]))).get("max_position_embeddings")
+    limit = _hf_config(given["model"]).get("max_position_embeddings")
     return Answers(**given, positions=limit if isinstance(limit, int) else None)
 
 

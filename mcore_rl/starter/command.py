@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options. A question without its flag is asked in the terminal."""
     parser.add_argument(
-        "--model", metavar="DIR", help="Hugging Face directory with config.json; weights can follow later"
+        "--model", metavar="DIR", help="Hugging Face directory with config.json, or a hub id; weights can follow later"
     )
     parser.add_argument("--train", metavar="FILE", help="training prompts: jsonl, parquet or CSV")
     parser.add_argument("--val", metavar="FILE", help="validation prompts; default: none")

@@ -9,6 +9,7 @@ from mcore_rl.config.document import commented_yaml
 from mcore_rl.config.load import load_text
 from mcore_rl.config.schema import Config
 from mcore_rl.doctor.machine import Machine
+from mcore_rl.remote.localize import localized
 from mcore_rl.starter.answers import Answers
 
 
@@ -60,8 +61,11 @@ def as_text(draft: Draft, title: str) -> str:
 
 
 def loaded(draft: Draft) -> Config:
-    """Load the draft like a configuration file. Raises: ConfigError."""
-    return load_text(as_text(draft, "draft"), needs_data=False)
+    """Load the draft like a configuration file, for plans. Raises: ConfigError."""
+    config = load_text(as_text(draft, "draft"), needs_data=False)
+    # The block keeps only files of data.
+    with localized(config, lambda line: None, weights=False, data=False):
+        return config
 
 
 def fitted(scale: Scale, positions: int | None) -> Scale:

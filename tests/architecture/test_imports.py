@@ -33,26 +33,27 @@ MAY_IMPORT = {
     "megatron": {"types", "config", "resolved", "algorithms", "data", "model_converters", "weights"},
     "engines": {"types", "config", "ports", "weights", "processes"},
     "rollout": {"types", "config", "data", "ports", "sandbox", "processes"},
+    "remote": {"config"},
     "planner": {"config", "resolved", "algorithms", "model_converters", "megatron", "weights"},
     "preparation": {
         *("types", "config", "resolved", "data", "algorithms", "rewards", "rollout", "sandbox", "trainer", "megatron"),
-        "model_converters",
+        *("model_converters", "remote"),
     },
     "runtime": {
         *("types", "config", "resolved", "ports", "data", "megatron", "engines", "rollout", "weights", "rewards"),
         "processes",
     },
     "trainer": {"types", "config", "algorithms", "data", "ports"},
-    "observe": {"types", "config"},
+    "observe": {"types", "config", "remote"},
     "slurm": {"config", "runtime", "doctor"},
     "model_converters": set(),
     "doctor": {"resolved", "config", "sandbox", "observe"},
     "migration": {"config", "observe"},
     "debugging": {
         *("config", "resolved", "ports", "data", "preparation", "planner", "runtime", "trainer", "observe"),
-        *("assembly", "verbs"),
+        *("assembly", "verbs", "remote"),
     },
-    "starter": {"config", "data", "doctor", "planner"},
+    "starter": {"config", "remote", "data", "doctor", "planner"},
 }
 """Folder or top-level module -> folders that it may import, in addition to itself and ANYONE. Modules of the command
 line, which connect the parts, are absent: they may import anything, and no listed module may import them. `debugging`
@@ -75,6 +76,8 @@ ONE_DOOR = {
     "trackio": ["mcore_rl/observe/trackers/trackio.py"],
     "swanlab": ["mcore_rl/observe/trackers/swanlab.py"],
     "argcomplete": ["mcore_rl/completion.py"],
+    "huggingface_hub": ["mcore_rl/remote/hub.py", "mcore_rl/observe/trackers/trackio.py"],
+    "fsspec": ["mcore_rl/remote/storage.py"],
     "prometheus_client": ["mcore_rl/observe/endpoint.py"],
 }
 INSIDE_FUNCTIONS = {

@@ -120,7 +120,7 @@ def test_train_damaged_block_is_found_before_processes(run_dir: Path, monkeypatc
     state.write_bytes(b"[]")  # same size as saved
     assert state.stat().st_size == 2
     with pytest.raises(DamagedCheckpointError, match=r"step_4 is damaged: state\.json has another checksum"):
-        verbs._train_locked(config, "", cast(ThirdPartyLog, None), print, lambda: None)
+        verbs._train_locked(config, "", cast(ThirdPartyLog, None), verbs.Start(print, lambda: None))
 
 
 def test_train_start_prints_directory_logs_and_how_to_resume(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_train_start_prints_directory_logs_and_how_to_resume(run_dir: Path, monk
     for attempt in ("logs/attempt_1", "logs/attempt_2"):
         lines.clear()
         with pytest.raises(McoreRLError, match="not started"):
-            verbs._train_locked(config, "resume with: it", ThirdPartyLog(), lines.append, lambda: None)
+            verbs._train_locked(config, "resume with: it", ThirdPartyLog(), verbs.Start(lines.append, lambda: None))
         assert lines == [f"run directory: {run_dir}, output of its processes: {attempt}", "resume with: it"]
         assert (run_dir / attempt).is_dir()
 

@@ -11,7 +11,8 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 
 
 def expand_path(key: str, path: str) -> str:
-    """Expand `~`, `~user`, `$NAME` and `${NAME}` in a path. A path with `$` that exists is not changed.
+    """Expand `~`, `~user`, `$NAME` and `${NAME}` in a path; file:///path becomes /path. A path with `$` that exists is
+    not changed.
 
     Raises: ConfigError naming `key`, for an unknown user, an unset variable, a path that is not UTF-8, or a NUL
     character.
@@ -19,7 +20,7 @@ def expand_path(key: str, path: str) -> str:
     check_utf8(key, path)
     if "\0" in path:
         raise ConfigError(f"{key}: {path!r} has a NUL character, which no path may have; remove it")
-    text = os.path.expanduser(path)
+    text = os.path.expanduser(path.removeprefix("file://"))
     # expanduser leaves the name of an unknown user unchanged.
     if text.startswith("~"):
         user = text.partition("/")[0]

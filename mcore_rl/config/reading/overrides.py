@@ -66,9 +66,9 @@ def parse_override(item: str) -> dict[str, object]:
     return {first: value}
 
 
-def with_override(overrides: Sequence[str], key: str, text: str) -> list[str]:
-    """Return the overrides with the one of `key` replaced, or added at the end. `text` is quoted for YAML if needed."""
-    dumped = yaml.dump(text, Dumper=YamlDumper, default_flow_style=True, width=10**6, allow_unicode=True)
+def with_override(overrides: Sequence[str], key: str, value: object) -> list[str]:
+    """Return the overrides with the one of `key` replaced, or added at the end. Texts are quoted for YAML if needed."""
+    dumped = yaml.dump(value, Dumper=YamlDumper, default_flow_style=True, width=10**6, allow_unicode=True)
     # The dumper ends a plain scalar with the end of its document.
     quoted = dumped.removesuffix("\n").removesuffix("\n...")
     return [*(each for each in overrides if not each.startswith(f"{key}=")), f"{key}={quoted}"]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
-
 from mcore_rl.migration.draft import SKIP, Row
 from mcore_rl.migration.verl.defaults import ROLLOUT
 from mcore_rl.migration.verl.run import VerlRun
 
 MODEL = "actor_rollout_ref.model"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def _paths(value: object) -> object:
@@ -67,7 +63,7 @@ def take_template_arguments(run: VerlRun) -> None:
 
 
 def translate_model(run: VerlRun, *keys: str) -> None:
-    """Translate the model's directory; a hub id is kept, with a remark."""
+    """Translate the model's directory or hub id."""
     source, draft = run.source, run.draft
     path, setting = source.text(*keys), source.find(*keys)
     if path is None and setting is not None and setting.line is not None:
@@ -79,10 +75,6 @@ def translate_model(run: VerlRun, *keys: str) -> None:
     draft.take(source, "model.hf_path", path, *keys)
     if path.startswith("<"):
         draft.choices.append(f"model.hf_path={path} is a placeholder of the script: set the model's directory")
-    if _HUB_ID.fullmatch(path) and not os.path.isdir(path):
-        draft.choices.append(
-            f"model.hf_path={path} is a name on the Hugging Face hub: download it and set its directory"
-        )
 
 
 def _translate_long_prompts(run: VerlRun) -> None:

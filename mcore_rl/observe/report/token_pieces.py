@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcore_rl.remote.hub import cached_model_file
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -32,6 +34,9 @@ class Pieces:
 
         try:
             # Raises OSError for a folder that may not be searched, and for a name that is too long.
+            if not path.is_file():
+                # A run records hub ids, not the directories of its host's cache.
+                path = cached_model_file(named, "tokenizer.json") or path
             if not path.is_file():
                 notes.append(f"{path} does not exist: tokens are shown as their numbers")
                 return cls(None)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from mcore_rl.config.fields import urls_of
 from mcore_rl.config.observe import ObserveConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -68,6 +69,7 @@ def reason_for_own_network(config: Config) -> str | None:
         return None
     reason = f"cluster.isolation={wanted}" + (f": {_names(others)} logged in on this host" if others else "")
     servers = {"judge.url": config.judge.url, "sandbox.url": config.sandbox.url, **_observers(config.observe)}
+    servers |= urls_of(config)
     if addresses := [f"{key}={value}" for key, value in servers.items() if value is not None]:
         raise ConfigError(
             f"{reason}, and a run with a network of its own cannot reach {' and '.join(addresses)}; {REMEDY}"

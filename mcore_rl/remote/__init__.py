@@ -1,0 +1,6 @@
+"""Files that are not on this machine: the Hugging Face hub, and file systems with URLs.
+
+hub         models and data sets on the hub, downloaded into its cache
+storage     files at URLs: downloads of data, uploads of exports
+localize    replacement of remote names in a configuration by local paths
+"""

@@ -1,0 +1,162 @@
+"""Files at URLs such as s3://bucket/file. fsspec selects the package of a protocol, such as s3fs; its own variables and
+files hold the credentials."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from mcore_rl.config.remote_names import is_url
+from mcore_rl.errors import ConfigError, DataError, McoreRLError, StorageError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+MARKERS = ("config.json", "adapter_config.json")
+"""Files of an export that are uploaded last: their presence means that it is complete."""
+_KINDS = (".jsonl", ".parquet", ".csv")
+
+
+def fetch(key: str, url: str, folder: Path) -> str:
+    """Download a file, the files of a glob, or the data files directly in a directory, into a folder below `folder`.
+    Files that were downloaded before and have not changed since are not downloaded again.
+
+    Returns the path of the file or directory, or a glob of the files.
+    Raises: ConfigError naming `key` if the URL cannot be read; DataError if there is no file.
+    """
+    with _errors(key, url):
+        system, path = _file_system(key, url)
+        root, pattern, files = _found(system, path)
+        if not files:
+            raise DataError(f"{key}: there is no file {url}; set {key} to a {', '.join(_KINDS)} file, or to a glob")
+        local = {file: _relative(key, file, root, is_web=_is_web(system)) for file in files}
+        # These facts have a file's size, and its time or checksum, so that they change with the content.
+        versions = "\n".join(repr(sorted(system.info(file).items())) for file in files)
+        target = folder / hashlib.sha256(f"{url}\n{versions}".encode()).hexdigest()[:16]
+        # A web server may report neither.
+        if _is_web(system):
+            shutil.rmtree(target, ignore_errors=True)
+        if not target.is_dir():
+            _download(system, local, target)
+    if pattern:
+        return f"{glob.escape(str(target))}/{pattern}"
+    return str(target if root == path else target / local[files[0]])
+
+
+def has_export(key: str, target: str) -> bool:
+    """Return True if the directory exists, or a complete export is at the URL. Raises: ConfigError naming `key` if it
+    cannot be read."""
+    if not is_url(target):
+        return Path(target).exists()
+    with _errors(key, target):
+        system, path = _file_system(key, target)
+        return any(system.exists(f"{path}/{marker}") for marker in MARKERS)
+
+
+@contextmanager
+def uploaded(key: str, target: str, staging: Path) -> Iterator[str]:
+    """Yield the directory to write an export to, `staging`, and upload it to the URL `target` at the end of the block,
+    the marker last. `staging` is removed after a complete upload, and replaced if it exists.
+
+    Raises: StorageError naming `key`, and `staging`, if the files cannot be uploaded.
+    """
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.parent.mkdir(exist_ok=True)
+    yield str(staging)
+    with _errors(key, target, StorageError, f"; the files are in {staging}"):
+        system, path = _file_system(key, target)
+        files = sorted(file for file in staging.rglob("*") if file.is_file())
+        for file in sorted(files, key=lambda file: file.name in MARKERS):
+            remote = f"{path}/{file.relative_to(staging).as_posix()}"
+            system.put_file(str(file), remote)
+            if system.size(remote) != file.stat().st_size:
+                raise OSError(f"{remote} has {system.size(remote)} bytes instead of {file.stat().st_size}")
+    shutil.rmtree(staging)
+
+
+@contextmanager
+def _errors(key: str, url: str, kind: type[McoreRLError] = ConfigError, note: str = "") -> Iterator[None]:
+    try:
+        yield
+    except McoreRLError:
+        raise
+    # The packages of protocols raise errors of their own, for example botocore's if there are no credentials.
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        shown = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+        raise kind(
+            f"{key}={url}: {shown}{note}; check the address, the network and the credentials, or set {key} to a local "
+            "path"
+        ) from error
+
+
+def _file_system(key: str, url: str) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of a URL, and the path there."""
+    from fsspec.core import url_to_fs
+    from fsspec.registry import known_implementations
+
+    protocol = url.partition("://")[0]
+    try:
+        system, path = url_to_fs(url)
+    except ImportError as error:
+        # The message names the package: "Install s3fs to access S3".
+        raise ConfigError(f"{key}={url}: {error}; install it with pip, or set {key} to a local path") from None
+    except ValueError:
+        if protocol in known_implementations:
+            raise
+        raise ConfigError(
+            f"{key}={url}: {protocol}:// is not known to fsspec; use one such as s3://, gs:// or abfs://, or set {key} "
+            "to a local path"
+        ) from None
+    return system, path.rstrip("/")
+
+
+def _found(system: AbstractFileSystem, path: str) -> tuple[str, str, list[str]]:
+    """Return the directory that contains all files, the glob below it (empty if there is none), and the files."""
+    # `?` begins the query of a web address.
+    if _is_web(system):
+        return path.rpartition("/")[0], "", [path] if system.exists(path) else []
+    if glob.has_magic(path):
+        parts = path.split("/")
+        first = next(place for place, part in enumerate(parts) if glob.has_magic(part))
+        found = sorted(file for file in system.glob(path) if system.isfile(file))
+        return "/".join(parts[:first]), "/".join(parts[first:]), found
+    if system.isdir(path):
+        listed = sorted(file for file in system.ls(path, detail=False) if file.endswith(_KINDS))
+        return path, "", [file for file in listed if system.isfile(file)]
+    return path.rpartition("/")[0], "", [path] if system.exists(path) else []
+
+
+def _is_web(system: AbstractFileSystem) -> bool:
+    return "http" in system.protocol
+
+
+def _relative(key: str, file: str, root: str, *, is_web: bool) -> str:
+    """Return the path of a file below `root`. Raises: DataError if its name leaves this directory."""
+    relative = PurePosixPath(PurePosixPath(urlsplit(file).path).name if is_web else file[len(root) :].lstrip("/"))
+    if ".." in relative.parts or not relative.parts:
+        raise DataError(f"{key}: the file {file} has no name, or '..' in it; rename it")
+    return str(relative)
+
+
+def _download(system: AbstractFileSystem, local: dict[str, str], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Under another name first, so that a download that was cut is not used.
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as scratch:
+        for file, relative in local.items():
+            path = Path(scratch) / "files" / relative
+            path.parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(file, str(path))
+        try:
+            (Path(scratch) / "files").rename(target)
+        except OSError:
+            # Another process may have downloaded the same files meanwhile.
+            if not target.is_dir():
+                raise
