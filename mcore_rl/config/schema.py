@@ -16,6 +16,7 @@ from mcore_rl.config.fields import setting
 from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.observe import ObserveConfig
 from mcore_rl.config.reward import JudgeConfig, RewardConfig
+from mcore_rl.config.sampling import SamplingConfig
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.staleness import StalenessConfig
 
@@ -120,7 +121,7 @@ class DataConfig:
 
 
 @dataclass
-class RolloutConfig(EpisodeConfig, StalenessConfig):
+class RolloutConfig(SamplingConfig, EpisodeConfig, StalenessConfig):
     """Generation of responses: engines, sampling, episodes and asynchronous training."""
 
     engine: str = setting("vllm", choices=("vllm", "sglang"))
@@ -136,32 +137,10 @@ class RolloutConfig(EpisodeConfig, StalenessConfig):
     """Number of times in a run that a dead or hanging engine is restarted; the next failure ends the run."""
     samples_per_prompt: int = setting(8, minimum=1)
     """Number of responses to each prompt; they form a group."""
-    temperature: float = setting(1.0, minimum=0, maximum=2)
-    """Temperature of sampling for training, from 0.01 to vLLM's limit of 2. 0 is rejected: greedy sampling has no
-    distribution to train."""
-    top_p: float = setting(1.0, above=0, maximum=1)
-    """Top-p of sampling for training. Must be 1 (all tokens), since the trainer computes the full softmax.
-    rollout.validation_top_p may be lower."""
-    top_k: int = setting(-1, minimum=-1, unit="tokens")
-    """Top-k of sampling for training. Must be -1 (all tokens), since the trainer computes the full softmax.
-    rollout.validation_top_k may differ."""
     max_prompt_tokens: int = setting(512, minimum=1)
     """Maximum length of a prompt. Longer prompts are dropped or truncated, see data.long_prompts."""
     max_response_tokens: int = setting(512, minimum=1)
     """Maximum length of a response."""
-    stop: list[str] = setting([], one_or_more=True)
-    """Strings that end a response, in training and validation. The token that completes one is the last token of the
-    response and is trained; graders see the text before the string. Special tokens are matched as the text that the
-    tokenizer shows."""
-    validation_temperature: float = setting(0.0, minimum=0, maximum=2)
-    """Temperature of sampling for validation; 0 is greedy."""
-    validation_top_p: float = setting(1.0, above=0, maximum=1)
-    """Top-p for validation: sample from the most likely tokens whose probabilities sum to this; 1: from all tokens."""
-    validation_top_k: int = setting(-1, minimum=-1, unit="tokens")
-    """Top-k for validation: sample from this many of the most likely tokens; -1: from all tokens."""
-    validation_samples: int = setting(1, minimum=1)
-    """Responses per validation prompt; accuracy is their mean. More than 1 needs a rollout.validation_temperature above
-    0."""
     max_batched_tokens: int | None = setting(None, minimum=1)
     """Maximum number of tokens per engine step; longer prompts are processed in chunks (chunked prefill). null: the
     engine's default."""

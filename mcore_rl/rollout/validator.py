@@ -40,8 +40,15 @@ class RolloutValidator:
         """Return the scalars of all responses in the order of the prompts; the group id is the number of the prompt."""
         name = f"val_step_{step}"
         options = self.rollout
-        temperature, top_p, top_k = options.validation_temperature, options.validation_top_p, options.validation_top_k
-        sampling = SamplingOptions(options.max_response_tokens, temperature, top_p, top_k, tuple(options.stop))
+        sampling = SamplingOptions(
+            options.max_response_tokens,
+            options.validation_temperature,
+            options.validation_top_p,
+            options.validation_top_k,
+            tuple(options.stop),
+            options.validation_min_p,
+            options.validation_repetition_penalty,
+        )
         # Prompts are the groups: their numbers serve as rows and as group ids.
         rows = np.arange(self.num_prompts)
         task = RolloutTask("val", rows, rows, options.validation_samples, sampling, self.seed)

@@ -62,13 +62,15 @@ class Prompt:
 @dataclass(frozen=True)
 class SamplingOptions:
     """Sampling parameters. temperature 0 is greedy. A response ends with the token that completes one of the `stop`
-    strings."""
+    strings. `min_p` and `repetition_penalty` are neutral for trained responses."""
 
     max_response_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 Spans = tuple[tuple[int, ...], ...]

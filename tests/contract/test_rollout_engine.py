@@ -45,10 +45,15 @@ def make_requests(
 
 def reference_logp(model: Any, request: GenerationRequest, done: Completion, temperature: float) -> torch.Tensor:
     """Compute log-probabilities of each response token with transformers. Shapes: [T, V]."""
+    return (reference_logits(model, request, done) / temperature).log_softmax(-1)
+
+
+def reference_logits(model: Any, request: GenerationRequest, done: Completion) -> torch.Tensor:
+    """Compute logits of each response token with transformers. Shapes: float64 [T, V]."""
     ids = np.concatenate([request.token_ids, done.token_ids]).astype(np.int64)
     with torch.no_grad():
-        logits = model(torch.from_numpy(ids)[None]).logits[0, len(request.token_ids) - 1 : -1]
-    return (logits.double() / temperature).log_softmax(-1)
+        logits: torch.Tensor = model(torch.from_numpy(ids)[None]).logits[0, len(request.token_ids) - 1 : -1]
+    return logits.double()
 
 
 def test_generate_greedy_equals_argmax_of_transformers(engine: RemoteEngine, model: Any) -> None:
@@ -83,7 +88,25 @@ def test_generate_mixed_temperatures_use_own_temperature(engine: RemoteEngine, m
             np.testing.assert_allclose(completion.logp, chosen, atol=1e-4 / min(1, sampling.temperature or 1))
 
 
-@pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}])
+def test_generate_repetition_penalty_lowers_earlier_tokens(engine: RemoteEngine, model: Any) -> None:
+    """vLLM counts the tokens of the prompt too, SGLang does not."""
+    requests = make_requests(SamplingOptions(12, temperature=0.0, repetition_penalty=1.8), samples=1)
+    done, changed = engine.generate(requests), 0
+    for request in requests:
+        tokens = done[request.request_id].token_ids.tolist()
+        seen = set(request.token_ids.tolist()) if engine.kind == "vllm" else set()
+        for place, logits in enumerate(reference_logits(model, request, done[request.request_id])):
+            changed += int(logits.argmax()) != tokens[place]
+            earlier = sorted(seen)
+            logits[earlier] = torch.where(logits[earlier] > 0, logits[earlier] / 1.8, logits[earlier] * 1.8)
+            assert int(logits.argmax()) == tokens[place]
+            logp = float(logits.log_softmax(-1)[tokens[place]])
+            assert done[request.request_id].logp[place] == pytest.approx(logp, abs=1e-4)
+            seen.add(tokens[place])
+    assert changed > 0
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.3, "top_p": 0.8}])
 def test_generate_truncation_renormalises_logp(engine: RemoteEngine, model: Any, truncation: dict[str, Any]) -> None:
     requests = make_requests(SamplingOptions(8, **truncation))
     done = engine.generate(requests)
@@ -91,7 +114,10 @@ def test_generate_truncation_renormalises_logp(engine: RemoteEngine, model: Any,
         completion = done[request.request_id]
         logp = reference_logp(model, request, completion, 1.0)
         ordered, order = logp.exp().sort(descending=True)
-        keep = ordered.cumsum(-1) - ordered < truncation.get("top_p", 1.0)
+        # min-p comes first: top-p refers to the rest.
+        ordered = ordered.masked_fill(ordered < truncation.get("min_p", 0.0) * ordered[:, :1], 0.0)
+        ordered /= ordered.sum(-1, keepdim=True)
+        keep = (ordered > 0) & (ordered.cumsum(-1) - ordered < truncation.get("top_p", 1.0))
         keep[:, truncation.get("top_k", VOCABULARY) :] = False
         kept = torch.zeros_like(logp, dtype=torch.bool).scatter(1, order, keep)
         expected = logp.masked_fill(~kept, -torch.inf).log_softmax(-1)

@@ -28,6 +28,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 """MAX_STOPS and MAX_STOP_CHARACTERS bound the work per sampled token."""
 _TRUNCATES = "samples from fewer tokens than the full softmax that the trainer computes"
+_PENALISES = "changes the probabilities of earlier tokens, unlike the softmax that the trainer computes"
 ASYNCHRONOUS_KEYS = ("max_staleness_hard", "swap", "partial_tokens", "replay_schedule")
 
 
@@ -93,13 +94,24 @@ def _check_limits(rollout: RolloutConfig) -> None:
         )
 
 
-def untrainable(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> tuple[str, str] | None:
+def untrainable(
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+) -> tuple[str, str] | None:
     """Return the option that makes the sampled distribution differ from the trained one, with the reason and remedy;
     None if they are equal."""
     if top_p < 1:
         return "top_p", f"{_TRUNCATES}; set it to 1"
     if top_k != -1:
         return "top_k", f"{_TRUNCATES}; set it to -1"
+    if min_p > 0:
+        return "min_p", f"{_TRUNCATES}; set it to 0"
+    if repetition_penalty != 1:
+        return "repetition_penalty", f"{_PENALISES}; set it to 1"
     if temperature == 0:
         return "temperature", "is greedy sampling, which has no distribution to train; set it above 0"
     if temperature < MIN_TEMPERATURE:
@@ -141,7 +153,13 @@ def check_sampling_keys(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> N
             f"rollout.temperature=0 makes all samples of a prompt equal, and algorithm.advantage="
             f"{algorithm.advantage} learns from their differences; set rollout.temperature above 0"
         )
-    found = untrainable(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+    found = untrainable(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+    )
     if found is not None:
         name, reason = found
         raise ConfigError(

@@ -9,7 +9,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import cast
 
 from mcore_rl.config.fields import DOMAIN, written
@@ -64,7 +64,8 @@ def check_sampling(
 
 def with_overrides(options: SamplingOptions, wanted: SamplingOverrides) -> SamplingOptions:
     """Apply checked options of a row or call. Greedy sampling (validation, baselines) stays greedy."""
-    return SamplingOptions(
+    return replace(
+        options,
         max_response_tokens=wanted.get("max_response_tokens", options.max_response_tokens),
         temperature=wanted.get("temperature", options.temperature) if options.temperature > 0 else 0.0,
         top_p=wanted.get("top_p", options.top_p),

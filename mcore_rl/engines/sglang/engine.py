@@ -17,6 +17,7 @@ from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.errors import ConfigError
 from mcore_rl.processes.child import kill_all
+from mcore_rl.types import GenerationRequest
 from mcore_rl.weights.engine_config import engine_overrides
 
 SPARE_TOKENS = 6
@@ -53,16 +54,7 @@ class SglangEngine(RankEngine):
         self._ranks.call("add", [self._new(engine_id, entry) for engine_id, entry in added.items()])
 
     def _new(self, engine_id: str, entry: ActiveRequest) -> NewRequest:
-        sampling, stops = entry.request.sampling, list(self._settings.eos_token_ids)
-        parameters = {
-            "max_new_tokens": sampling.max_response_tokens - len(entry.token_ids),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": stops,
-            "ignore_eos": not stops,
-            "sampling_seed": entry.request.seed,
-        }
+        parameters = sampling_arguments(entry.request, len(entry.token_ids), self._settings.eos_token_ids)
         token_ids = entry.request.token_ids.tolist() + entry.token_ids
         return NewRequest(engine_id, token_ids, parameters, salt=f"version {self.weight_version}")
 
@@ -76,6 +68,22 @@ class SglangEngine(RankEngine):
     def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:
         routing: dict[str, np.ndarray] = self._ranks.call("routing_of", list(engine_ids))[0]
         return routing
+
+
+def sampling_arguments(request: GenerationRequest, num_sampled: int, eos_token_ids: Sequence[int]) -> dict[str, object]:
+    """Return the arguments of SGLang's SamplingParams for the rest of a response with `num_sampled` tokens."""
+    sampling, stops = request.sampling, list(eos_token_ids)
+    return {
+        "max_new_tokens": sampling.max_response_tokens - num_sampled,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": stops,
+        "ignore_eos": not stops,
+        "sampling_seed": request.seed,
+    }
 
 
 def _server_arguments(settings: EngineSettings) -> dict[str, object]:

@@ -59,7 +59,10 @@ CALLS: tuple[Call, ...] = (
     (
         SamplingParams,
         0,
-        ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "sampling_seed"),
+        (
+            "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
+            "ignore_eos", "sampling_seed",
+        ),
     ),
     (SamplingParams.normalize, 2, ()),
     (SamplingParams.verify, 2, ()),

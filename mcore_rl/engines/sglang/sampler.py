@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SeededSampler(Sampler):
-    """Samples after top-k and top-p truncation.
+    """Samples after min-p, top-k and top-p truncation.
 
     The truncated probabilities are written to `probs`, because SGLang reports the logarithms of `probs`. Greedy rows,
     which SGLang represents by top-k 1, keep the untruncated probabilities.
@@ -40,8 +40,10 @@ class SeededSampler(Sampler):
 
 
 def _truncated(probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
-    """Zero the probabilities of tokens outside top-k, then of tokens outside top-p of the rest."""
+    """Zero the probabilities of tokens below min-p, then outside top-k, then outside top-p of the rest, in the order of
+    vLLM."""
     ordered, index = probs.sort(dim=-1, descending=True)
+    ordered = ordered.masked_fill(ordered < ordered[:, :1] * info.min_ps[:, None], 0.0)
     rank = torch.arange(probs.shape[1], device=probs.device)
     ordered = ordered.masked_fill(rank[None] >= info.top_ks[:, None], 0.0)
     share = ordered / ordered.sum(-1, keepdim=True)

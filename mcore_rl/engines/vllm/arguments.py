@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 
 import torch
 
 from mcore_rl.engines.settings import EngineSettings
+from mcore_rl.types import SamplingOptions
 from mcore_rl.weights.engine_config import engine_overrides
 
 
@@ -86,3 +88,18 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
             "attention_backend": "CPU_MLA",
         }
     return arguments
+
+
+def sampling_arguments(options: SamplingOptions, eos_token_ids: Sequence[int]) -> dict[str, object]:
+    """Return the arguments of vLLM's SamplingParams."""
+    return {
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "max_tokens": options.max_response_tokens,
+        "stop_token_ids": list(eos_token_ids),
+        "logprobs": 0,  # of the sampled token only
+        "detokenize": False,
+    }

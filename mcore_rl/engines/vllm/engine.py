@@ -16,7 +16,7 @@ from mcore_rl.engines.rank_engine import RankEngine
 from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
-from mcore_rl.engines.vllm.arguments import engine_arguments, set_environment
+from mcore_rl.engines.vllm.arguments import engine_arguments, sampling_arguments, set_environment
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError
 from mcore_rl.ports import Engine
@@ -163,15 +163,7 @@ def _sampling_params(options: SamplingOptions, eos_token_ids: tuple[int, ...]) -
     """Create SamplingParams, cached. Callers copy them: creation takes as long as all other work to add a request."""
     from vllm import SamplingParams
 
-    return SamplingParams(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        max_tokens=options.max_response_tokens,
-        stop_token_ids=list(eos_token_ids),
-        logprobs=0,  # of the sampled token only
-        detokenize=False,
-    )
+    return SamplingParams(**sampling_arguments(options, eos_token_ids))
 
 
 def follow(settings: EngineSettings) -> None:

@@ -19,6 +19,8 @@ ROWS = (
     Row("rollout.max_concurrent_requests", (f"{ROLLOUT}.max_num_seqs",)),
     Row("rollout.max_batched_tokens", (f"{ROLLOUT}.max_num_batched_tokens",)),
     Row("rollout.validation_top_p", (f"{ROLLOUT}.val_kwargs.top_p",)),
+    Row("rollout.validation_min_p", (f"{ROLLOUT}.val_kwargs.min_p",)),
+    Row("rollout.validation_repetition_penalty", (f"{ROLLOUT}.val_kwargs.repetition_penalty",)),
     Row("weights.bucket_mib", BUCKETS),
 )
 TOOL_ROWS = (
@@ -70,6 +72,12 @@ def _translate_sampling(run: VerlRun) -> None:
     # verl's Hugging Face rollout writes 0 for all tokens.
     if top_k > 0:
         draft.block(source.effective(f"{ROLLOUT}.top_k"), "training samples from the full softmax; set it to -1")
+    # Scripts add these keys, which verl passes on to the engine.
+    for name, neutral in (("min_p", 0), ("repetition_penalty", 1)):
+        setting = source.find(f"{ROLLOUT}.{name}")
+        if setting is not None and setting.value not in (None, neutral):
+            remedy = f"set it to {neutral}; validation may use rollout.validation_{name}"
+            draft.block(setting, f"training samples from the unchanged softmax; {remedy}")
 
 
 def _translate_validation(run: VerlRun) -> None:

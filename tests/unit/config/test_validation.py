@@ -86,10 +86,11 @@ def test_validate_invalid_settings_name_the_key(base: str, overrides: list[str],
     [
         ["actor.parallel.tp=2", "actor.parallel.ep=2", "trainer.prompts_per_update=16"],
         [ENGINE_REPLAY],
-        ["rollout.temperature=0", "rollout.top_p=0.5", "rollout.top_k=3", "algorithm.policy_loss.name=sft"],
+        ["rollout.temperature=0", "rollout.top_p=0.5", "rollout.min_p=0.1", "algorithm.policy_loss.name=sft"],
         [
             *("rollout.validation_samples=32", "rollout.validation_temperature=1", "rollout.validation_top_p=0.7"),
-            "rollout.validation_top_k=40",
+            *("rollout.validation_top_k=40", "rollout.validation_min_p=0.1"),
+            *("rollout.validation_repetition_penalty=1.2", "rollout.min_p=0", "rollout.repetition_penalty=1"),
         ],
     ],
 )
@@ -144,6 +145,13 @@ def test_check_engine_sizes_expert_parallel_needs_experts(base: str, tmp_path: P
         ("rollout.validation_temperature=2.5", "rollout.validation_temperature=2.5 must be at most 2"),
         ("rollout.top_p=0.99", "rollout.top_p=0.99 samples from fewer tokens than the full softmax"),
         ("rollout.top_k=50", "rollout.top_k=50 samples from fewer tokens than the full softmax"),
+        ("rollout.min_p=0.05", "rollout.min_p=0.05 samples from fewer tokens than the full softmax"),
+        (
+            "rollout.repetition_penalty=1.1",
+            "rollout.repetition_penalty=1.1 changes the probabilities of earlier tokens",
+        ),
+        ("rollout.repetition_penalty=0.9", "Validation may use rollout.validation_repetition_penalty"),
+        ("rollout.validation_repetition_penalty=2.5", "rollout.validation_repetition_penalty=2.5 must be at most 2"),
         ("rollout.top_k=0", "rollout.top_k=0 leaves no token"),
         ("rollout.validation_top_k=0", "rollout.validation_top_k=0 leaves no token"),
         ("rollout.validation_top_k=-2", "rollout.validation_top_k=-2 must be at least -1"),

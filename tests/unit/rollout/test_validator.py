@@ -83,14 +83,14 @@ def validate(
     return scalars, records, pool
 
 
-SAMPLED = {"validation_temperature": 1.0, "validation_top_p": 0.7, "validation_samples": 3}
+SAMPLED = {"validation_temperature": 1.0, "validation_top_p": 0.7, "validation_samples": 3, "validation_min_p": 0.2}
 
 
 def test_validator_samples_with_its_own_keys_in_prompt_order(tmp_path: Path) -> None:
     training = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "samples_per_prompt": 8}
     scalars, records, pool = validate(tmp_path, **training, **SAMPLED)
     requests = [request for engine in pool.engines for request in engine.requests]
-    assert {request.sampling for request in requests} == {SamplingOptions(9, temperature=1.0, top_p=0.7, top_k=-1)}
+    assert {request.sampling for request in requests} == {SamplingOptions(9, temperature=1.0, top_p=0.7, min_p=0.2)}
     assert len({request.seed for request in requests}) == len(requests)
     places = [(row, sample) for row in range(NUM_PROMPTS) for sample in range(3)]
     assert scalars.group_ids.tolist() == scalars.prompt_rows.tolist() == [row for row, _ in places]

@@ -1,0 +1,47 @@
+"""Keys of `rollout` for sampling, in training and validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.config.fields import setting
+
+
+@dataclass
+class SamplingConfig:
+    """Sampling keys of RolloutConfig."""
+
+    temperature: float = setting(1.0, minimum=0, maximum=2)
+    """Temperature of sampling for training, from 0.01 to vLLM's limit of 2. 0 is rejected: greedy sampling has no
+    distribution to train."""
+    top_p: float = setting(1.0, above=0, maximum=1)
+    """Top-p of sampling for training. Must be 1 (all tokens), since the trainer computes the full softmax.
+    rollout.validation_top_p may be lower."""
+    top_k: int = setting(-1, minimum=-1, unit="tokens")
+    """Top-k of sampling for training. Must be -1 (all tokens), since the trainer computes the full softmax.
+    rollout.validation_top_k may differ."""
+    min_p: float = setting(0.0, minimum=0, maximum=1)
+    """Min-p of sampling for training. Must be 0 (all tokens), since the trainer computes the full softmax.
+    rollout.validation_min_p may be higher."""
+    repetition_penalty: float = setting(1.0, above=0, maximum=2)
+    """Repetition penalty of sampling for training. Must be 1 (none), since the trainer computes the softmax without it.
+    rollout.validation_repetition_penalty may differ."""
+    stop: list[str] = setting([], one_or_more=True)
+    """Strings that end a response, in training and validation. The token that completes one is the last token of the
+    response and is trained; graders see the text before the string. Special tokens are matched as the text that the
+    tokenizer shows."""
+    validation_temperature: float = setting(0.0, minimum=0, maximum=2)
+    """Temperature of sampling for validation; 0 is greedy."""
+    validation_top_p: float = setting(1.0, above=0, maximum=1)
+    """Top-p for validation: sample from the most likely tokens whose probabilities sum to this; 1: from all tokens."""
+    validation_top_k: int = setting(-1, minimum=-1, unit="tokens")
+    """Top-k for validation: sample from this many of the most likely tokens; -1: from all tokens."""
+    validation_min_p: float = setting(0.0, minimum=0, maximum=1)
+    """Min-p for validation: sample from the tokens with at least this fraction of the highest probability; 0: from all
+    tokens."""
+    validation_repetition_penalty: float = setting(1.0, above=0, maximum=2)
+    """Repetition penalty for validation, also of greedy sampling: positive logits of earlier tokens are divided by it,
+    negative ones multiplied; 1: none. vLLM counts the tokens of prompt and response, SGLang those of the response."""
+    validation_samples: int = setting(1, minimum=1)
+    """Responses per validation prompt; accuracy is their mean. More than 1 needs a rollout.validation_temperature above
+    0."""

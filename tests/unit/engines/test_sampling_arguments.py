@@ -1,0 +1,33 @@
+"""Sampling arguments that the drivers of both engines pass on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mcore_rl.data.sources.row_options import with_overrides
+from mcore_rl.engines.sglang.engine import sampling_arguments as sglang_arguments
+from mcore_rl.engines.vllm.arguments import sampling_arguments as vllm_arguments
+from mcore_rl.types import GenerationRequest, SamplingOptions
+
+OPTIONS = SamplingOptions(8, 0.7, 0.9, 20, ("stop",), min_p=0.05, repetition_penalty=1.2)
+SHARED = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.2}
+
+
+def test_sampling_arguments_vllm_has_all_options() -> None:
+    given = vllm_arguments(OPTIONS, (3, 4))
+    assert given == {**SHARED, "max_tokens": 8, "stop_token_ids": [3, 4], "logprobs": 0, "detokenize": False}
+
+
+@pytest.mark.parametrize(("eos", "ignores"), [((3,), False), ((), True)])
+def test_sampling_arguments_sglang_has_all_options(eos: tuple[int, ...], ignores: bool) -> None:
+    request = GenerationRequest("0", np.array([5], np.int32), 9, OPTIONS)
+    given = sglang_arguments(request, 3, eos)
+    rest = {"max_new_tokens": 5, "stop_token_ids": list(eos), "ignore_eos": ignores, "sampling_seed": 9}
+    assert given == {**SHARED, **rest}
+
+
+def test_with_overrides_keeps_options_that_rows_cannot_set() -> None:
+    assert with_overrides(OPTIONS, {"top_k": 3}) == replace(OPTIONS, top_k=3)
