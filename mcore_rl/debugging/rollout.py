@@ -15,13 +15,14 @@ from mcore_rl.config.rules.models import uses_lora, uses_reward_model
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, RewardError
 from mcore_rl.observe.batch_view import print_batch
+from mcore_rl.observe.progress import start_up_log
 from mcore_rl.observe.report.run_files import json_lines
 from mcore_rl.observe.terminal_text import visible
 from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
 from mcore_rl.ports import Collector
 from mcore_rl.runtime.output import own_stderr
 from mcore_rl.runtime.stops import STOPS
-from mcore_rl.verbs import Start, locked
+from mcore_rl.verbs import Start, local_files, locked
 
 FOLDER = "debug_rollout"
 """Folder of run.dir with the records and logs of this command, so that it does not disturb a run there."""
@@ -38,9 +39,11 @@ def debug_rollout(config: Config) -> int:
     """
     # No metrics are recorded, so neither the packages of trackers nor a network for them are needed.
     config.observe.trackers, config.observe.prometheus_port = [], 0
-    config.run.dir = str(Path(config.run.dir) / FOLDER)
-    with own_stderr(), STOPS.listening(), third_party_log() as log:
-        return locked(config, partial(_generate, config, log), trains=False)
+    # First, since config.yaml in run.dir has the commits of names on the hub.
+    with local_files(config, start_up_log()):
+        config.run.dir = str(Path(config.run.dir) / FOLDER)
+        with own_stderr(), STOPS.listening(), third_party_log() as log:
+            return locked(config, partial(_generate, config, log), trains=False)
 
 
 def _generate(config: Config, log: ThirdPartyLog, start: Start) -> int:

@@ -14,7 +14,7 @@ MODEL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 """Files of a model without its weights: configuration, tokenizer and chat template."""
 WEIGHT_FILES = ("*.safetensors",)
 DATA_KINDS = (".jsonl", ".parquet", ".csv")
-_NO_FILE = ("README.md",)
+_CARD = ("README.md",)
 """A download of this small file determines the commit and lists the files of a repository."""
 
 
@@ -34,7 +34,7 @@ def download_data(key: str, name: HubName) -> tuple[str, str]:
 
     Raises: ConfigError naming `key`, the id, the reason and the remedy; DataError if no or several sets match.
     """
-    root, commit = _download(key, name, _NO_FILE)
+    root, commit = _download(key, name, _CARD)
     path = name.path or _only_pattern(key, name, _listed(name.at(commit), root))
     # A folder has all its files; the local search for files reads those directly in it.
     wanted = (path, *(f"{path}/*{kind}" for kind in DATA_KINDS))
@@ -47,14 +47,14 @@ def download_data(key: str, name: HubName) -> tuple[str, str]:
 
 def cached_model_file(text: str, file: str) -> Path | None:
     """Return a file of a model that a configuration names by hub id, if the cache has it; None for other names."""
-    from huggingface_hub import try_to_load_from_cache
-
     try:
         name = parse_hub_name("model.hf_path", text, "model")
     except ConfigError:
         return None
     if name is None:
         return None
+    from huggingface_hub import try_to_load_from_cache
+
     found = try_to_load_from_cache(name.repo, file, revision=name.revision)
     return Path(found) if isinstance(found, str) else None
 

@@ -36,6 +36,12 @@ def translate_rollout(run: SlimeRun) -> None:
         value = source.number(key)
         if (key.endswith("p") and value < 1) or (key.endswith("k") and value > 0):
             draft.block(source.effective(key), "training samples from the full softmax")
+    # Arguments of slime's forks.
+    for key, name, neutral in (("rollout-min-p", "min_p", 0), ("rollout-repetition-penalty", "repetition_penalty", 1)):
+        setting = source.find(key)
+        if setting is not None and (value := source.number(key)) != neutral:
+            draft.block(setting, f"training samples from the unchanged softmax; set it to {neutral}")
+            draft.take(source, f"rollout.validation_{name}", value, key, note="as in training")
     _translate_limits(run)
     _translate_validation(run)
     _translate_dynamic_sampling(run)

@@ -139,6 +139,7 @@ def test_import_fully_asynchronous_recomputes(tmp_path: Path) -> None:
     ("arguments", "reason"),
     [
         ("--rollout-top-p 0.9", "training samples from the full softmax"),
+        ("--rollout-repetition-penalty 1.1", "training samples from the unchanged softmax; set it to 1"),
         ("--use-opd", "distillation from a teacher"),
         ("--rm-type gpqa", "there is no such grader"),
         ("--custom-loss-function-path a.b", "algorithm.policy_loss.name=module_or_file.py:function"),

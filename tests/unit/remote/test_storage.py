@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from mcore_rl import verbs
 from mcore_rl.config import load_config
 from mcore_rl.config.fields import make_paths_absolute, urls_of
 from mcore_rl.config.schema import Config
 from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError, DataError, StorageError
+from mcore_rl.ports import Actor
 from mcore_rl.preparation.preflight import check_exports
 from mcore_rl.remote.localize import localized, with_remote_names
 from mcore_rl.remote.storage import fetch, has_export, uploaded
@@ -210,6 +214,17 @@ def test_uploaded_cut_upload_names_local_files_and_is_repeated(
         assert not Path(directory).exists()
         write_export(directory)
     assert has_export("k", url)
+
+
+def test_export_of_a_run_uploads_only_to_urls(bucket: MemoryFileSystem, base: str) -> None:
+    Path("run").mkdir()
+    config = load_config(base, ["trainer.export_hf=memory://bucket/out", "trainer.export_adapter=adapter"])
+    actor = SimpleNamespace(
+        export_hf=lambda path, _: write_export(path), export_adapter=lambda path, _: Path(path).mkdir()
+    )
+    verbs._export(cast(Actor, actor), config)
+    assert has_export("k", "memory://bucket/out")
+    assert (Path("adapter").is_dir(), list(Path("run").rglob("*.json"))) == (True, [])
 
 
 def test_isolated_run_with_urls_is_rejected(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
