@@ -12,13 +12,11 @@ from typing import TypeVar
 import numpy as np
 
 from mcore_rl.algorithms.filters import groups_with_variance
-from mcore_rl.algorithms.kl_controller import KLController
 from mcore_rl.config.reward import NO_RULE, STEP, JudgeConfig, RewardConfig
 from mcore_rl.config.rules.judge import uses_judge
-from mcore_rl.config.rules.models import uses_reference
 from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import UpdateSchedule, build_batch, gather, rank_balance, spread
+from mcore_rl.data.batching import UpdateSchedule, build_batch, gather, spread
 from mcore_rl.data.prompts import supervised_chunk
 from mcore_rl.data.records import remove_unjoined
 from mcore_rl.model_check import model_check
@@ -26,7 +24,7 @@ from mcore_rl.observe.journal import RunJournal
 from mcore_rl.observe.report.background import ReportProcess
 from mcore_rl.observe.signs import Sign, signs_for
 from mcore_rl.ports import Publisher, Validator
-from mcore_rl.preparation.prepare import Prepared
+from mcore_rl.preparation.prepare import Prepared, PreparedModels
 from mcore_rl.rollout.collector import GroupSource, RolloutCollector, RolloutPool
 from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
@@ -46,13 +44,12 @@ from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.step_profiler import StepProfiler
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.sandbox.confinement.memory import groups_removed
-from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
+from mcore_rl.trainer.batches import BatchBuilder, describe, recorded_batches, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
-from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.logp_gap import LogpGapCheck
-from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
+from mcore_rl.trainer.reference import build_reference
 from mcore_rl.trainer.run import Run, SupervisedRun
-from mcore_rl.types import Batch, Groups, Mean, Metric, RolloutResult
+from mcore_rl.types import Batch, Groups, Metric, RolloutResult
 from model_converters.mapping.layout import TrainLayout
 
 G = TypeVar("G")
@@ -104,14 +101,16 @@ def roles_of(judge: JudgeConfig, prepared: Prepared) -> list[Role]:
     """Return the roles that need processes in addition to trainer ranks and engines."""
     roles = [judge_role(judge)] if uses_judge(judge) else []
     if prepared.critic is not None:
-        # The critic may have a different number of data-parallel ranks than the policy.
-        own_batch = functools.partial(
-            spread, num_ranks=prepared.layout.dp, other_ranks=prepared.critic.dp, cost=prepared.cost
-        )
-        roles.append(critic_role(_rank_map(prepared.critic), own_batch))
+        roles.append(_critic_role(prepared, prepared.critic))
     if prepared.reward_model is not None:
         roles.append(reward_model_role(_rank_map(prepared.reward_model)))
     return roles
+
+
+def _critic_role(models: PreparedModels, layout: TrainLayout) -> Role:
+    # The critic may have a different number of data-parallel ranks than the policy.
+    own_batch = functools.partial(spread, num_ranks=models.layout.dp, other_ranks=layout.dp, cost=models.cost)
+    return critic_role(_rank_map(layout), own_batch)
 
 
 def _rank_map(layout: TrainLayout) -> RankMap:
@@ -159,7 +158,7 @@ class _Site:
             publisher = SwappingPublisher(slices, collector)
         else:
             collector = RolloutCollector(pool, source, self.prepared.estimator.needs.baseline_rewards)
-        reference, controllers = self._reference(journal)
+        reference, controllers = build_reference(config, self.prepared.estimator, journal.record)
         return Run(
             config=config,
             actor=self.processes.trainers,
@@ -213,22 +212,6 @@ class _Site:
                 pass
 
         return supply
-
-    def _reference(self, journal: RunJournal) -> tuple[Reference | None, dict[str, KLController]]:
-        """Return the reference policy (None without KL terms) and the KL controller whose state checkpoints contain."""
-        if not uses_reference(self.config.algorithm.kl):
-            return None, {}
-        kl, per_response = self.config.algorithm.kl, self.prepared.estimator.per_response
-        controller, advantages_of = KLController.from_config(kl), response_advantages(self.config.algorithm)
-
-        def recorded(groups: Groups, rewards: np.ndarray) -> np.ndarray:
-            advantages = advantages_of(groups, rewards)
-            journal.record(describe_advantages(advantages))
-            return advantages
-
-        refresh = self.config.reference.refresh_every_steps
-        reference = Reference(controller, recorded if controller and per_response else None, refresh)
-        return reference, {KL_CONTROLLER: controller} if controller and kl.controller == "adaptive" else {}
 
     def _group(self, kind: type[G]) -> G | None:
         return _group_of(self.processes.groups, kind)
@@ -292,20 +275,9 @@ class _Site:
         report = ReportProcess(self.directory, self.logs, observe.report_every_steps)
         return RunJournal(self.directory, steps, self.recorder.drain, sources, signs, report, observe)
 
-    def _batch_of(self, journal: RunJournal) -> Callable[[Groups, int, int], Batch]:
-        dp_size, cost = self.prepared.layout.dp, self.prepared.cost
-        build = batch_builder(self.config, dp_size, cost)
-
-        def batch_of(groups: Groups, step: int, version: int) -> Batch:
-            batch = build(groups, step, version)
-            journal.record({"actor/balance": rank_balance(batch, cost, dp_size)})
-            untrained = Mean(float((batch.loss_weights == 0).sum()), len(batch))
-            journal.record({"groups/untrained_responses": untrained})
-            if self.prepared.estimator.per_response:
-                journal.record(describe_advantages(batch.advantages))
-            return batch
-
-        return batch_of
+    def _batch_of(self, journal: RunJournal) -> BatchBuilder:
+        prepared = self.prepared
+        return recorded_batches(self.config, prepared.layout.dp, prepared.cost, prepared.estimator, journal.record)
 
     def _streaming(self, scheduler: Scheduler, source: GroupSource, score: ScoreTasks | None) -> StreamingCollector:
         config, earlier = self.config, self.config.rollout.replay_schedule

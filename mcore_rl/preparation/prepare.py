@@ -71,35 +71,45 @@ class RunData(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Checked inputs of a run. `critic` and `reward_model` are the layouts of these models, if the run has them.
+class PreparedModels:
+    """Checked models that a run trains. `critic` is the layout of the critic, if the run has one."""
+
+    layout: TrainLayout
+    cost: SequenceCost
+    checkpoint_bytes: int
+    estimator: Estimator
+    critic: TrainLayout | None
+
+
+@dataclass(frozen=True)
+class Prepared(PreparedModels):
+    """Checked inputs of a run. `reward_model` is the layout of the reward model, if the run has one.
 
     `sampler` samples the training rows. `lines` are printed at the start of the run.
     """
 
-    layout: TrainLayout
-    cost: SequenceCost
+    reward_model: TrainLayout | None
     data: RunData
     sampler: PromptSampler
     lines: tuple[LoadReport | str, ...]
-    checkpoint_bytes: int
-    estimator: Estimator
-    critic: TrainLayout | None
-    reward_model: TrainLayout | None
 
 
-def prepare(config: Config) -> Prepared:
-    """Run the checks that `preflight.check_run` leaves out, set defaults for this machine, and load the data. Writes no
-    files.
+def prepare_models(config: Config) -> PreparedModels:
+    """Make the checks of `prepare` that concern the trained models, and set defaults for this machine. Reads no data.
 
-    Raises: ConfigError, DataError for the first setting or row that cannot work.
+    Raises: ConfigError for the first setting that cannot work.
     """
-    # First, since later checks need the data type.
+    return _prepare_models(config, _policy(config))
+
+
+def _policy(config: Config) -> ResolvedModel:
+    # Set first, since later checks need the data type.
     config.model.dtype = resolved_dtype(config.model.dtype, cuda=config.cluster.uses_cuda)
-    role, actor, algorithm = ModelRole.policy(config.actor, config.model), config.actor, config.algorithm
-    spec = ResolvedModel.policy(role, config.num_trainer_ranks)
-    hf_config = spec.hf_config
-    check_engine_model(EngineRole.rollout(config.rollout, config.model), algorithm, hf_config)
+    return ResolvedModel.policy(ModelRole.policy(config.actor, config.model), config.num_trainer_ranks)
+
+
+def _prepare_models(config: Config, spec: ResolvedModel) -> PreparedModels:
+    role, actor, algorithm, hf_config = spec.role, config.actor, config.algorithm, spec.hf_config
     check_implementation(config.cluster, spec)
     parameters = trained = check_weights(role)
     if uses_lora(actor):
@@ -108,6 +118,23 @@ def prepare(config: Config) -> Prepared:
     critic = critic_layout(config, spec.layout) if needs.advantages and chosen.needs.values else None
     if uses_reference(algorithm.kl):
         check_reference(config.reference, role, algorithm.policy_loss.name, hf_config, needs)
+    refreshed = parameters if uses_reference(algorithm.kl) and config.reference.refresh_every_steps else 0
+    # Without refresh, the reference is loaded again instead of saved. Random weights (for tests) count as 0 parameters.
+    trained += 0 if critic is None else parameters
+    size = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
+    size += refreshed * (2 if config.model.dtype == "bfloat16" else 4)
+    return PreparedModels(spec.layout, sequence_cost(hf_config), size, chosen, critic)
+
+
+def prepare(config: Config) -> Prepared:
+    """Run the checks that `preflight.check_run` leaves out, set defaults for this machine, and load the data. Writes no
+    files.
+
+    Raises: ConfigError, DataError for the first setting or row that cannot work.
+    """
+    spec, algorithm = _policy(config), config.algorithm
+    check_engine_model(EngineRole.rollout(config.rollout, config.model), algorithm, spec.hf_config)
+    models, needs = _prepare_models(config, spec), configured_loss(algorithm).needs
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
     check_limits(partial(PromptRenderer, tokenizer, config.data), "model.tokenizer_path")
     reward_model = None
@@ -121,15 +148,10 @@ def prepare(config: Config) -> Prepared:
     train = data.prompts["train"] if data.targets is None else data.targets.prompts
     sampler = _sampler(config.data, train, data.reports[0], config.run.seed)
     check_judge(config.judge, config.rollout, config.model, algorithm, data.prompts)
-    notes = [*data.notes, *(overridden_fields(config.model, hf_config) if needs.advantages else [])]
+    notes = [*data.notes, *(overridden_fields(config.model, spec.hf_config) if needs.advantages else [])]
     notes += _try_rewards(config.reward, data.prompts, multi_turn=has_turns(config.rollout))
-    refreshed = parameters if uses_reference(algorithm.kl) and config.reference.refresh_every_steps else 0
-    # Without refresh, the reference is loaded again instead of saved. Random weights (for tests) count as 0 parameters.
-    trained += 0 if critic is None else parameters
-    size = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
-    size += refreshed * (2 if config.model.dtype == "bfloat16" else 4)
     lines: tuple[LoadReport | str, ...] = (*data.reports, *notes)
-    return Prepared(spec.layout, sequence_cost(hf_config), data, sampler, lines, size, chosen, critic, reward_model)
+    return Prepared(**vars(models), reward_model=reward_model, data=data, sampler=sampler, lines=lines)
 
 
 def _load_targets(data: DataConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:

@@ -8,21 +8,60 @@ from functools import partial
 import numpy as np
 import torch
 
-from mcore_rl.algorithms import advantage_options, compute_advantages, estimator
+from mcore_rl.algorithms import Estimator, advantage_options, compute_advantages, estimator
 from mcore_rl.algorithms.aggregation import MODE_OPTIONS, loss_weights
 from mcore_rl.algorithms.filters import user_filter
 from mcore_rl.algorithms.interface import MAX_NAMED
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import KeptSamples, UpdateSchedule, build_batch, gather, one_row_per_episode
+from mcore_rl.data.batching import (
+    KeptSamples,
+    UpdateSchedule,
+    build_batch,
+    gather,
+    one_row_per_episode,
+    rank_balance,
+)
 from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.errors import NonFiniteError
-from mcore_rl.trainer.diagnostics import column, describe_columns, describe_equality, describe_groups, describe_lengths
+from mcore_rl.trainer.diagnostics import (
+    column,
+    describe_advantages,
+    describe_columns,
+    describe_equality,
+    describe_groups,
+    describe_lengths,
+)
 from mcore_rl.types import Batch, Groups, Max, Mean, Metric, RolloutScalars, Total
 
+BatchBuilder = Callable[[Groups, int, int], Batch]
+"""Function (groups, step, weight version at the start of the step) -> Batch."""
 
-def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> Callable[[Groups, int, int], Batch]:
-    """Return a function (groups, step, weight version at the start of the step) -> Batch.
+
+def recorded_batches(
+    config: Config,
+    dp_size: int,
+    cost: SequenceCost,
+    chosen: Estimator,
+    record: Callable[[dict[str, Metric]], None],
+) -> BatchBuilder:
+    """Return the function of `batch_builder`, which also passes the metrics of each batch to `record`."""
+    build = batch_builder(config, dp_size, cost)
+
+    def batch_of(groups: Groups, step: int, version: int) -> Batch:
+        batch = build(groups, step, version)
+        record({"actor/balance": rank_balance(batch, cost, dp_size)})
+        untrained = Mean(float((batch.loss_weights == 0).sum()), len(batch))
+        record({"groups/untrained_responses": untrained})
+        if chosen.per_response:
+            record(describe_advantages(batch.advantages))
+        return batch
+
+    return batch_of
+
+
+def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> BatchBuilder:
+    """Return a function that builds the batch of a step.
 
     The batch has the configured advantages and loss weights; `cost` is divided evenly among data-parallel ranks.
     Per-token estimators leave the advantages at 0 here: the ranks compute them.

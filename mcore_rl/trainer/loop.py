@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mcore_rl.trainer.run import Run, end_profile, load_latest, resume, save, saves_settled, steps_left
+from mcore_rl.trainer.update import update_models
 from mcore_rl.trainer.validation import describe_validation
-from mcore_rl.types import BatchHandle, Metric, RolloutScalars, Total, merge_metrics
+from mcore_rl.types import RolloutScalars, Total
 
 
 def train(run: Run) -> bool:
@@ -23,35 +24,17 @@ def train(run: Run) -> bool:
     with saves_settled(run):
         for step in steps_left(run):
             groups = run.collector.collect(step)
-            batch = run.batch_of(groups, step, version)
-            logp = run.actor.recompute_logp(batch)  # returns a handle; the tensors stay on the ranks
-            if run.reference is not None:
-                logp = run.reference.apply(run.actor, groups, logp)
-            # Per-token estimators run here, with the critic's values and the reference's KL; others ran in batch_of.
-            logp, critic = estimate(run, logp)
-            update: dict[str, Metric] = {}
-            if step > run.config.trainer.critic_warmup_steps:
-                update = run.actor.update(logp)  # raises before an optimizer step with non-finite values
+            update = update_models(run, groups, step, version)  # raises before a step with non-finite values
             if run.reference is not None:
                 run.reference.refresh(run.actor, step)
             version = run.publisher.publish(version + 1)  # returns after every engine has acknowledged
             run.state = run.state.finished(step, version)
-            run.journal.record(run.describe(groups) | merge_metrics([logp.metrics, critic, update]))
+            run.journal.record(run.describe(groups) | update)
             # The version at the start of the step, not the one that was just published.
             run.journal.record({"rollout/version": Total(version - 1)})
             if finish(run) and step < run.config.trainer.steps:
                 return False
     return True
-
-
-def estimate(run: Run, logp: BatchHandle) -> tuple[BatchHandle, dict[str, Metric]]:
-    """Compute values and per-token advantages on the ranks and update the critic, if the estimator works per token.
-    Returns the batch and the critic's metrics."""
-    if not run.estimates_tokens:
-        return logp, {}
-    values = run.critic.values(logp.batch) if run.critic else None
-    logp, returns = run.actor.estimate(logp, values)
-    return logp, run.critic.update(values, returns) if run.critic and values else {}
 
 
 def finish(run: Run) -> bool:

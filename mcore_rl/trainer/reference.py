@@ -7,8 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mcore_rl.algorithms import Estimator
 from mcore_rl.algorithms.kl_controller import KLController
+from mcore_rl.config.rules.models import uses_reference
+from mcore_rl.config.schema import Config
 from mcore_rl.ports import Actor
+from mcore_rl.trainer.batches import response_advantages
+from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.types import BatchHandle, Groups, Mean, Metric
 
 KL_CONTROLLER = "kl_controller"
@@ -47,3 +52,23 @@ class Reference:
         """Refresh the reference if it is due after the updates of `step`."""
         if self.refresh_every_steps and step % self.refresh_every_steps == 0:
             actor.refresh_reference()
+
+
+def build_reference(
+    config: Config, estimator: Estimator, record: Callable[[dict[str, Metric]], None]
+) -> tuple[Reference | None, dict[str, KLController]]:
+    """Return the reference policy, None without KL terms, and the KL controller whose state checkpoints contain, by its
+    name there. `record` receives metrics of the advantages of penalized rewards."""
+    kl = config.algorithm.kl
+    if not uses_reference(kl):
+        return None, {}
+    controller, advantages_of = KLController.from_config(kl), response_advantages(config.algorithm)
+
+    def recorded(groups: Groups, rewards: np.ndarray) -> np.ndarray:
+        advantages = advantages_of(groups, rewards)
+        record(describe_advantages(advantages))
+        return advantages
+
+    refresh = config.reference.refresh_every_steps
+    reference = Reference(controller, recorded if controller and estimator.per_response else None, refresh)
+    return reference, {KL_CONTROLLER: controller} if controller and kl.controller == "adaptive" else {}

@@ -163,21 +163,29 @@ CRITIC, GROUPS = "critic", "rollouts"
 def _load_models(run: TrainingRun, path: Path, files: Sequence[SavedFile]) -> None:
     """Verify and load the files of actor, critic and in-flight groups."""
     # All checks come before any rank loads: a run with half-loaded models could not continue.
-    others, critics = split_files(files, CRITIC)
-    actor_files, groups = split_files(others, GROUPS)
+    others, groups = split_files(files, GROUPS)
     if groups and run.in_flight is None:
         raise CheckpointError(
             f"{path} has groups that no step has trained, but this run is synchronous; restore rollout.max_staleness, "
             "or set run.dir to a new directory"
         )
-    if (run.critic is None) != (not critics):
-        there, wanted = ("a", "none") if critics else ("no", "one")
-        raise CheckpointError(f"{path} has {there} critic, but this run has {wanted}; set run.dir to a new directory")
-    run.actor.load(str(path), actor_files)
-    if run.critic is not None:
-        run.critic.load(str(path / CRITIC), critics)
+    load_actor_and_critic(run.actor, run.critic, path, others)
     if groups and run.in_flight is not None:
         run.in_flight.load(str(path / GROUPS), groups)
+
+
+def load_actor_and_critic(actor: Actor, critic: Critic | None, path: Path, files: Sequence[SavedFile]) -> None:
+    """Verify and load the files of actor and critic.
+
+    Raises: DamagedCheckpointError; CheckpointError if the checkpoint has a critic and the run has none, or vice versa.
+    """
+    actor_files, critics = split_files(files, CRITIC)
+    if (critic is None) != (not critics):
+        there, wanted = ("a", "none") if critics else ("no", "one")
+        raise CheckpointError(f"{path} has {there} critic, but this run has {wanted}; set run.dir to a new directory")
+    actor.load(str(path), actor_files)
+    if critic is not None:
+        critic.load(str(path / CRITIC), critics)
 
 
 def _check_kind(run: TrainingRun, state: CheckpointState, path: Path) -> None:
