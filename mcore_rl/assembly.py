@@ -17,6 +17,7 @@ from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateSchedule, build_batch, gather, spread
+from mcore_rl.data.kept_steps.writers import ResponseWriter
 from mcore_rl.data.prompts import supervised_chunk
 from mcore_rl.data.records import remove_unjoined
 from mcore_rl.model_check import model_check
@@ -277,7 +278,17 @@ class _Site:
 
     def _batch_of(self, journal: RunJournal) -> BatchBuilder:
         prepared = self.prepared
-        return recorded_batches(self.config, prepared.layout.dp, prepared.cost, prepared.estimator, journal.record)
+        build = recorded_batches(self.config, prepared.layout.dp, prepared.cost, prepared.estimator, journal.record)
+        if (writer := ResponseWriter.from_config(self.config)) is None:
+            return build
+
+        def batch_of(groups: Groups, step: int, version: int) -> Batch:
+            batch = build(groups, step, version)
+            # Before ranks receive the batch: they write into the same folder.
+            writer.begin(groups, step, version)
+            return batch
+
+        return batch_of
 
     def _streaming(self, scheduler: Scheduler, source: GroupSource, score: ScoreTasks | None) -> StreamingCollector:
         config, earlier = self.config, self.config.rollout.replay_schedule

@@ -8,6 +8,8 @@ from mcore_rl.config.fields import setting
 
 TOKEN_VALUES = "tokens"
 """Folder of run.dir with the per-token values of a few responses, one file step_<n>.jsonl per step."""
+TRAJECTORIES = "trajectories"
+"""Folder of run.dir with the batches of the last steps, one folder step_<n> per step."""
 
 LOCAL_TRACKER = "tensorboard"
 """Tracker that always writes into the run directory and needs no network."""
@@ -37,6 +39,9 @@ class ObserveConfig:
     token_responses: int = setting(8, minimum=0, unit="responses")
     """Responses per step whose log-probabilities of engine and trainer are recorded token by token, for the report. One
     trainer rank writes them. 0: none."""
+    keep_trajectories: int = setting(0, minimum=0, unit="steps")
+    """Last steps whose trajectories stay in run.dir/trajectories, for `mcore-rl debug train`. A token takes about 13
+    bytes, and one or two more per layer and chosen expert with actor.moe.router_replay=engine. 0: none."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     trackers: list[str] = setting([LOCAL_TRACKER], choices=TRACKERS, one_or_more=True)
     """Trackers that receive metrics, the configuration and a few responses. Each works in a thread of its own and

@@ -7,19 +7,20 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from mcore_rl.config.observe import TOKEN_VALUES
+from mcore_rl.config.observe import TOKEN_VALUES, TRAJECTORIES
 from mcore_rl.errors import DataError
 from model_converters.durable_files import durable_write
 
 FILE_NAME = "metrics.jsonl"
 FOLDER = "earlier"
 TIMELINE, TENSORBOARD, TRACKERS, ROLLOUTS = "timeline.json", "tensorboard", "trackers", "rollouts"
-_OF_STEP = re.compile(r"(?:.*_)?step_(\d+)\.jsonl")
+_OF_STEP = re.compile(r"(?:.*_)?step_(\d+)(?:\.jsonl)?")
 
 
 class MetricsLog:
@@ -90,12 +91,16 @@ def _plain(value: float | np.generic) -> float | None:
 
 def set_aside(run_dir: Path, step: int) -> Path | None:
     """Move records of steps after `step` (-1: all) to a new earlier/<n>/ with the layout of the run directory.
+    Trajectories of these steps are removed: they are large, and metrics.jsonl will have other metrics of the steps.
 
     Timeline and the files of trackers continue after a resume; they are moved only if the run starts from the
     beginning. Trackers then begin a new run, because the ids of the earlier one are moved too.
 
     Returns: the new directory; None if there are no such records.
     """
+    for path in (run_dir / TRAJECTORIES).glob("step_*"):
+        if _step_of(path) > step:
+            shutil.rmtree(path)
     metrics = MetricsLog(run_dir)
     folders = (run_dir / ROLLOUTS, run_dir / TOKEN_VALUES)
     rollouts = [path for folder in folders for path in folder.glob("*.jsonl") if _step_of(path) > step]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import reject_unless_default
-from mcore_rl.config.observe import ProfileConfig
+from mcore_rl.config.observe import ObserveConfig, ProfileConfig
 from mcore_rl.errors import ConfigError
 
 
@@ -22,4 +23,16 @@ def check_profile(profile: ProfileConfig, num_steps: int, num_ranks: int) -> Non
     if (highest := max(profile.ranks)) >= num_ranks:
         raise ConfigError(
             f"observe.profile.ranks has rank {highest}, but the run has {num_ranks} trainer ranks, numbered from 0"
+        )
+
+
+def check_trajectories(observe: ObserveConfig, algorithm: AlgorithmConfig) -> None:
+    """Require that the run generates the trajectories that it keeps.
+
+    Raises: ConfigError naming the key.
+    """
+    if observe.keep_trajectories and is_supervised(algorithm):
+        raise ConfigError(
+            f"observe.keep_trajectories={observe.keep_trajectories} has no effect: supervised training generates no "
+            "responses; set it to 0"
         )

@@ -14,7 +14,7 @@ from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
 from mcore_rl.config.rules.engine_support import check_sglang_model
 from mcore_rl.config.rules.models import check_graders, check_lora, check_reference, check_rewards
-from mcore_rl.config.rules.observe import check_profile
+from mcore_rl.config.rules.observe import check_profile, check_trajectories
 from mcore_rl.config.rules.rollout import check_episodes, check_sampling_keys, check_staleness
 from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from mcore_rl.errors import ConfigError
@@ -59,6 +59,7 @@ def validate_keys(config: Config, *, run_here: bool = True) -> None:
     check_graders(config.reward, config.rollout)
     check_lora(config)
     check_profile(config.observe.profile, config.trainer.steps, config.num_trainer_ranks)
+    check_trajectories(config.observe, config.algorithm)
     if run_here:
         _check_run_dir(config.run)
     _check_training(policy, config.cluster)

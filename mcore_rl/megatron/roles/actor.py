@@ -16,6 +16,7 @@ from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import base_is_reference, uses_lora, uses_reference
 from mcore_rl.config.schema import Config
+from mcore_rl.data.kept_steps.writers import TrajectoryWriter
 from mcore_rl.megatron.lora.adapters import attach_adapters
 from mcore_rl.megatron.model.loading import load_hf
 from mcore_rl.megatron.optim.optimizer import updates_of_run
@@ -82,6 +83,9 @@ class MegatronActor(TrainedModel):
         # One data-parallel rank writes per-token values; its last stage has the log-probabilities.
         has_logp = self.counts_tokens and not self.place.dp and self.objective.loss.needs.advantages
         self.token_values = TokenValueWriter.from_config(config, self.context) if has_logp else None
+        # All ranks with the same data-parallel coordinate have the same trajectories.
+        keeps = self.counts_tokens and not self.place.cp
+        self.trajectories = TrajectoryWriter.from_config(config, self.place.dp) if keeps else None
         self.reference: FrozenPolicy | BasePolicy | None = None
         if uses_reference(config.algorithm.kl):
             if base_is_reference(config.actor, config.reference):
@@ -122,6 +126,9 @@ class MegatronActor(TrainedModel):
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
+        if self.trajectories is not None:
+            # Before any pass: a step whose loss is not finite can be repeated, too.
+            self.trajectories.write(shares, chunks)
         # A single update runs on the old policy itself, so it has nothing to replay.
         replays = self.config.actor.moe.router_replay == "policy" and len(shares) > 1
         batch = RankBatch(shares, chunks, replays=replays)

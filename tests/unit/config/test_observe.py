@@ -41,3 +41,10 @@ def test_profile_of_one_step_and_rank_needs_no_list(base: str) -> None:
     config = load_config(base, [f"{STEPS}=3", "observe.profile.ranks=1"])
     validate_keys(config)
     assert (config.observe.profile.steps, config.observe.profile.ranks) == ([3], [1])
+
+
+def test_trajectories_of_supervised_training_name_the_key(base: str) -> None:
+    kept = "observe.keep_trajectories=2"
+    validate_keys(load_config(base, [kept]))
+    with pytest.raises(ConfigError, match=r"^observe\.keep_trajectories=2 has no effect: .* set it to 0$"):
+        validate_keys(load_config(base, [kept, "algorithm.policy_loss.name=sft"]))

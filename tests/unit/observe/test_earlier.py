@@ -47,6 +47,16 @@ def test_set_aside_on_resume_moves_only_later_steps(run_dir: Path) -> None:
     assert (steps(run_dir), steps(run_dir / "earlier" / "1")) == ([1], [2, 12])
 
 
+@pytest.mark.parametrize(("step", "left"), [(2, ["step_1", "step_2"]), (-1, [])])
+def test_set_aside_removes_trajectories_that_metrics_no_longer_match(run_dir: Path, step: int, left: list[str]) -> None:
+    for kept in (1, 2, 12):
+        (run_dir / "trajectories" / f"step_{kept}").mkdir(parents=True)
+        (run_dir / "trajectories" / f"step_{kept}" / "rank_0.safetensors").write_text("")
+    set_aside(run_dir, step)
+    assert sorted(path.name for path in (run_dir / "trajectories").iterdir()) == left
+    assert not [name for name in files(run_dir) if name.startswith("earlier/1/trajectories")]
+
+
 def test_set_aside_from_start_keeps_only_config_and_checkpoints(run_dir: Path) -> None:
     before = files(run_dir)
     for name in ("config.yaml", "checkpoints/step_0/complete.json"):
