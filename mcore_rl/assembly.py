@@ -49,8 +49,9 @@ from mcore_rl.trainer.batches import BatchBuilder, describe, recorded_batches, r
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.logp_gap import LogpGapCheck
 from mcore_rl.trainer.reference import build_reference
+from mcore_rl.trainer.repetition import Repetition
 from mcore_rl.trainer.run import Run, SupervisedRun
-from mcore_rl.types import Batch, Groups, Metric, RolloutResult
+from mcore_rl.types import Batch, BuffersRef, Groups, Metric, RolloutResult, TrajectoryBuffers
 from model_converters.mapping.layout import TrainLayout
 
 G = TypeVar("G")
@@ -96,6 +97,31 @@ def assemble_rollout(
         # Groups without signal stay in the batch, so that all prompts of the step are shown.
         source.dynamic = replace(source.dynamic, enable=False)
         yield RolloutCollector(_scored_pool(config, scheduler, processes.groups), source)
+
+
+@contextlib.contextmanager
+def assemble_update(
+    config: Config, models: PreparedModels, logs: Path, show: Callable[[str], None]
+) -> Iterator[tuple[Repetition, Callable[[TrajectoryBuffers], BuffersRef]]]:
+    """Start the trainer and critic ranks of the run, and yield what repeats an update, with a function that wraps
+    trajectories for it; the processes end with the block. The other arguments are as in `assemble`."""
+    roles = [] if models.critic is None else [_critic_role(models, models.critic)]
+    with launch(config, _rank_map(models.layout), {}, roles, Stages(), logs=logs, show=show) as processes:
+        recorded: dict[str, Metric] = {}
+        reference, controllers = build_reference(config, models.estimator, recorded.update)
+        yield (
+            Repetition(
+                config=config,
+                actor=processes.trainers,
+                critic=_group_of(processes.groups, CriticGroup),
+                reference=reference,
+                batch_of=recorded_batches(config, models.layout.dp, models.cost, models.estimator, recorded.update),
+                estimates_tokens=not models.estimator.per_response,
+                controllers=controllers,
+                recorded=recorded,
+            ),
+            processes.trainers.store,
+        )
 
 
 def roles_of(judge: JudgeConfig, prepared: Prepared) -> list[Role]:

@@ -98,11 +98,21 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 def options_first(words: Sequence[str]) -> list[str]:
     """Move words that begin with two dashes to the front: argparse rejects options between overrides. Options of these
-    verbs have no values."""
+    verbs have no values, except --step."""
     verb, rest = list(words[:1]), list(words[1:])
     if verb and verb[0] in CONFIGURED_VERBS:
         rest.sort(key=lambda word: not word.startswith("--"))
+    if list(words[:2]) == ["debug", "train"]:
+        verb, rest = list(words[:2]), _step_first(words[2:])
     return [*verb, *rest]
+
+
+def _step_first(words: Sequence[str]) -> list[str]:
+    """Move `--step N` or `--step=N` to the front."""
+    place = next((place for place, word in enumerate(words) if word.partition("=")[0] == "--step"), len(words))
+    end = place + (1 if "=" in "".join(words[place : place + 1]) else 2)
+    # argparse reports an option without a value only where it is.
+    return [*words[place:end], *words[:place], *words[end:]] if end <= len(words) else list(words)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--suggest", action="store_true", help="search for layouts that fit and print them, best first")
     slurm = add_configured("slurm", "print a job script for sbatch", "cluster.nodes=64")
     slurm.add_argument("--force", action="store_true", help="print the script even if plan rejects the job")
-    _add_debug_parts(add("debug", "examine one part of a run", _debug_rollout))
+    _add_debug_parts(add("debug", "examine one part of a run", _debug))
     keys = add("keys", "every configuration key: its type, default, unit, range and meaning", _keys)
     keys.add_argument("word", metavar="WORD", nargs="?", default="", help="only keys with WORD in name or description")
     keys.add_argument("--json", action="store_true", help="print a JSON list of objects")
@@ -174,6 +184,12 @@ def _add_debug_parts(debug: argparse.ArgumentParser) -> None:
     parts = debug.add_subparsers(required=True, dest="part", metavar="PART")
     text = "generate and grade the first batch with the weights of model.hf_path, without trainer ranks, and print it"
     _add_config(parts.add_parser("rollout", help=text, description=text), "trainer.prompts_per_step=2")
+    text = "repeat the update of a step on its recorded responses, without engines, and compare its metrics"
+    train = parts.add_parser("train", help=text, description=text)
+    train.add_argument("directory", metavar="RUN_DIR", help="run.dir of a run with observe.keep_trajectories")
+    train.add_argument("--step", type=int, required=True, metavar="N", help="step to repeat")
+    text = "overrides of the run's configuration, such as actor.optimizer.lr=1e-6"
+    train.add_argument("words", nargs="*", default=[], metavar="key=value", help=text)
 
 
 def _run_configured(options: argparse.Namespace) -> int:
@@ -211,7 +227,13 @@ def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _debug_rollout(options: argparse.Namespace) -> int:
+def _debug(options: argparse.Namespace) -> int:
+    if options.part == "train":
+        from pathlib import Path
+
+        from mcore_rl.debugging.train import debug_train
+
+        return debug_train(Path(options.directory), options.step, options.words)
     from mcore_rl.config import load_config
     from mcore_rl.debugging.rollout import debug_rollout
 

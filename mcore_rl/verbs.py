@@ -139,15 +139,16 @@ class Start:
     remote_names: LocalNames = field(default_factory=dict)
 
 
-def locked(config: Config, run: Callable[[Start], Result], *, trains: bool) -> Result:
+def locked(config: Config, run: Callable[[Start], Result], *, trains: bool, generates: bool = True) -> Result:
     """Download files that the configuration names on the hub, check and isolate the run, then call `run` with run.dir
-    locked. `trains`: check also what a training writes, its exports and trackers.
+    locked. `trains`: check also what a training writes, its exports and trackers. `generates`: check also data, engines
+    and models that score responses.
     """
-    from mcore_rl.preparation.preflight import check_exports, check_run
+    from mcore_rl.preparation.preflight import check_exports, check_run, check_update
 
     show = start_up_log()
-    with local_files(config, show) as names:
-        check_run(config)
+    with local_files(config, show, data=generates) as names:
+        (check_run if generates else check_update)(config)
         if trains:
             check_exports(config.trainer)
             # After the configuration's own checks: a tracker's check may import its package.
@@ -165,17 +166,18 @@ def locked(config: Config, run: Callable[[Start], Result], *, trains: bool) -> R
 
 
 @contextmanager
-def local_files(config: Config, show: Show) -> Iterator[LocalNames]:
-    """Replace the remote names in the configuration of a run on this machine, as `localized` does.
+def local_files(config: Config, show: Show, *, data: bool = True) -> Iterator[LocalNames]:
+    """Replace the remote names in the configuration of a run on this machine, as `localized` does. `data`: also those
+    of data.
 
     Raises: ConfigError also for URLs that an isolated run could not reach.
     """
-    if urls_of(config):
+    if data and urls_of(config):
         from mcore_rl.runtime.isolation.choice import reason_for_own_network
 
         # Before the download, since the restarted process of an isolated run could not repeat it.
         reason_for_own_network(config)
-    with localized(config, show) as names:
+    with localized(config, show, data=data) as names:
         yield names
 
 

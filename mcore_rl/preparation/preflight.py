@@ -45,14 +45,22 @@ def check_run(config: Config) -> None:
     # Only for the error: the key is read again when the server is called.
     server_key(config.judge)
     _check_cluster(config.cluster)
-    # Only for its errors: the run computes the placement again.
-    on_gpus = config.cluster.device == "cuda"
-    engines = 0 if is_supervised(config.algorithm) else config.rollout.num_engines
-    place(config.cluster, config.rollout, config.num_trainer_ranks, on_gpus=on_gpus, num_engines=engines)
+    _check_placement(config, 0 if is_supervised(config.algorithm) else config.rollout.num_engines)
     _check_data(config.data, config.algorithm)
     make_paths_absolute(config)
     if uses_judge(config.judge):
         config.judge.template = template_text(config.judge)
+
+
+def check_update(config: Config) -> None:
+    """Make the checks of `check_run` for an update without engines, data and models that score responses.
+
+    Raises: ConfigError for the first setting that cannot work.
+    """
+    validate(config)
+    _check_cluster(config.cluster)
+    _check_placement(config, num_engines=0)
+    make_paths_absolute(config)
 
 
 def missing_files(
@@ -75,6 +83,12 @@ def missing_files(
 def has_gpu(devices: Path = DEVICES) -> bool:
     """Return True if a GPU driver has created device files. This check needs no library."""
     return any(any(devices.glob(pattern)) for pattern in GPU_FILES)
+
+
+def _check_placement(config: Config, num_engines: int) -> None:
+    """Place the processes, only for the errors: the run computes the placement again."""
+    on_gpus = config.cluster.device == "cuda"
+    place(config.cluster, config.rollout, config.num_trainer_ranks, on_gpus=on_gpus, num_engines=num_engines)
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:

@@ -77,7 +77,7 @@ class Checkpoints:
 
     def with_remedy(self, error: DamagedCheckpointError, step: int) -> DamagedCheckpointError:
         """Append the remedy for the damaged checkpoint of `step` to the error."""
-        older = [name for number, name in self._complete() if number < step]
+        older = [name for number, name in self.complete() if number < step]
         start = f"{older[-1].name} is complete" if older else "there is no older one"
         aim = "resume from it" if older else "start over"
         return DamagedCheckpointError(f"{error}; {start}: remove step_{step} to {aim}")
@@ -136,7 +136,7 @@ class Checkpoints:
         # rename durable.
         os.replace(directory, final)
         sync(self.directory)
-        complete = self._complete()
+        complete = self.complete()
         best = self._best(complete)
         for number, old in complete[: -self.keep_last]:
             if number not in best:
@@ -164,7 +164,8 @@ class Checkpoints:
         paths = self.directory.iterdir()
         return sorted((int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name)))
 
-    def _complete(self) -> list[tuple[int, Path]]:
+    def complete(self) -> list[tuple[int, Path]]:
+        """Return steps and directories of all complete checkpoints, oldest first."""
         return [(step, path) for step, path in self._named() if self._is_complete(path)]
 
     def _best(self, complete: Sequence[tuple[int, Path]]) -> set[int]:

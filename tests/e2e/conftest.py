@@ -39,7 +39,9 @@ def whole_run(task: Path) -> Path:
         if not output.exists():
             temporary.mkdir()
             export = f"trainer.export_hf={task.parent / 'exported'}"
-            output.write_text(train(task, directory, export, TMPDIR=str(temporary)))
+            # For test_debugging, which repeats a step.
+            kept = "observe.keep_trajectories=3"
+            output.write_text(train(task, directory, export, kept, TMPDIR=str(temporary)))
     return directory
 
 

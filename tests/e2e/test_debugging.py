@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.cli import main
-from tests.e2e.runs import ENGINE, TrainProcess, no_segment_is_left, records_of
+from tests.e2e.runs import ENGINE, TrainProcess, metrics, no_segment_is_left, records_of
 
 
 def test_dry_run_of_a_complete_task_leaves_no_trace(
@@ -61,3 +63,35 @@ def test_debug_rollout_shows_responses_that_cannot_be_graded(task: Path, tmp_pat
     assert any(line.startswith("error of 8 responses: ") and "noU+001B[2Jway" in line for line in lines)
     assert sum(line.startswith("    response: ") for line in lines) == 8
     assert "8 of 8 responses of step 1, which reaches reward.max_error_fraction" in lines[-1]
+
+
+class DebugTrain(TrainProcess):
+    """An `mcore-rl debug train` process for step 3."""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "mcore_rl.cli", "debug", "train", str(self.run_dir), "--step", "3"]
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    """Return the files of a run, without those of `debug train`."""
+    files = (path for path in run_dir.rglob("*") if path.is_file() and "debug_train" not in path.parts)
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in files}
+
+
+def test_debug_train_repeats_a_step_bit_for_bit(task: Path, whole_run: Path, tmp_path: Path) -> None:
+    """The step has two updates on two data-parallel ranks, from the checkpoint of step 2."""
+    run_dir = tmp_path / "moved"
+    shutil.copytree(whole_run, run_dir)
+    assert sorted(path.name for path in (run_dir / "trajectories").iterdir()) == ["step_2", "step_3", "step_4"]
+    before = contents(run_dir)
+    with DebugTrain(task, run_dir) as repetition:
+        assert repetition.finish() == 0, repetition.text()[-6000:]
+        assert not repetition.left_after(30)
+    assert contents(run_dir) == before
+    written = json.loads((run_dir / "debug_train" / "step_3.json").read_text())
+    found, expected = written["metrics"], metrics(whole_run)[3]
+    updated = {name for name in expected if name.startswith("actor/")}
+    assert {"actor/loss", "actor/grad_norm", "actor/entropy", "actor/ppo_kl", "actor/clip_fraction"} <= updated
+    assert {name: found[name]["repeated"] for name in updated} == {name: expected[name] for name in updated}
+    assert all(value["recorded"] == value["repeated"] for value in found.values())
+    assert f"all {len(found)} metrics are equal to the recorded ones" in repetition.text()

@@ -26,6 +26,10 @@ PLAN_OK = {0, 3}
 
 LAUNCH_SCRIPTS = "tests/unit/migration/scripts"
 ONE_STEP = "trainer.steps=1 trainer.prompts_per_step=2 trainer.prompts_per_update=2 data.val_max_prompts=2"
+KEPT_RUN = (
+    f"{ONE_STEP} data.train=train.jsonl data.val=null model.hf_path=mine model.random_init=false "
+    "rollout.max_response_tokens=80 reward.function=my_reward.py:score"
+)
 NO_FILTER = "algorithm.dynamic_sampling.enable=false"
 
 
@@ -124,6 +128,19 @@ CASES = {
         says="run directory: .*runs/profiled",
         on_demand=True,
     ),
+    "mcore-rl train CONFIG.yaml observe.keep_trajectories=4": Case(
+        add=f"{KEPT_RUN} run.dir=runs/recorded",
+        where={"CONFIG.yaml": "configs/gsm8k_cpu.yaml"},
+        needs=("mine",),
+        says="run directory: .*runs/recorded",
+        on_demand=True,
+    ),
+    "mcore-rl debug train RUN_DIR --step 3": Case(
+        where={"RUN_DIR": "runs/kept", "3": "1"},
+        needs=("mine", "kept"),
+        says=r"all \d+ metrics are equal to the recorded ones",
+        on_demand=True,
+    ),
     "mcore-rl init --model DIR --train train.jsonl --out my.yaml": Case(
         where={"DIR": "mine"}, needs=("mine",), says="(?s)plan: fits.*next: mcore-rl train my.yaml"
     ),
@@ -189,6 +206,7 @@ READY = {
     "cp -r runs/demo_task/tool/model runs/demo_task/tool/warm_start",
     "game": "python scripts/demo_task.py --task game --out runs/demo_task/game && "
     "cp -r runs/demo_task/game/model runs/demo_task/game/warm_start",
+    "kept": f"mcore-rl train configs/gsm8k_cpu.yaml {KEPT_RUN} observe.keep_trajectories=1 run.dir=runs/kept",
     "imported": f"mcore-rl import-slime {LAUNCH_SCRIPTS}/slime_grpo.sh --out slime.yaml",
     "compared": "mkdir -p runs/compare/dapo && cp compared.jsonl runs/compare/dapo/metrics.jsonl",
     "other": "mkdir -p runs/other && cp compared.jsonl runs/other/metrics.jsonl",

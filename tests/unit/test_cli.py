@@ -37,10 +37,21 @@ def test_parser_debug_rollout_takes_a_configuration() -> None:
     assert (options.part, options.config, options.words) == ("rollout", "c.yaml", ["a=b", "c=-1"])
 
 
+def test_parser_debug_train_takes_its_step_on_any_side() -> None:
+    for step in (["--step", "3"], ["--step=3"]):
+        places = [[*step, "run", "a=b", "c=-1"], ["run", *step, "a=b", "c=-1"], ["run", "a=b", "c=-1", *step]]
+        for words in places:
+            options = cli._parse(["debug", "train", *words])
+            assert (options.step, options.directory, options.words) == (3, "run", ["a=b", "c=-1"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["debug"], "required: PART\n"),
+        (["debug", "train", "run"], "required: --step\n"),
+        (["debug", "train", "run", "--step"], "--step: expected one argument\n"),
+        (["debug", "train", "run", "--step=x"], "--step: invalid int value: 'x'\n"),
         (["plan"], "required: CONFIG.yaml\n"),
         (["plan", "c", "--wrong"], "unrecognized arguments: --wrong"),
     ],

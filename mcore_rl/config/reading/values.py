@@ -171,7 +171,7 @@ class _Key:
 
     def _inside(self, key: str, value: object, hint: object) -> object:
         if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
-            return _section(value, hint, f"{key}.", self.expand)
+            return _section(value, hint, f"{key}.", lambda _: self.expand)
         if hint is str and isinstance(value, list | dict):
             raise ConfigError(f"{key} is a {'list' if isinstance(value, list) else 'mapping'}, not a text")
         return _Key(key, self.domain, self.expand).fitted(value, hint)
