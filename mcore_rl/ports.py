@@ -237,3 +237,13 @@ class Validator(Protocol):
     """Generates and grades responses to the validation prompts."""
 
     def validate(self, step: int) -> RolloutScalars: ...
+
+
+class WorkBoard(Protocol):
+    """Display of work in progress. Calls return at once and cannot fail."""
+
+    def update(self, work: str, done: float, total: float, unit: str) -> None:
+        """Show that `done` of `total` units of `work` are finished. The first call marks its begin."""
+
+    def end(self, work: str) -> None:
+        """Remove `work`; does nothing if it is not shown."""

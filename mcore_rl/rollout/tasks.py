@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -153,6 +154,8 @@ class TaskRunner:
         self._tasks: dict[int, RolloutTask] = {}
         """Unfinished tasks in order of arrival, with the responses that have not been given up."""
         self._requests_received = self._requests_left = self._unstarted = 0
+        self._ended: dict[int, int] = {}
+        """Ended requests of each unfinished task."""
         self._finished: list[Finished] = []
         self._error: BaseException | None = None
 
@@ -160,7 +163,7 @@ class TaskRunner:
         """Start (number, task) pairs, concurrently with the others."""
         with self._changed:
             for number, task in tasks:
-                self._tasks[number] = task
+                self._tasks[number], self._ended[number] = task, 0
                 self._requests_received += task.num_responses
                 self._requests_left += task.num_responses
                 self._unstarted += task.num_responses
@@ -190,6 +193,12 @@ class TaskRunner:
         """Numbers of unfinished tasks and requests."""
         with self._changed:
             return len(self._tasks), self._requests_left
+
+    @property
+    def num_ended(self) -> dict[int, int]:
+        """Numbers of ended requests of the unfinished tasks."""
+        with self._changed:
+            return dict(self._ended)
 
     def give_up(self, free: int) -> GivenUp:
         """Withdraw unstarted requests at the ends of tasks, for an engine with `free` slots (see `share`)."""
@@ -224,7 +233,7 @@ class TaskRunner:
 
     def _do(self, number: int, task: RolloutTask) -> None:
         try:
-            result = self._run(task, RequestCallbacks(self._begin_request, self._end_request))
+            result = self._run(task, RequestCallbacks(self._begin_request, partial(self._end_request, number)))
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
@@ -232,6 +241,7 @@ class TaskRunner:
             return
         with self._changed:
             task = self._tasks.pop(number)  # shorter if requests were given up
+            del self._ended[number]
             if result is not None:
                 request_ids = [task.request_id(response) for response in range(*task.span)]
                 self._finished.append(Finished(number, request_ids, *result))
@@ -243,9 +253,10 @@ class TaskRunner:
             if not self._unstarted:
                 self._changed.notify_all()
 
-    def _end_request(self) -> None:
+    def _end_request(self, number: int) -> None:
         with self._changed:
             self._requests_left -= 1
+            self._ended[number] += 1
             # Only this count can make a waiting `exchange` ready, so its thread is not woken for every request.
             if self._requests_left == self._low - 1:
                 self._changed.notify_all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -79,6 +79,8 @@ class Watch:
     """Receives its ended calls in every wait of this process."""
     processes: dict[object, AnyProcess] = field(default_factory=dict, init=False)
     """All processes by Ray's id."""
+    _polls: list[Callable[[], None]] = field(default_factory=list, init=False)
+    """Functions of `polling`."""
     _ends: dict[AnyRef, AnyProcess] = field(default_factory=dict, init=False)
     """Calls that end only with their process."""
     _replaceable: set[AnyProcess] = field(default_factory=set, init=False)
@@ -122,6 +124,15 @@ class Watch:
     def add_call(self, process: AnyProcess, call: AnyRef) -> None:
         """Watch a call that ends only when the process can do no more work for the run."""
         self._ends[call] = process
+
+    @contextlib.contextmanager
+    def polling(self, poll: Callable[[], None]) -> Iterator[None]:
+        """Call `poll` in the waits of the block, at every look at all processes. It must not wait."""
+        self._polls.append(poll)
+        try:
+            yield
+        finally:
+            self._polls.remove(poll)
 
     def get(self, refs: Sequence[Ref[T]], needs: Sequence[AnyProcess] = ()) -> list[T]:
         """Wait for the results of `refs` and return them in order. `needs` are other processes on which the results
@@ -236,6 +247,8 @@ class Watch:
             if dead:
                 self._report_death(dead[0])
             self._probe(min(elapsed, 2 * SECONDS_BETWEEN_LOOKS))
+            for poll in self._polls:
+                poll()
         return ready, pending
 
     def _ended(self, refs: Sequence[Ref[T]], num_returns: int) -> tuple[list[Ref[T]], list[Ref[T]]]:

@@ -27,6 +27,7 @@ from mcore_rl.runtime.health import Starts, Watch
 from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.output import ray_output_to
 from mcore_rl.runtime.phases import Stages, shares_device
+from mcore_rl.runtime.progress.polls import shown_set_up
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import RankMap, Role, RoleGroup
 from mcore_rl.runtime.roles.places import Places, kill_all
@@ -85,7 +86,8 @@ def launch(
         fleet = starter.fleet(rollout.max_engine_restarts, journals)
         processes = RunProcesses(TrainerGroup(ranks, nodes, watch, trainers, stages), fleet, groups)
         starter.begin(config, show)
-        _set_up(_context(config, prompts), plan.placement, roles, processes, show)
+        with shown_set_up(stages.board, watch) as begun:
+            _set_up(_context(config, prompts), plan.placement, roles, processes, show, begun)
         yield processes
 
 
@@ -164,9 +166,10 @@ def _set_up(
     roles: Sequence[Role],
     processes: RunProcesses,
     show: Callable[[str], None],
+    begun: Callable[[Starts], None],
 ) -> None:
     """Set up all processes, and return when all are ready. Set-ups run concurrently, except while an engine measures
-    the free memory of a device that it shares with other processes."""
+    the free memory of a device that it shares with other processes. `begun` receives set-ups when they begin."""
     trainers, watch, config = processes.trainers, processes.trainers.watch, context.config
     engines = [] if processes.engines is None else processes.engines.engines
     num_ranks, engines_ready = len(trainers.processes), f"{_count(len(engines), 'rollout engine')} ready"
@@ -176,6 +179,7 @@ def _set_up(
         # Ray numbers the GPUs of a node in its own order, so a colocated engine gets the devices that its ranks report.
         visible = [visible_devices(placement, slot, devices) for slot in slots]
         starting[engine.set_up(context, visible)] = engine.processes
+    begun(starting)
     takes_turns = processes.engines is not None and shares_device(config.cluster, config.actor.offload)
     if processes.engines is not None and takes_turns:
         # Rollout engines measure the free memory when they start: ranks and other engines start after they sleep.
@@ -187,11 +191,14 @@ def _set_up(
         section = role.guests.section
         visible = [visible_devices(placement, slot, devices) for slot in placement.guests[section]]
         set_ups = processes.groups[section].set_up(context, visible)
+        begun(set_ups)
         if (takes_turns or devices) and role.guests.tp is not None:
             # These engines share the ranks' GPUs even if rollout engines do not.
             watch.get_started(set_ups)
         starting |= set_ups
-    watch.get(list(trainers.set_up(context, [None] * num_ranks)))
+    of_ranks = trainers.set_up(context, [None] * num_ranks)
+    begun(of_ranks)
+    watch.get(list(of_ranks))
     show(f"{_count(num_ranks, 'trainer rank')} ready")
     watch.get_started(starting)
     if starting:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, T
 
 from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.schema import ClusterConfig
-from mcore_rl.ports import Collector, Validator
+from mcore_rl.ports import Collector, Validator, WorkBoard
 from mcore_rl.types import Groups, Metric, RolloutScalars, Total
 
 if TYPE_CHECKING:
@@ -132,10 +132,11 @@ class DevicePhases:
 @dataclass
 class Stages:
     """Timing and phases of calls. `span` times a block. `phases` is None unless engines and trainer ranks share
-    devices; it is set after their processes have been created."""
+    devices; it is set after their processes have been created. `board` shows counted work; None: nothing is counted."""
 
     span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     phases: DevicePhases | None = None
+    board: WorkBoard | None = None
 
     @contextmanager
     def stage(self, name: str | None = None, phase: Phase | None = None) -> Iterator[None]:

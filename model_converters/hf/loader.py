@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 
 import torch
@@ -23,11 +23,13 @@ def load_tensors(
     tensors: Mapping[str, torch.Tensor],
     *,
     dropped: Collection[str] = (),
+    on_read: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Fill this rank's mcore tensors (canonical name -> local tensor) in place, reading only the slices it owns.
 
     Names and shapes of the table, the checkpoint and `tensors` are compared before any data is read. `dropped`: tensors
-    of the checkpoint that are ignored on purpose (see mtp.resolve_mtp).
+    of the checkpoint that are ignored on purpose (see mtp.resolve_mtp). `on_read` receives the bytes of the filled
+    slices and of all slices.
     Raises: ConversionError listing all differences; LayoutError.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -39,11 +41,15 @@ def load_tensors(
         if load.padded:
             target.zero_()
         for hf_name, piece in load.sources:
-            reads.append((*checkpoint.position(hf_name), hf_name, piece, target))
+            reads.append((*checkpoint.position(hf_name), hf_name, piece, local_slice(target, piece)))
         _check_redundant(checkpoint, load)
     # Sort by file and offset for sequential disk reads.
-    for _, _, hf_name, piece, target in sorted(reads, key=lambda read: read[:2]):
-        checkpoint.read_into(hf_name, local_slice(target, piece), dim=piece.dim, start=piece.start)
+    done, total = 0, sum(out.nbytes for *_, out in reads)
+    on_read(done, total)
+    for _, _, hf_name, piece, out in sorted(reads, key=lambda read: read[:2]):
+        checkpoint.read_into(hf_name, out, dim=piece.dim, start=piece.start)
+        done += out.nbytes
+        on_read(done, total)
 
 
 def check_copies(checkpoint: HFCheckpoint, bound: Sequence[BoundRow]) -> None:

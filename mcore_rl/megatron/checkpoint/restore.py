@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.data.checksum import file_crc32
+from mcore_rl.data.read_progress import READS
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
 from mcore_rl.megatron.checkpoint.blocks import REFERENCE_PREFIX, LiveBlock, blocks_to_load, reference_blocks
 from mcore_rl.megatron.checkpoint.format_files import read_common
@@ -89,7 +90,12 @@ def verify_files(directory: Path, files: Sequence[SavedFile]) -> None:
     Raises: DamagedCheckpointError on every rank, with the names of the files.
     Collective: all ranks.
     """
-    problems = (_damage(directory, file) for file in _files_of_rank(files, dist.get_rank(), dist.get_world_size()))
+    own = list(_files_of_rank(files, dist.get_rank(), dist.get_world_size()))
+    READS.update("checking the checkpoint", 0, total := sum(file.num_bytes for file in own))
+    done, problems = 0, []
+    for file in own:
+        problems.append(_damage(directory, file))
+        READS.update("checking the checkpoint", done := done + file.num_bytes, total)
     damage = "; ".join(problem for problem in problems if problem)
     raise_on_every_rank(DamagedCheckpointError(f"{directory} is damaged: {damage}") if damage else None)
 
@@ -203,8 +209,11 @@ def read_blocks(reader: DcpReader, blocks: Sequence[LiveBlock]) -> None:
 
     Raises: ConversionError that names the file.
     """
+    done, total = 0, sum(block.view.nbytes for block in blocks)
     with torch.no_grad():
         for block in blocks:
+            READS.update("loading the checkpoint", done, total)
+            done += block.view.nbytes
             stored = block.chunk.stored
             part = _stored_part(reader, block)
             # Only padding of the vocabulary may be missing (see _misfit).

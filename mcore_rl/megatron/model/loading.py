@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.config.roles import POLICY
+from mcore_rl.data.read_progress import READS
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import unwrap
@@ -40,7 +41,7 @@ def load_hf(
         config, dropped = resolve_mtp(checkpoint.config, checkpoint.shapes, keep=keep)
         rows = bind(checkpoint.family.rows(config), config, _dtype(tensors))
         bound, _ = resolve_copies(rows, checkpoint.shapes)
-        load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped)
+        load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped, on_read=_show_read)
 
 
 def load_value_model(
@@ -61,7 +62,11 @@ def load_value_model(
         # A causal model has no head: keep the initialized one.
         if all(row.mcore != VALUE_HEAD for row in rows):
             tensors.pop(VALUE_HEAD, None)
-        load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped)
+        load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped, on_read=_show_read)
+
+
+def _show_read(done: int, total: int) -> None:
+    READS.update("loading weights", done, total)
 
 
 @contextmanager

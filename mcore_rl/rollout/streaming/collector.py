@@ -18,7 +18,7 @@ import numpy as np
 
 from mcore_rl.config.staleness import FINISH
 from mcore_rl.data.records import join_parts, part_path
-from mcore_rl.ports import PendingSave, Publisher
+from mcore_rl.ports import PendingSave, Publisher, WorkBoard
 from mcore_rl.rollout.admission import may_submit
 from mcore_rl.rollout.collector import GroupSource
 from mcore_rl.rollout.streaming.checkpoint import (
@@ -36,6 +36,8 @@ from mcore_rl.rollout.streaming.replay import Replay
 from mcore_rl.rollout.streaming.staleness import QueueLengths, describe_staleness
 from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SavedFile, SavedState, Total
 from mcore_rl.types.json import JsonObject
+
+FINISHED_GROUPS = "finished groups of the step"
 
 
 @dataclass
@@ -60,6 +62,8 @@ class StreamingCollector:
     """Schedule of an earlier run, whose steps are repeated as far as it goes."""
     drain: bool = False
     """Finish running groups before a checkpoint is saved."""
+    board: WorkBoard | None = None
+    """Shows the number of finished groups while a step waits for them."""
     _version: int | None = field(default=None, init=False)
     """Current weight version; None before the first publication."""
     _collected: int = field(default=0, init=False)
@@ -116,8 +120,11 @@ class StreamingCollector:
         started, self._paused, self._scoring = time.perf_counter(), False, 0.0
         self._advance()
         while (taken := self._take()) is None:
+            self._show_finished()
             self.stream.wait()
             self._score()
+        if self.board is not None:
+            self.board.end(FINISHED_GROUPS)
         waited = time.perf_counter() - started - self._scoring
         self._collected, self._in_training = step, len(taken)
         recorded = None if self.replay is None else self.replay.of_step.get(step)
@@ -125,6 +132,11 @@ class StreamingCollector:
         join_parts([str(group.task.records) for group in groups], self.source.records_dir, f"step_{step}")
         self.source.failures.check([group.scalars for group in groups], f"step {step}", f"rollouts/step_{step}.jsonl")
         return self._as_groups(groups, {group.number for group in taken}, waited)
+
+    def _show_finished(self) -> None:
+        if self.board is not None:
+            size = self.source.prompts_per_step
+            self.board.update(FINISHED_GROUPS, min(len(self._ended.finished), size), size, "groups")
 
     def state_dict(self) -> JsonObject:
         """Return the position for a checkpoint. No group starts between this call and start_save, so that both describe

@@ -155,6 +155,11 @@ class EngineProcess(RunProcess):
         return tasks, requests - self.loop.num_paused
 
     @remote_method(concurrency_group="watch")
+    def num_ended(self) -> dict[int, int]:
+        """Return the numbers of ended responses of the unfinished tasks, by the numbers of the tasks."""
+        return self._runner.num_ended if hasattr(self, "_runner") else {}
+
+    @remote_method(concurrency_group="watch")
     def seconds_stuck(self) -> float:
         return self.loop.seconds_stuck if hasattr(self, "loop") else 0.0
 

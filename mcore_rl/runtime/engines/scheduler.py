@@ -30,6 +30,7 @@ from mcore_rl.runtime.engines.process import EngineProcess, EngineReport
 from mcore_rl.runtime.engines.trajectories import EngineTrajectories, chunk_of, with_journal
 from mcore_rl.runtime.health import AnyRef
 from mcore_rl.runtime.phases import Phase, staged
+from mcore_rl.runtime.progress.responses import shown_responses
 from mcore_rl.types import BuffersRef, Mean, RolloutResult, RolloutScalars, RolloutTask, Total
 
 T = TypeVar("T")
@@ -242,12 +243,13 @@ class Scheduler(EngineTrajectories):
     def generate(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         with self.together():
             tickets = [self.begin(task, None) for task in tasks]
-        while True:
-            self._recover()
-            # Wait for answers to steals too: a later answer would give up requests of the next run.
-            if not (self._unfinished or self._balance.is_stealing):
-                return [self._result(ticket) for ticket in tickets]
-            self.fleet.watch.wait([], 0)
+        with shown_responses(self.stages.board, self.fleet, tasks, tickets, self._balance.pieces):
+            while True:
+                self._recover()
+                # Wait for answers to steals too: a later answer would give up requests of the next run.
+                if not (self._unfinished or self._balance.is_stealing):
+                    return [self._result(ticket) for ticket in tickets]
+                self.fleet.watch.wait([], 0)
 
     def _take_report(self, key: EngineKey, report: EngineReport) -> None:
         engine, fleet = self.fleet.engines[key.number], self.fleet

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import ray
 
+from mcore_rl.data.read_progress import READS, Reading
 from mcore_rl.errors import McoreRLError
 from mcore_rl.processes.stack_requests import request_stacks
 from mcore_rl.processes.stacks import write_stacks_to
@@ -114,6 +115,11 @@ class RunProcess:
     def request_stacks(self, pids: Sequence[int]) -> None:
         """Make processes of this host write their stacks (stack_requests.request_stacks)."""
         request_stacks(pids)
+
+    @remote_method(concurrency_group="watch")
+    def reading(self) -> Reading | None:
+        """Return the load that this process has begun last."""
+        return READS.current
 
     @remote_method(concurrency_group="watch")
     def free_address(self) -> str:

@@ -18,6 +18,7 @@ from mcore_rl.runtime.calls import FanOut, ProcessHandle, Rank_co, Ref, passed
 from mcore_rl.runtime.delivery import Delivery, rows_by_rank
 from mcore_rl.runtime.health import Starts, Watch
 from mcore_rl.runtime.phases import Phase, Stages, staged
+from mcore_rl.runtime.progress.polls import shown_reads
 from mcore_rl.runtime.roles.base import RankProcess, RunProcess, SetUpContext, TrainedRankProcess
 from mcore_rl.types import Batch, BatchHandle, Metric, RankShares, SavedFile, SavedState, Span, merge_metrics
 
@@ -129,7 +130,8 @@ class TrainedRankGroup(RankGroup[TrainedRank_co]):
     @staged("load", Phase.KEEP)
     def load(self, directory: str, files: Sequence[SavedFile]) -> None:
         """Load a checkpoint on all ranks."""
-        self.call(TrainedRankProcess.load, directory, files).results()
+        with shown_reads(self.stages.board, self.watch, self.processes):
+            self.call(TrainedRankProcess.load, directory, files).results()
 
     def offload(self, parts: tuple[str, ...]) -> int:
         """Move `parts` to host memory if the configuration offloads them. Returns the bytes in host memory, of all

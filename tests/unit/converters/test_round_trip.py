@@ -118,6 +118,17 @@ def test_load_tensors_converts_dtype_and_strides(moe_config, random_hf, local_mc
             assert_same(local, wanted)
 
 
+def test_load_tensors_reports_bytes_up_to_the_rank_size(moe_config, random_hf, tmp_path):
+    layout, bound, reports = TrainLayout(2, ep=2), bound_rows(moe_config), []
+    with HFCheckpoint(write_hf(tmp_path / "hf", moe_config, random_hf(moe_config))) as checkpoint:
+        local = load_rank(checkpoint, layout, 1, bound)
+        load_tensors(checkpoint, bound, layout, 1, local, on_read=lambda *report: reports.append(report))
+    num_bytes = sum(tensor.nbytes for tensor in local.values())
+    assert (reports[0], reports[-1]) == ((0, num_bytes), (num_bytes, num_bytes))
+    assert len(reports) > 10
+    assert reports == sorted(reports)
+
+
 @pytest.mark.parametrize("max_shard_bytes", [3000, 10**9])
 def test_writer_several_ranks_write_readable_directory(max_shard_bytes, moe_config, random_hf, local_mcore, tmp_path):
     hf = random_hf(moe_config)

@@ -156,6 +156,7 @@ def test_task_runner_counts_requests_before_tasks_end(caller: ThreadPoolExecutor
     engine.begin(20, 3)
     engine.end_requests(10, 2)
     assert runner.num_left == (2, 4), "a task counts until its last request has ended"
+    assert runner.num_ended == {10: 2, 20: 0}
     engine.end_requests(20, 3)
     engine.end(20)
     assert numbers(call) == ([20], 1)
@@ -164,6 +165,7 @@ def test_task_runner_counts_requests_before_tasks_end(caller: ThreadPoolExecutor
     engine.end(10)
     assert numbers(caller.submit(runner.exchange, [], until=Until.ANY)) == ([10], 0)
     assert runner.num_left == (0, 0)
+    assert runner.num_ended == {}
 
 
 def test_task_runner_exchange_raises_at_once(caller: ThreadPoolExecutor) -> None:

@@ -41,6 +41,27 @@ def run(collector: StreamingCollector, stream: Stream, steps: int) -> list[Group
     return collected
 
 
+class Board:
+    """Board that records the finished part, and None at the end."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float] | None] = []
+
+    def update(self, work: str, done: float, total: float, unit: str) -> None:
+        self.seen.append((done, total))
+
+    def end(self, work: str) -> None:
+        self.seen.append(None)
+
+
+def test_collector_shows_finished_groups_while_it_waits(tmp_path: Path) -> None:
+    stream, board = Stream(lambda tickets: tickets[:1]), Board()
+    collector = collector_of(stream, tmp_path, board=board)
+    collector.published(0)
+    collector.collect(1)
+    assert board.seen == [*((done, SIZE) for done in range(SIZE)), None]
+
+
 @pytest.mark.parametrize(("eta", "hard"), [(1, 1), (1, 3), (2, 2), (2, 4), (4, 6)])
 @pytest.mark.parametrize("seed", range(2))
 def test_collector_trains_every_group_once_within_the_bound(eta: int, hard: int, seed: int, tmp_path: Path) -> None:
