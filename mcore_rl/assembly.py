@@ -23,6 +23,7 @@ from mcore_rl.data.records import remove_unjoined
 from mcore_rl.model_check import model_check
 from mcore_rl.observe.journal import RunJournal
 from mcore_rl.observe.report.background import ReportProcess
+from mcore_rl.observe.screen.board import Board
 from mcore_rl.observe.signs import Sign, signs_for
 from mcore_rl.ports import Publisher, Validator
 from mcore_rl.preparation.prepare import Prepared, PreparedModels
@@ -59,14 +60,16 @@ G = TypeVar("G")
 
 @contextlib.contextmanager
 def assemble(
-    config: Config, prepared: Prepared, logs: Path, show: Callable[[str], None]
+    config: Config, prepared: Prepared, logs: Path, show: Callable[[str], None], board: Board | None = None
 ) -> Iterator[Run | SupervisedRun]:
     """Start all processes of the configured run and yield the run; the processes end with the block. `logs`: folder for
-    their output. `show` prints start-up lines."""
+    their output. `show` prints start-up lines. `board` receives the work in progress."""
     ranks, roles = _rank_map(prepared.layout), roles_of(config.judge, prepared)
     checking = model_check(config.model, config.actor, prepared.layout.dp, prepared.cost)
     recorder = SpanRecorder("driver")
-    stages = Stages(recorder.span)
+    if board is not None:
+        recorder.annotate = board.stage
+    stages = Stages(recorder.span, board=board)
     starting = launch(config, ranks, prepared.data.prompts, roles, stages, logs=logs, show=show)
     # groups_removed is entered first, so it removes the control groups after all processes have ended.
     with groups_removed(), checking as check, starting as processes:
@@ -319,7 +322,9 @@ class _Site:
     def _streaming(self, scheduler: Scheduler, source: GroupSource, score: ScoreTasks | None) -> StreamingCollector:
         config, earlier = self.config, self.config.rollout.replay_schedule
         replay = None if earlier is None else read_replay(Path(earlier), config.rollout.samples_per_prompt)
-        return StreamingCollector(scheduler, source, config.trainer.steps, score, replay, config.checkpoint.drain)
+        return StreamingCollector(
+            scheduler, source, config.trainer.steps, score, replay, config.checkpoint.drain, self.stages.board
+        )
 
     def _validator(self, pool: RolloutPool, failures: GradingFailures) -> Validator | None:
         prompts, config, records = self.prepared.data.prompts, self.config, self.directory / "rollouts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -183,6 +183,7 @@ def local_files(config: Config, show: Show, *, data: bool = True) -> Iterator[Lo
 
 def _train_locked(config: Config, advice: str, log: ThirdPartyLog, start: Start) -> bool:
     from mcore_rl.assembly import assemble
+    from mcore_rl.observe.screen.live import live_screen
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_log_folder, make_run_dir, remove_partial_checkpoints
     from mcore_rl.trainer.checkpoints import check_newest
@@ -202,11 +203,13 @@ def _train_locked(config: Config, advice: str, log: ThirdPartyLog, start: Start)
     for line in (*(f"changed since the last start: {keys}" for keys in changed), *prepared.lines):
         show(str(line))
     try:
-        with assemble(config, prepared, logs, show) as run:
+        # The screen encloses the run: it shows the end of the processes, and the lines of errors follow below it.
+        with live_screen(config, STOPS.restoring) as board, assemble(config, prepared, logs, show, board) as run:
             show("sending the initial weights to the engines" if isinstance(run, Run) else "training")
             finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
             if finished:
-                _export(run.actor, config)
+                with nullcontext() if board is None else board.stage("export"):
+                    _export(run.actor, config)
     finally:
         # All ranks have ended, so no save is in progress; on a full disk this frees space.
         remove_partial_checkpoints(Path(config.run.dir))

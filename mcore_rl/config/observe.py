@@ -33,6 +33,8 @@ class ProfileConfig:
 class ObserveConfig:
     """Reports, trackers, profiles and records of the run."""
 
+    plain: bool = False
+    """`train` prints lines even if stderr is a terminal that can show the live screen."""
     report_every_steps: int = setting(50, minimum=0)
     """Interval at which report.html is written during training, by a process of its own. It is also written at the end
     of the run. 0: only at the end."""

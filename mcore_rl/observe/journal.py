@@ -60,12 +60,8 @@ class RunJournal:
             self.note(f"the records {since} are kept in {kept}")
 
     def note(self, line: str) -> None:
-        """Print a line above the progress display, or to stderr before it exists. It may quote a model's text."""
-        line = printable(line)
-        if self._progress is not None:
-            self._progress.note(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        """Print a line to stderr. It may quote a model's text."""
+        print(printable(line), file=sys.stderr, flush=True)
 
     def record(self, metrics: dict[str, Metric]) -> None:
         """Add metrics of the current step. They must already be reduced over ranks."""
@@ -101,12 +97,11 @@ class RunJournal:
             self.report.step_finished(step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the progress display and the trackers, if the run has begun, and stop the report's process. `failed`:
-        an error or a signal ends the run."""
+        """Close the trackers and the endpoint, if the run has begun, and stop the report's process. `failed`: an error
+        or a signal ends the run."""
         if self.report is not None:
             self.report.close()
         if self._progress is not None:
-            self._progress.close()
             if self._endpoint is not None:
                 self._endpoint.close()
             for line in self._trackers.close(failed=failed):

@@ -1,14 +1,11 @@
-"""Progress of a run: start-up lines, then one line per step and, on a terminal, a progress bar."""
+"""Progress of a run as lines: the start-up log, then one line per step."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
+from typing import TextIO
 
 _SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -31,38 +28,23 @@ def start_up_log() -> Callable[[str], None]:
 
 
 class Progress:
-    """Prints one line per finished step to `stream`, by default stderr; on a terminal also a bar with the time left."""
+    """Prints one line per finished step to `stream`, by default stderr."""
 
     def __init__(self, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None) -> None:
         self._total_steps, self._first_step = total_steps, first_step
         self._started = time.monotonic()
         self._stream = stream if stream is not None else sys.stderr
-        self._bar = _start_bar(self._stream, total_steps, first_step) if self._stream.isatty() else None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` has ended. metrics: keys of metrics.jsonl."""
-        self.note(step_line(step, self._total_steps, metrics, seconds_left=self._seconds_left(step)))
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step)
+        line = step_line(step, self._total_steps, metrics, seconds_left=self._seconds_left(step))
+        print(line, file=self._stream, flush=True)
 
     def _seconds_left(self, step: int) -> float | None:
         """Estimate from the wall-clock time per step since this process started."""
         done, left = step - self._first_step, self._total_steps - step
         # Steps of earlier processes do not count, because their times are unknown here.
         return (time.monotonic() - self._started) / done * left if done > 0 and left > 0 else None
-
-    def note(self, line: str) -> None:
-        """Print a line, above the bar if there is one."""
-        if self._bar is not None:
-            # rich would interpret [...] as markup and break long lines.
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(line, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float], *, seconds_left: float | None = None) -> str:
@@ -89,21 +71,3 @@ def clock(seconds: float) -> str:
     days, hour = divmod(hours, 24)
     shown = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
     return f"{days} d {shown}" if days else shown
-
-
-def _start_bar(stream: TextIO, total_steps: int, first_step: int) -> RichProgress:
-    from rich import progress
-    from rich.console import Console
-
-    bar = progress.Progress(
-        progress.TextColumn("step"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("left"),
-        progress.TimeRemainingColumn(),
-        console=Console(file=stream, force_terminal=True),
-    )
-    bar.add_task("step", total=total_steps, completed=first_step)
-    bar.start()
-    return bar

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 SECONDS_OF_ONE_STOP = 1.0
 """Signals within this time count as one: `timeout` and `make` send TERM to a process and then to its whole group."""
@@ -31,6 +32,7 @@ class Stops:
     _was_swallowed: bool = False
     _last_seconds: float = -SECONDS_OF_ONE_STOP
     _what_follows: Callable[[], str] | None = None
+    _before_exit: Callable[[], None] | None = None
 
     @contextlib.contextmanager
     def listening(self, what_follows: Callable[[], str] | None = None) -> Iterator[None]:
@@ -47,6 +49,15 @@ class Stops:
             sys.unraisablehook = hook
             for number, before in previous.items():
                 signal.signal(number, before)
+
+    @contextlib.contextmanager
+    def restoring(self, restore: Callable[[], None]) -> Iterator[None]:
+        """Call `restore` in the block before the process exits without unwinding: in a signal handler or any thread."""
+        self._before_exit = restore
+        try:
+            yield
+        finally:
+            self._before_exit = None
 
     def begin(self, step: int) -> None:
         """Begin a step: from now on, a first signal waits until `step` is finished and saved."""
@@ -70,7 +81,7 @@ class Stops:
             return
         self._last_seconds = now
         if self._interrupted_by is not None:
-            os._exit(128 + number)  # the shutdown hangs; Ray's processes end with this one (PR_SET_PDEATHSIG)
+            self._exit(128 + number)  # the shutdown hangs; Ray's processes end with this one (PR_SET_PDEATHSIG)
         if self._step is not None and self._requested_by in (None, signal.SIGUSR1):
             self._requested_by = number
             _print(f"finishing step {self._step}, then saving; a second signal stops at once")
@@ -114,10 +125,17 @@ class Stops:
         # Without a request to stop, the death of the cluster is a failure. After one, a scheduler may have killed the
         # daemons.
         if self._interrupted_by is None and self._requested_by in (None, signal.SIGUSR1):
-            _print(f"error: {reason}")
-            os._exit(1)
-        _print(f"stopped: {self._what_follows()}" if self._what_follows is not None else "stopped")
-        os._exit(self.exit_code())
+            self._exit(1, f"error: {reason}")
+        follows = f"stopped: {self._what_follows()}" if self._what_follows is not None else "stopped"
+        self._exit(self.exit_code(), follows)
+
+    def _exit(self, code: int, line: str | None = None) -> NoReturn:
+        """Exit at once, after restoring the terminal and printing `line`."""
+        if self._before_exit is not None:
+            self._before_exit()
+        if line is not None:
+            _print(line)
+        os._exit(code)
 
     def exit_code(self) -> int:
         """Exit code of a stopped run: os.EX_TEMPFAIL (75) after USR1; 130 or 143 after INT or TERM, as in a shell."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config import load_config
@@ -20,12 +20,13 @@ class Alert:
     text: str
 
 
-def alerts_of(run: RunFiles) -> list[Alert]:
-    """Return all warnings of a run in the order of their steps.
+def alerts_of(run: RunFiles, signs: Sequence[Sign] | None = None) -> list[Alert]:
+    """Return all warnings of a run in the order of their steps. `signs`: signs of collapse to look for; None: read the
+    run's configuration for them.
 
     Signs of collapse are evaluated again: the log of a run may be lost, and a resumed run starts a new comparison.
     """
-    found = [*_signs(run), *_counted(run), *_not_finite(run)]
+    found = [*_signs(run, signs), *_counted(run), *_not_finite(run)]
     if run.failure is not None:
         found.append(Alert(None, f"the run failed: {run.failure}"))
     if run.num_earlier:
@@ -35,8 +36,8 @@ def alerts_of(run: RunFiles) -> list[Alert]:
     return sorted(found, key=lambda alert: -1 if alert.step is None else alert.step) + notes
 
 
-def _signs(run: RunFiles) -> Iterator[Alert]:
-    check = CollapseSigns(_signs_of_run(run))
+def _signs(run: RunFiles, signs: Sequence[Sign] | None) -> Iterator[Alert]:
+    check = CollapseSigns(_signs_of_run(run) if signs is None else signs)
     for step, values in run.records.items():
         for text in check.check(step, values):
             yield Alert(step, text.removeprefix(f"step {step}: "))

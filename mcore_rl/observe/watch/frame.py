@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
@@ -32,10 +32,13 @@ ALERT_CHARS, PROMPT_CHARS, RESPONSE_CHARS = 400, 200, 600
 """Characters of a text that are shown."""
 
 
-def frame(snapshot: Snapshot, console: Console, rows: int | None = None) -> RenderableType:
+def frame(
+    snapshot: Snapshot, console: Console, rows: int | None = None, *, after_head: Sequence[Band] = ()
+) -> RenderableType:
     """Return the parts that have contents, for the width of `console`.
 
     rows: height of the terminal, on which every part gets some rows as far as possible; None: everything is shown.
+    after_head: further parts, shown below the progress.
     """
     middle = [(_metrics(snapshot), METRIC_ROWS), (_phases(snapshot), PHASE_ROWS)]
     bands = [Band([panel], min_rows) for panel, min_rows in middle if panel is not None]
@@ -43,7 +46,7 @@ def frame(snapshot: Snapshot, console: Console, rows: int | None = None) -> Rend
         bands = [Band([*bands[0].panels, *bands[1].panels], METRIC_ROWS)]
     last = [(_alerts(snapshot), ALERT_ROWS), (_responses(snapshot), RESPONSE_ROWS)]
     bands += [Band([panel], min_rows) for panel, min_rows in last if panel is not None]
-    bands.insert(0, Band([_progress(snapshot)], HEAD_ROWS))
+    bands = [Band([_progress(snapshot)], HEAD_ROWS), *after_head, *bands]
     if rows is not None:
         fit_rows(bands, console, rows)
     return Group(*(band.renderable() for band in bands))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_rl.observe.metrics import FILE_NAME, ROLLOUTS
 from mcore_rl.observe.report.alerts import Alert, alerts_of
 from mcore_rl.observe.report.run_files import CONFIG, RunFiles, read_run
+from mcore_rl.observe.signs import Sign
 from mcore_rl.observe.watch.heartbeat import Heartbeat, HolderState
 from mcore_rl.observe.watch.responses import LastResponses, last_responses
 
@@ -71,8 +73,9 @@ class Snapshot:
 class SnapshotReader:
     """Reads the files of a run again when one of them has changed."""
 
-    def __init__(self, directory: Path, heartbeat: Heartbeat) -> None:
-        self._directory, self._heartbeat = directory, heartbeat
+    def __init__(self, directory: Path, heartbeat: Heartbeat, signs: Sequence[Sign] | None = None) -> None:
+        """`signs`: signs of collapse of the run; None: those of its config.yaml."""
+        self._directory, self._heartbeat, self._signs = directory, heartbeat, signs
         self._signature: Signature | None = None
         self._last: Snapshot | None = None
 
@@ -86,7 +89,7 @@ class SnapshotReader:
             run = read_run(self._directory)
             responses = last_responses(run)
             # After the responses, which add notes.
-            self._last = Snapshot(run, alerts_of(run), responses)
+            self._last = Snapshot(run, alerts_of(run, self._signs), responses)
             # Taken before the reading: a change during it causes another one.
             self._signature = signature
         return replace(self._last, holder=self._heartbeat.holder(), step_seconds=self._step_seconds())

@@ -1,5 +1,4 @@
 import io
-from contextlib import closing
 
 import pytest
 
@@ -16,11 +15,6 @@ METRICS = {
 }
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def test_step_line_shows_metrics_and_seconds_per_phase():
     assert step_line(3, 60, METRICS) == (
         "step  3/60  reward 0.412  length 18.2  entropy 0.311  1.90 s (generate 0.80, update 0.91, weight_sync 0.05)"
@@ -32,11 +26,11 @@ def test_step_line_without_metrics_shows_step(metrics):
     assert step_line(1, 2, metrics) == "step 1/2"
 
 
-def test_progress_without_terminal_prints_one_line_per_step():
+def test_progress_prints_one_line_per_step():
     stream = io.StringIO()
-    with closing(Progress(2, stream=stream)) as progress:
-        progress.update(1, METRICS)
-        progress.update(2, {"val/accuracy": 0.5})
+    progress = Progress(2, stream=stream)
+    progress.update(1, METRICS)
+    progress.update(2, {"val/accuracy": 0.5})
     assert stream.getvalue() == step_line(1, 2, METRICS, seconds_left=0) + "\nstep 2/2  accuracy 0.500\n"
 
 
@@ -55,16 +49,3 @@ def test_time_left_uses_steps_of_this_process(monkeypatch):
 )
 def test_clock_formats_seconds(seconds, shown):
     assert clock(seconds) == shown
-
-
-def test_progress_on_terminal_prints_lines_and_bar(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")  # lines longer than the terminal must not be cut or wrapped by us
-    stream = Terminal()
-    with closing(Progress(2, first_step=1, stream=stream)) as progress:
-        progress.update(2, METRICS)
-        progress.note("[bold] is text here")
-    shown = stream.getvalue()
-    assert step_line(2, 2, METRICS) in shown
-    assert "[bold] is text here" in shown
-    assert "2/2" in shown
-    assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
