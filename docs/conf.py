@@ -23,6 +23,7 @@ nitpicky = True  # a link to an unknown key is a warning
 # GitHub renders the same files: its mermaid fences, and its anchors of headings.
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 3
+highlight_language = "bash"  # an indented block has commands; other blocks name their language
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"mcore-rl {release}"

@@ -1,6 +1,6 @@
 """Commands of the README and the docs, run like a reader runs them, in a copy of this checkout.
 
-A command is in CASES and is run, or in NOT_RUN with the reason. A command in neither fails the test.
+A command is in CASES and is run, or in NOT_RUN with a marker of what it needs. A command in neither fails the test.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import pytest
 import yaml
 from _pytest.mark import ParameterSet
 
+from tests.code_blocks import block_that_begins, documented_commands
+from tests.e2e.command_cases import GUIDE_CASES, GUIDE_NOT_RUN, PLAN_OK, Case, Need, NotRun
 from tests.readme import ROOT, commands, readme
-
-PLAN_OK = {0, 3}
-"""Exit codes of `plan` if the memory suffices: 3 if this version cannot run the plan."""
 
 LAUNCH_SCRIPTS = "tests/unit/migration/scripts"
 ONE_STEP = "trainer.steps=1 trainer.prompts_per_step=2 trainer.prompts_per_update=2 data.val_max_prompts=2"
@@ -31,22 +30,6 @@ KEPT_RUN = (
     "rollout.max_response_tokens=80 reward.function=my_reward.py:score"
 )
 NO_FILTER = "algorithm.dynamic_sampling.enable=false"
-
-
-@dataclass(frozen=True)
-class Case:
-    """Test settings of a command.
-
-    add: arguments that shorten it; where: replacements of placeholders; needs: required keys of READY; says: pattern
-    of the expected output.
-    """
-
-    add: str = ""
-    where: dict[str, str] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()
-    codes: frozenset[int] = frozenset({0})
-    says: str = ""
-    on_demand: bool = False
 
 
 CASES = {
@@ -74,23 +57,23 @@ CASES = {
     "python scripts/compare_algorithms.py": Case(
         add="--only dapo --steps 1", needs=("work3", "compared"), says=r"dapo +0\.250 +0\.500"
     ),
-    "mcore-rl plan configs/dapo_deepseek_v3_671b.yaml": Case(codes=frozenset(PLAN_OK), says="671", on_demand=True),
-    "mcore-rl plan configs/gsm8k_cpu.yaml trainer.steps=10": Case(codes=frozenset(PLAN_OK)),
+    "mcore-rl plan configs/dapo_deepseek_v3_671b.yaml": Case(codes=PLAN_OK, says="671", on_demand=True),
+    "mcore-rl plan configs/gsm8k_cpu.yaml trainer.steps=10": Case(codes=PLAN_OK),
     "mcore-rl plan base.yaml model.yaml rollout.tp=1": Case(
         where={"base.yaml": "configs/gsm8k_cpu.yaml", "model.yaml": "layer.yaml"},
-        codes=frozenset(PLAN_OK),
+        codes=PLAN_OK,
     ),
     "mcore-rl plan my.yaml --suggest": Case(
         where={"my.yaml": "configs/qwen3_30b_a3b.yaml"}, says=r"actor\.parallel\.\w+=", on_demand=True
     ),
-    "mcore-rl plan configs/qwen3_30b_a3b.yaml": Case(codes=frozenset(PLAN_OK), on_demand=True),
+    "mcore-rl plan configs/qwen3_30b_a3b.yaml": Case(codes=PLAN_OK, on_demand=True),
     "mcore-rl plan configs/deepseek_v3_256_gpus.yaml cluster.gpu_memory_gib=64": Case(
         codes=frozenset({1}),
         says=r"does not fit(.|\n)*cluster\.gpu_memory_gib|cluster\.gpu_memory_gib(.|\n)*not fit",
         on_demand=True,
     ),
     "mcore-rl plan configs/dapo_deepseek_v3_671b.yaml cluster.nodes=32 --suggest": Case(
-        codes=frozenset(PLAN_OK), says=r"actor\.parallel\.\w+=", on_demand=True
+        codes=PLAN_OK, says=r"actor\.parallel\.\w+=", on_demand=True
     ),
     "mcore-rl slurm configs/my.yaml cluster.nodes=8 slurm.partition=gpu > job.sbatch && sbatch job.sbatch": Case(
         needs=("mine",), says=r"(?s)^(?=.*--nodes=8\n)(?=.*--partition=gpu\n)"
@@ -118,7 +101,7 @@ CASES = {
     "mcore-rl plan config.yaml model.hf_path=DIR": Case(
         where={"config.yaml": "slime.yaml", "DIR": "configs/models/Qwen3-30B-A3B"},
         needs=("imported",),
-        codes=frozenset({1, *PLAN_OK}),
+        codes=PLAN_OK | {1},
         says="fit",
     ),
     "mcore-rl train CONFIG.yaml 'observe.profile.steps=[3,4]' 'observe.profile.ranks=[0]'": Case(
@@ -147,16 +130,6 @@ CASES = {
     "mcore-rl train CONFIG.yaml --dry-run": Case(
         where={"CONFIG.yaml": "configs/my.yaml"}, needs=("mine",), says="dry run: nothing was started"
     ),
-    "mcore-rl train CONFIG.yaml trainer.steps=10 --dry-run": Case(
-        where={"CONFIG.yaml": "configs/my.yaml"}, needs=("mine",), says="dry run: nothing was started", on_demand=True
-    ),
-    "mcore-rl debug rollout CONFIG.yaml trainer.prompts_per_step=2 trainer.prompts_per_update=2": Case(
-        add="data.train=train.jsonl model.hf_path=mine model.random_init=false rollout.max_response_tokens=80",
-        where={"CONFIG.yaml": "configs/gsm8k_cpu.yaml"},
-        needs=("mine",),
-        says="response: ",
-        on_demand=True,
-    ),
     "mcore-rl doctor": Case(says="torch"),
     "mcore-rl doctor --node": Case(says="fabric: all well"),
     "source <(mcore-rl completion bash)": Case(add="&& complete -p mcore-rl", says="-F _python_argcomplete mcore-rl"),
@@ -184,15 +157,16 @@ CASES = {
     "python scripts/screenshot_report.py RUN_DIR OUT.png": Case(add="--help", says="--theme"),
     "make bench": Case(add="--smallest advantages", says="advantages"),
     'make bench ARGS="--smallest NAME"': Case(where={"NAME": "advantages"}, says="advantages"),
-}
+} | GUIDE_CASES
 NOT_RUN = {
-    "make test": "this suite",
-    "make gpu": "fills a GPU where there is one; tests/unit/test_gpu_tests.py runs it where there is none",
-    "make setup EXTRA=gpu": "installs the CUDA packages",
-    "make browser": "installs Chromium",
-    "scripts/setup_trl.sh": "installs a peer of the benchmarks",
-    "scripts/setup_mbridge.sh": "installs a peer of the benchmarks",
-}
+    "make test": NotRun(Need.SUITE),
+    # Fills a GPU where there is one.
+    "make gpu": NotRun(Need.GPUS, "tests/unit/test_gpu_tests.py"),
+    "make setup EXTRA=gpu": NotRun(Need.INSTALLATION),
+    "make browser": NotRun(Need.INSTALLATION, ".ci/run"),
+    "scripts/setup_trl.sh": NotRun(Need.INSTALLATION),
+    "scripts/setup_mbridge.sh": NotRun(Need.INSTALLATION),
+} | GUIDE_NOT_RUN
 READY = {
     # vLLM has no CPU kernel for head size 16; the recipe's tokenizer completes the HF directory.
     "mine": "python scripts/tiny_checkpoint.py qwen3_moe mine --set head_dim=32 --set vocab_size=1280 "
@@ -209,6 +183,7 @@ READY = {
     "kept": f"mcore-rl train configs/gsm8k_cpu.yaml {KEPT_RUN} observe.keep_trajectories=1 run.dir=runs/kept",
     "imported": f"mcore-rl import-slime {LAUNCH_SCRIPTS}/slime_grpo.sh --out slime.yaml",
     "compared": "mkdir -p runs/compare/dapo && cp compared.jsonl runs/compare/dapo/metrics.jsonl",
+    "job": "mcore-rl slurm configs/my.yaml cluster.nodes=64 slurm.partition=gpu > job.sbatch",
     "other": "mkdir -p runs/other && cp compared.jsonl runs/other/metrics.jsonl",
 }
 """Commands that create prerequisites. The first demo's warm start has one step; other demos skip their warm start."""
@@ -279,9 +254,8 @@ def write_what_a_reader_has(path: Path) -> None:
     rows = [{"question": f"Tom has {n} apples and buys {n}. How many?", "answer": f"#### {2 * n}"} for n in range(1, 9)]
     for name in ("train", "test"):
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    function = re.search(r"^    # my_reward\.py.*?\n((?:    .*\n)+)", readme(), flags=re.MULTILINE)
-    assert function is not None
-    (path / "my_reward.py").write_text(re.sub(r"^    ", "", function[1], flags=re.MULTILINE))
+    (path / "my_reward.py").write_text(block_that_begins("README.md", "# my_reward.py"))
+    (path / "my_tools.py").write_text(block_that_begins("docs/tools.md", "# my_tools.py"))
     figures = [{"step": step, "val/accuracy": 0.25 + 0.25 * step, "reward/mean": 0.5} for step in (0, 1)]
     (path / "compared.jsonl").write_text("".join(json.dumps(row) + "\n" for row in figures))
     (path / "layer.yaml").write_text("trainer:\n  steps: 2\n")
@@ -291,25 +265,45 @@ def write_what_a_reader_has(path: Path) -> None:
     (path / "configs" / "my.yaml").write_text(yaml.safe_dump(mine))
 
 
+def all_commands() -> list[str]:
+    """Return the commands of all code blocks, and those in the text of the first steps' pages."""
+    return list(dict.fromkeys([*commands(readme()), *documented_commands()]))
+
+
 def _commands() -> list[ParameterSet]:
     on_demand = {command for command, case in CASES.items() if case.on_demand}
     return [
-        pytest.param(command, id=command[:60], marks=[pytest.mark.on_demand] * (command in on_demand))
-        for command in commands(readme())
+        pytest.param(
+            command,
+            id=f"{f'{NOT_RUN[command].need}: ' if command in NOT_RUN else ''}{command[:60]}",
+            marks=[pytest.mark.on_demand] * (command in on_demand),
+        )
+        for command in all_commands()
     ]
 
 
+def test_every_command_has_a_case_or_a_marker_and_no_entry_is_stale() -> None:
+    assert not CASES.keys() & NOT_RUN.keys()
+    new = [command for command in all_commands() if command not in CASES and command not in NOT_RUN]
+    assert new == [], "new in README or docs: run it here (CASES), or state what it needs (NOT_RUN)"
+    assert {*CASES, *NOT_RUN} <= set(all_commands())
+    assert [entry for entry in NOT_RUN.values() if entry.instead and not (ROOT / entry.instead).is_file()] == []
+
+
+def syntax_check(command: str) -> str:
+    """Return a command that checks the syntax of one that is not run."""
+    program, _, arguments = command.partition(" ")
+    if program == "make":
+        return f"make --no-print-directory -n {arguments}"
+    return f"bash -n {program}" if program.endswith(".sh") else f"bash -n -c {shlex.quote(command)}"
+
+
 @pytest.mark.parametrize("command", _commands())
-def test_a_command_of_the_readme(command: str, clone: Clone) -> None:
+def test_command_of_readme_or_docs_runs(command: str, clone: Clone) -> None:
     if command in NOT_RUN:
-        checked = (
-            f"make --no-print-directory -n {command.removeprefix('make ')}"
-            if command.startswith("make ")
-            else f"bash -n {command}"
-        )
-        assert clone.shell(checked).returncode == 0
+        checked = clone.shell(syntax_check(command))
+        assert checked.returncode == 0, checked.stdout
         return
-    assert command in CASES, "new in the README: run it here (CASES), or say why not (NOT_RUN)"
     case = CASES[command]
     clone.make_ready(*case.needs)
     for name, ours in case.where.items():
@@ -318,7 +312,3 @@ def test_a_command_of_the_readme(command: str, clone: Clone) -> None:
     done = clone.shell(typed)
     assert done.returncode in case.codes, f"$ {typed}\nexit code {done.returncode}\n{done.stdout[-6000:]}"
     assert re.search(case.says, done.stdout), f"$ {typed}\n{done.stdout[-6000:]}"
-
-
-def test_the_tables_here_hold_nothing_that_the_readme_does_not_say() -> None:
-    assert {*CASES, *NOT_RUN} <= set(commands(readme()))

@@ -13,6 +13,7 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.catalogue import SOURCES
 from mcore_rl.rewards.graders.loading import load_grader
+from tests.code_blocks import code_blocks
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
 
@@ -34,9 +35,8 @@ def test_every_key_that_it_names_is_one() -> None:
 
 @pytest.mark.parametrize(("name", "manager"), [("compute_score", "prime"), ("compute_scores", "batch")])
 def test_its_functions_run_as_they_stand(tmp_path: Path, name: str, manager: str) -> None:
-    block = next(part for part in re.split(r"\n\n(?=\S)", PAGE) if f"def {name}(" in part)
-    lines = [line[4:] for line in block.splitlines() if line.startswith("    ")]
-    (tmp_path / "my_reward.py").write_text("\n".join(lines))
+    (block,) = (block for block in code_blocks("docs/rewards.md") if f"def {name}(" in block.text)
+    (tmp_path / "my_reward.py").write_text(block.text)
     grader = load_grader(RewardConfig(function=f"{tmp_path}/my_reward.py:{name}", manager=manager), SandboxConfig())
     samples = [Sample("test", text, "72", {}) for text in ("so it is #### 72", "72")]
     scores = grader.grade(samples) if manager == "batch" else [grader.grade([sample])[0] for sample in samples]

@@ -1,0 +1,130 @@
+"""Test settings of commands in the documentation, and the commands of the guides and reference pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True)
+class Case:
+    """Test settings of a command.
+
+    add: arguments that shorten it; where: replacements of placeholders; needs: required keys of READY; says: pattern
+    of the expected output.
+    """
+
+    add: str = ""
+    where: dict[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    codes: frozenset[int] = frozenset({0})
+    says: str = ""
+    on_demand: bool = False
+
+
+class Need(StrEnum):
+    """Marker of a command that cannot run in the tests. The test of such a command checks its syntax only."""
+
+    GPUS = "needs GPUs"
+    CLUSTER = "needs a cluster"
+    INSTALLATION = "installs packages"
+    NETWORK = "needs an account on a server"
+    RUN = "needs a run in progress"
+    ROOT = "needs root"
+    SGLANG = "needs SGLang"
+    SUITE = "runs this suite"
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A command that is not run. `instead`: file with a test of the same feature, or a program of CI that runs it."""
+
+    need: Need
+    instead: str = ""
+
+
+PLAN_OK = frozenset({0, 3})
+"""Exit codes of `plan` if the memory suffices: 3 if this version cannot run the plan."""
+HOSTS_TEST = "tests/e2e/test_hosts.py"
+NODES_TEST = "tests/unit/slurm/test_fabric_node.py"
+RL = {"(?:CONFIG|config|my)\\.yaml": "configs/gsm8k_cpu.yaml"}
+STARTS = "data.train=train.jsonl --dry-run"
+STAGED = r"(?s)^(?=.*--nodes=64\n)(?=.*--partition=gpu\n)"
+
+# With --dry-run, `train` checks and plans everything and starts nothing.
+GUIDE_CASES = {
+    "mcore-rl train CONFIG.yaml trainer.steps=10 --dry-run": Case(
+        add="data.train=train.jsonl", where=RL, says="driver"
+    ),
+    "mcore-rl debug rollout CONFIG.yaml trainer.prompts_per_step=2 trainer.prompts_per_update=2": Case(
+        add="data.train=train.jsonl model.hf_path=mine model.random_init=false run.dir=runs/debugged",
+        where=RL,
+        needs=("mine",),
+        says="reward",
+        on_demand=True,
+    ),
+    "mcore-rl train my.yaml cluster.placement=disaggregated rollout.max_staleness=2 "
+    "algorithm.policy_loss.name=decoupled_ppo": Case(add=STARTS, where=RL, says="driver", on_demand=True),
+    "mcore-rl train CONFIG.yaml data.train=train.jsonl data.val=test.parquet": Case(
+        add="--dry-run", where={**RL, "test.parquet": "test.jsonl"}, says="driver", on_demand=True
+    ),
+    "mcore-rl train CONFIG.yaml rollout.engine=vllm rollout.num_engines=2 rollout.tp=2": Case(
+        add=STARTS, where=RL, says="driver", on_demand=True
+    ),
+    "mcore-rl train CONFIG.yaml actor.lora.rank=32 actor.lora.alpha=64 actor.optimizer.lr=1e-5 "
+    "trainer.export_adapter=DIR": Case(add=STARTS, where={**RL, "DIR": "runs/adapter"}, says="driver", on_demand=True),
+    "mcore-rl train my.yaml rollout.tools=my_tools.py:add": Case(add=STARTS, where=RL, says="driver", on_demand=True),
+    "mcore-rl train config.yaml observe.trackers=[tensorboard,wandb] observe.trackers_offline=true": Case(
+        add=STARTS, where=RL, says="driver", on_demand=True
+    ),
+    "mcore-rl train config.yaml observe.prometheus_port=9400": Case(
+        add=STARTS, where=RL, says="driver", on_demand=True
+    ),
+    "mcore-rl plan CONFIG.yaml cluster.nodes=4": Case(where=RL, says="fits", on_demand=True),
+    "mcore-rl plan CONFIG.yaml --suggest": Case(where=RL, says=r"actor\.parallel\.\w+=", on_demand=True),
+    "mcore-rl slurm configs/my.yaml cluster.nodes=64 slurm.partition=gpu > job.sbatch": Case(
+        add="&& cat job.sbatch", needs=("mine",), says=STAGED, on_demand=True
+    ),
+    "sbatch job.sbatch": Case(needs=("job",), says=STAGED, on_demand=True),
+    "export HF_TOKEN=...": Case(),
+    "mcore-rl slurm configs/my.yaml 'slurm.pass_environment=[HF_TOKEN]' > job.sbatch && sbatch job.sbatch": Case(
+        needs=("mine",), says="HF_TOKEN", on_demand=True
+    ),
+    "python -m model_converters families": Case(says="qwen3_moe", on_demand=True),
+    "python -m model_converters families --into docs/families.md": Case(on_demand=True),
+    "python -m model_converters show --config DIR": Case(
+        where={"DIR": "mine"}, needs=("mine",), says="linear_qkv", on_demand=True
+    ),
+}
+"""Those that run on demand have options and keys that tests/unit/test_readme.py checks always."""
+
+GUIDE_NOT_RUN = {
+    "make test ARGS='tests/unit/converters -k mixtral'": NotRun(Need.SUITE),
+    "make test ARGS='tests/unit/converters tests/distributed/test_model_parity.py -k mixtral'": NotRun(Need.SUITE),
+    "make test ARGS='tests/contract/test_families.py -k mixtral'": NotRun(Need.SUITE),
+    "kill -USR2 PID": NotRun(Need.RUN, "tests/unit/runtime/test_stack_dumps.py"),
+    "curl http://127.0.0.1:9400/metrics": NotRun(Need.RUN, "tests/unit/observe/test_endpoint.py"),
+    "make sglang": NotRun(Need.INSTALLATION, ".ci/run"),
+    "make sandbox": NotRun(Need.INSTALLATION, ".ci/run"),
+    'pip install "wandb>=0.31"': NotRun(Need.INSTALLATION),
+    "wandb sync RUN_DIR/trackers/wandb/offline-run-*": NotRun(Need.NETWORK),
+    "make demo ENGINE=sglang": NotRun(Need.SGLANG, "tests/unit/scripts/test_demo.py"),
+    "pip install --no-build-isolation --no-deps flash-attn==2.8.3": NotRun(Need.GPUS),
+    "CPLUS_INCLUDE_PATH=/usr/local/cuda/include/cccl TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolation "
+    "--no-deps git+https://github.com/deepseek-ai/DeepEP.git@9af0e0d0e74f3577af1979c9b9e1ac2cad0104ee": NotRun(
+        Need.GPUS
+    ),
+    "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps "
+    "git+https://github.com/NVIDIA/apex.git@26.09": NotRun(Need.GPUS),
+    "mcore-rl train CONFIG.yaml cluster.nodes=2 cluster.gpus_per_node=8 cluster.address=HOST:6379": NotRun(
+        Need.CLUSTER, HOSTS_TEST
+    ),
+    "make demo HOSTS=2": NotRun(Need.ROOT, HOSTS_TEST),
+    "scripts/two_hosts.sh up": NotRun(Need.ROOT, HOSTS_TEST),
+    "scripts/two_hosts.sh ray 6": NotRun(Need.ROOT, HOSTS_TEST),
+    "scripts/two_hosts.sh A .venv/bin/mcore-rl train CONFIG.yaml cluster.nodes=2 "
+    "cluster.address=10.213.7.1:6379": NotRun(Need.ROOT, HOSTS_TEST),
+    "scripts/two_hosts.sh down": NotRun(Need.ROOT, HOSTS_TEST),
+    "srun --ntasks-per-node=1 mcore-rl doctor --node": NotRun(Need.CLUSTER, NODES_TEST),
+    "mcore-rl doctor --node --rendezvous HOST:PORT --nodes 2 --node-rank 0": NotRun(Need.CLUSTER, NODES_TEST),
+}
