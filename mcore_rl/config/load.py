@@ -16,9 +16,9 @@ from omegaconf.errors import MissingMandatoryValue as MissingValueError
 
 from mcore_rl.config.reading.layers import Layer, file_layer, override_layer, text_layer
 from mcore_rl.config.reading.overrides import reject_blanks
+from mcore_rl.config.reading.run_directory import filled, is_template
 from mcore_rl.config.reading.unknown_keys import reject_unknown
 from mcore_rl.config.reading.values import YamlDumper, normalized
-from mcore_rl.config.run_directory import filled, is_template
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.config import load_config
 from mcore_rl.config.load import as_yaml
-from mcore_rl.config.run_directory import filled
+from mcore_rl.config.reading.run_directory import filled
 
 MINIMAL = "model: {hf_path: models/x}\ndata: {train: train.jsonl}\n"
 

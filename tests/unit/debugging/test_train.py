@@ -83,7 +83,8 @@ def debug_train(directory: Path, capsys: pytest.CaptureFixture[str], *words: str
 
 def test_debug_train_invalid_input_is_one_message(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.name != "run.lock"}
-    assert debug_train(run_dir / "checkpoints", capsys, "--step", "3").endswith("it has no config.yaml; name a run.dir")
+    said = debug_train(run_dir / "checkpoints", capsys, "--step", "3")
+    assert said.endswith("it has no config.yaml; name a run.dir (see docs/run-directory.md)")
     assert "no trajectories of step 7" in debug_train(run_dir, capsys, "--step", "7")
     # Step 3 has a folder, but no files.
     assert "step_3/responses.safetensors cannot be read" in debug_train(run_dir, capsys, "--step", "3")
