@@ -44,11 +44,9 @@ CHARTS = (
     Chart("Clip fractions", "fraction", ("actor/clip_fraction", "actor/clip_fraction_*", "actor/dual_clip_fraction")),
     Chart("Gradient norm", "", ("actor/grad_norm", "critic/grad_norm")),
     Chart("Gradient norm by kind", "", ("actor/grad_norm_*",)),
-    Chart(
-        "Engine - trainer",
-        "nats",
-        ("rollout/logp_diff_mean", "rollout/logp_diff_fresh_mean", "rollout/logp_diff_max"),
-    ),
+    # Apart from the largest difference, beside which the mean would be a flat line.
+    Chart("Engine - trainer", "nats", ("rollout/logp_diff_mean", "rollout/logp_diff_fresh_mean")),
+    Chart("Largest engine - trainer", "nats", ("rollout/logp_diff_max",)),
     Chart("Staleness", "versions", ("staleness/mean", "staleness/max", "staleness/tokens_mean")),
     Chart("Idle time", "fraction", ("time/trainer_idle_fraction", "time/generator_idle_fraction", "engine/idle_*")),
     Chart("Throughput", "tokens/s", ("throughput/*",)),

@@ -6,7 +6,7 @@ const MODES = ["engine - trainer difference", "weight version", "loss mask"];
 function responseItem(run, row, record) {
   const badge = (text, kind = "") => element("span", { class: `badge ${kind}` }, text);
   const head = element("summary", {},
-    element("b", {}, `step ${row.step}${row.validation ? " (validation)" : ""}, group ${record.group}.${record.sample}`),
+    element("b", {}, `step ${row.step}${row.validation ? " (validation)" : ""}, group ${record.group}, sample ${record.sample}`),
     badge(row.right ? "right" : "wrong", row.right ? "good" : "bad"),
     element("span", {}, `reward ${format(record.reward)}`), element("span", {}, `${format(record.tokens)} tokens`),
     row.truncated ? badge(`truncated: ${record.finish_reason}`, "bad") : null, row.error ? badge("error", "bad") : null,
