@@ -68,7 +68,12 @@ def live_screen(config: Config, restoring: Restoring) -> Iterator[Board | None]:
             screen = LiveScreen(Drawing(config, board, output), output)
             yield board
         finally:
-            output.restore(is_drawn=screen is not None and not screen.stop())
+            try:
+                if screen is not None:
+                    screen.stop()
+            # Ctrl-C ends the wait only.
+            finally:
+                output.restore(is_drawn=screen is not None and screen.is_drawn)
 
 
 class LiveScreen:
@@ -79,16 +84,15 @@ class LiveScreen:
         self._thread = threading.Thread(target=self._run, name="live screen", daemon=True)
         self._thread.start()
 
-    def stop(self) -> bool:
-        """End the thread, which leaves the screen. Returns False if it does not within SECONDS_TO_END."""
+    @property
+    def is_drawn(self) -> bool:
+        """Return whether the thread has not left the screen."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End the thread, which leaves the screen, and wait for it for up to SECONDS_TO_END."""
         self._ended.set()
-        try:
-            self._thread.join(SECONDS_TO_END)
-        except KeyboardInterrupt:
-            # The last lines must not be printed on the screen.
-            self._thread.join(SECONDS_TO_END)
-            raise
-        return not self._thread.is_alive()
+        self._thread.join(SECONDS_TO_END)
 
     def _run(self) -> None:
         try:
