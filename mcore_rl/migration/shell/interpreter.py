@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MAX_STATEMENTS = 100_000
 """Maximum number of evaluated statements: functions that call each other would otherwise take for ever."""
+MAX_FILES = 100
+"""Maximum number of scripts that a script starts, directly or not."""
 MAX_DEPTH = 20
 """Maximum depth of calls, sourced files and scripts in arguments."""
 _VARIABLE = re.compile(r"\$\{?(\w+)")
@@ -63,7 +65,7 @@ class _Interpreter:
         self.expander = Expander(variables)
         self.evaluation = Evaluation()
         self.functions: dict[str, Node] = {}
-        self.depth, self.count = 0, 0
+        self.depth, self.count, self.num_files = 0, 0, 0
         self.statements: dict[str, Callable[[Node], bool | None]] = {
             "variable_assignment": self._assign,
             "variable_assignments": self._declare,
@@ -303,6 +305,9 @@ class _Interpreter:
             self.evaluation.commands.append(words)
             return
         file, text = found
+        self.num_files += 1
+        if self.num_files > MAX_FILES:
+            raise ConfigError(f"the script starts more than {MAX_FILES} other scripts, too many to be read")
         self.evaluation.notes.append(
             f"line {words[0].line}: {path} is read; lines of its arguments are lines of this file"
         )

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("tree_sitter_bash")
 
+from mcore_rl.errors import ConfigError
 from mcore_rl.migration.launch import joined_commands
 from mcore_rl.migration.shell.interpreter import Evaluation, evaluate_script
 from mcore_rl.migration.verl.reader import read_verl
@@ -52,6 +53,12 @@ def test_reader_missing_script_is_noted_and_stays_a_command() -> None:
 def test_reader_script_that_starts_itself_ends(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("record a\nbash run.sh\n")
     assert len(evaluate("bash run.sh", tmp_path).commands) < 100
+
+
+def test_reader_scripts_that_multiply_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("bash run.sh\nbash run.sh\n")
+    with pytest.raises(ConfigError, match="starts more than 100 other scripts"):
+        evaluate("bash run.sh", tmp_path)
 
 
 def test_reader_probe_of_another_accelerator_fails() -> None:
