@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_STATEMENTS = 100_000
 """Maximum number of evaluated statements: functions that call each other would otherwise take for ever."""
 MAX_FILES = 100
-"""Maximum number of scripts that a script starts, directly or not."""
+"""Maximum number of scripts that a script starts or sources, directly or not."""
 MAX_DEPTH = 20
 """Maximum depth of calls, sourced files and scripts in arguments."""
 _VARIABLE = re.compile(r"\$\{?(\w+)")
@@ -294,7 +294,13 @@ class _Interpreter:
         if text is None:
             self.evaluation.notes.append(f"source {path}: there is no such file here; its variables are not known")
         else:
+            self._count_file()
             self._run_text(text)
+
+    def _count_file(self) -> None:
+        self.num_files += 1
+        if self.num_files > MAX_FILES:
+            raise ConfigError(f"the script starts more than {MAX_FILES} other scripts, too many to be read")
 
     def _run_file(self, words: list[Word], place: int) -> None:
         """Read the script that a command starts, such as `bash run.sh key=value`; a missing one remains a command."""
@@ -305,9 +311,7 @@ class _Interpreter:
             self.evaluation.commands.append(words)
             return
         file, text = found
-        self.num_files += 1
-        if self.num_files > MAX_FILES:
-            raise ConfigError(f"the script starts more than {MAX_FILES} other scripts, too many to be read")
+        self._count_file()
         self.evaluation.notes.append(
             f"line {words[0].line}: {path} is read; lines of its arguments are lines of this file"
         )

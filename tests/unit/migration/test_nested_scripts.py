@@ -55,8 +55,9 @@ def test_reader_script_that_starts_itself_ends(tmp_path: Path) -> None:
     assert len(evaluate("bash run.sh", tmp_path).commands) < 100
 
 
-def test_reader_scripts_that_multiply_are_rejected(tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text("bash run.sh\nbash run.sh\n")
+@pytest.mark.parametrize("command", ["bash", "source"])
+def test_reader_scripts_that_multiply_are_rejected(command: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{command} run.sh\n{command} run.sh\n")
     with pytest.raises(ConfigError, match="starts more than 100 other scripts"):
         evaluate("bash run.sh", tmp_path)
 
