@@ -97,6 +97,7 @@ def _metrics(sides: Sequence[Side], rows: Sequence[MetricComparison], step: int)
         letter = _letter(number)
         for head in (letter, f"{letter} - A", *(["p"] if _is_tested(sides, number) else [])):
             table.add_column(head)
+    table.columns[0].overflow = "fold"
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:

@@ -22,6 +22,8 @@ from mcore_rl.types.json import JsonObject, JsonValue
 
 WIDE = 150
 """Columns from which curves and phases are side by side; the curves then have about 20 columns."""
+NARROW = 50
+"""Columns below which metrics and phases are lines with one number: the cells of a table would be cut to nothing."""
 HEAD_ROWS, METRIC_ROWS, PHASE_ROWS, ALERT_ROWS, RESPONSE_ROWS = 5, 7, 5, 3, 7
 """Rows of each part, with borders, on a low terminal."""
 MAX_ALERTS = 6
@@ -40,7 +42,8 @@ def frame(
     rows: height of the terminal, on which every part gets some rows as far as possible; None: everything is shown.
     after_head: further parts, shown below the progress.
     """
-    middle = [(_metrics(snapshot), METRIC_ROWS), (_phases(snapshot), PHASE_ROWS)]
+    is_narrow = console.width < NARROW
+    middle = [(_metrics(snapshot, is_narrow), METRIC_ROWS), (_phases(snapshot, is_narrow), PHASE_ROWS)]
     bands = [Band([panel], min_rows) for panel, min_rows in middle if panel is not None]
     if console.width >= WIDE and len(bands) == 2:
         bands = [Band([*bands[0].panels, *bands[1].panels], METRIC_ROWS)]
@@ -93,7 +96,8 @@ def _times(snapshot: Snapshot) -> str:
     return "  ".join(parts)
 
 
-def _metrics(snapshot: Snapshot) -> Panel | None:
+def _metrics(snapshot: Snapshot, is_narrow: bool) -> Panel | None:
+    """Return the curve, last value and range of each metric; only the last value if `is_narrow`."""
     records = snapshot.run.records
     table = Table("", "", "last", "lowest", "highest", box=None, pad_edge=False, header_style="dim")
     # Only the curves give way if the terminal is narrow.
@@ -105,7 +109,14 @@ def _metrics(snapshot: Snapshot) -> Panel | None:
         known = [value for value in values if value is not None]
         if known:
             table.add_row(name, Curve(values), *map(_number, (values[-1], min(known), max(known))))
-    return Panel(table, title=f"metrics of {len(records)} steps", title_align="left") if table.rows else None
+    shown = _lines(table, 2) if is_narrow else table
+    return Panel(shown, title=f"metrics of {len(records)} steps", title_align="left") if table.rows else None
+
+
+def _lines(table: Table, place: int) -> Group:
+    """Return the first cell of each row with the cell at `place`, as a line that is folded if needed."""
+    names, numbers = (table.columns[column].cells for column in (0, place))
+    return Group(*(Text(f"{name} {number}", overflow="fold") for name, number in zip(names, numbers, strict=True)))
 
 
 def _number(value: float | None) -> str:
@@ -115,8 +126,8 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def _phases(snapshot: Snapshot) -> Panel | None:
-    """Return the seconds of each phase of a step; phases without time are left out."""
+def _phases(snapshot: Snapshot, is_narrow: bool) -> Panel | None:
+    """Return the seconds of each phase of a step, only their mean if `is_narrow`; phases without time are left out."""
     last: Mapping[str, float | None] = snapshot.run.records.get(snapshot.last_step or 0, {})
     means = {phase: mean for phase in STEP_PHASES if (mean := snapshot.mean_of_last(f"time/{phase}"))}
     if not means:
@@ -129,7 +140,8 @@ def _phases(snapshot: Snapshot) -> Panel | None:
         seconds = last.get(f"time/{phase}")
         bar = Bar(longest, 0, mean, width=16, color="cyan")
         table.add_row(phase, "-" if seconds is None else f"{seconds:.2f}", f"{mean:.2f}", bar)
-    return Panel(table, title=f"seconds per phase, mean of up to {WINDOW} steps", title_align="left")
+    shown = _lines(table, 2) if is_narrow else table
+    return Panel(shown, title=f"seconds per phase, mean of up to {WINDOW} steps", title_align="left")
 
 
 def _alerts(snapshot: Snapshot) -> Panel | None:

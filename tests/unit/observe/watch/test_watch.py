@@ -53,13 +53,22 @@ def test_frame_shows_state_metrics_phases_and_responses(tmp_path: Path) -> None:
     assert "answer 1.3" in text
 
 
-@pytest.mark.parametrize("width", [40, 80, 110, 200])
+@pytest.mark.parametrize("width", [1, 12, 20, 40, 80, 110, 200])
 def test_frame_lines_fit_the_width(tmp_path: Path, width: int) -> None:
     directory = write_run(tmp_path / "run", {"step_1": [response(response="長い答え " * 500, error="e" * 1000)]})
     names = ("throughput__tokens_per_second", "response_tokens__clipped_fraction", "time__update")
     lines = [metrics_line(step, **dict.fromkeys(names, -1.2345e-99 * step)) for step in range(300)]
     (directory / "metrics.jsonl").write_text("".join(lines))
     assert {cell_len(line) for line in shown(directory, width=width).splitlines()} == {width}
+
+
+def test_frame_of_20_columns_has_whole_numbers(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    lines = [metrics_line(step, actor__loss=-1.234e-5 * step, time__update=12.3456) for step in range(4)]
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    words = " ".join(line.strip("│ ") for line in shown(directory, width=20).splitlines())
+    for line in ("reward/mean 0.3", "val/accuracy 0.6", "actor/loss -3.702e-05", "update 12.35"):
+        assert line in words
 
 
 @pytest.mark.parametrize(("width", "rows"), [(80, 27), (80, 30), (80, 45), (160, 22), (120, 40)])
