@@ -38,15 +38,15 @@ def _row(benchmark: str, result: Result) -> tuple[str, ...]:
     unit = f" {result.unit}" if result.unit else ""
     return (
         f"{benchmark}: {result.name}",
-        f"{_number(result.ours)}{unit}",
-        f"{_number(result.limit)}{unit}",
-        _number(result.ratio),
+        f"{format_number(result.ours)}{unit}",
+        f"{format_number(result.limit)}{unit}",
+        format_number(result.ratio),
         result.aim,
         met,
     )
 
 
-def _number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format with four significant digits and no exponent."""
     digits = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0
     return f"{value:,.{digits}f}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from benchmarks.registry import BENCHMARKS
+
 
 @dataclass(frozen=True)
 class Case:
@@ -28,6 +30,7 @@ class Need(StrEnum):
     GPUS = "needs GPUs"
     CLUSTER = "needs a cluster"
     INSTALLATION = "installs packages"
+    MINUTES = "takes minutes"
     NETWORK = "needs an account on a server"
     RUN = "needs a run in progress"
     ROOT = "needs root"
@@ -86,6 +89,7 @@ GUIDE_CASES = {
         add="&& cat job.sbatch", needs=("mine",), says=STAGED, on_demand=True
     ),
     "sbatch job.sbatch": Case(needs=("job",), says=STAGED, on_demand=True),
+    "python scripts/benchmarks_page.py": Case(says="docs/benchmarks.md"),
     "export HF_TOKEN=...": Case(),
     "mcore-rl slurm configs/my.yaml 'slurm.pass_environment=[HF_TOKEN]' > job.sbatch && sbatch job.sbatch": Case(
         needs=("mine",), says="HF_TOKEN", on_demand=True
@@ -104,6 +108,8 @@ GUIDE_NOT_RUN = {
     "make test ARGS='tests/contract/test_families.py -k mixtral'": NotRun(Need.SUITE),
     "kill -USR2 PID": NotRun(Need.RUN, "tests/unit/runtime/test_stack_dumps.py"),
     "curl http://127.0.0.1:9400/metrics": NotRun(Need.RUN, "tests/unit/observe/test_endpoint.py"),
+    "python scripts/compare_staleness.py --task think2": NotRun(Need.MINUTES),
+    "python scripts/compare_staleness.py --task work3": NotRun(Need.MINUTES),
     "make sglang": NotRun(Need.INSTALLATION, ".ci/run"),
     "make sandbox": NotRun(Need.INSTALLATION, ".ci/run"),
     'pip install "wandb>=0.31"': NotRun(Need.INSTALLATION),
@@ -127,4 +133,8 @@ GUIDE_NOT_RUN = {
     "scripts/two_hosts.sh down": NotRun(Need.ROOT, HOSTS_TEST),
     "srun --ntasks-per-node=1 mcore-rl doctor --node": NotRun(Need.CLUSTER, NODES_TEST),
     "mcore-rl doctor --node --rendezvous HOST:PORT --nodes 2 --node-rank 0": NotRun(Need.CLUSTER, NODES_TEST),
+} | {
+    f"make bench ARGS={name}": NotRun(Need.MINUTES, "tests/distributed/test_benchmarks.py")
+    for name, benchmark in BENCHMARKS.items()
+    if not benchmark.gpu
 }
