@@ -30,6 +30,8 @@ CONFIGURED_VERBS = ("train", "eval", "plan", "slurm")
 """Verbs that take configuration files and overrides."""
 BROKEN_PIPE = 141
 """Exit code if the reader of stdout has ended, as of a program that SIGPIPE ends."""
+TABLES = ("keys", "compare", "watch")
+"""Verbs that only print: a reader that ends early has what it wanted, and the exit code is 0."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except (McoreRLError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_has_ended():
-            return BROKEN_PIPE
+            return 0 if options.verb in TABLES else BROKEN_PIPE
         # A full disk can be met by any write of a run, and a forbidden path by any key.
         known = storage_error(error) or path_error(error) if isinstance(error, OSError) else error
         if known is None:

@@ -95,10 +95,11 @@ def test_main_prints_a_path_that_is_not_utf8_as_its_bytes(tmp_path: Path) -> Non
     assert (done.returncode, done.stdout, done.stderr) == (0, b"run\xff/report.html\n", b"")
 
 
-def test_main_without_reader_of_its_output_exits_with_141() -> None:
+def test_main_without_reader_of_its_output_exits_with_141(tmp_path: Path) -> None:
+    """`keys`, which only prints, exits with 0: tests/unit/config/test_catalogue.py."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "mcore_rl.cli", "keys"]
+    command = [sys.executable, "-m", "mcore_rl.cli", "report", str(write_run(tmp_path / "run"))]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
