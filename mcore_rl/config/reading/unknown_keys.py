@@ -126,6 +126,12 @@ def reject_unknown(tree: Mapping[str, object], place: Callable[[str], str]) -> N
     """Raise ConfigError for the first key of the tree that does not exist, or for a value in place of a section.
     place: returns the source of a key, with which the message begins."""
     for key in _unknown(tree, Config, "", place):
+        if key in tree and key in known_keys():
+            *around, name = key.split(".")
+            nested = f"{{{name}: ...}}"
+            for section in reversed(around[1:]):
+                nested = f"{{{section}: {nested}}}"
+            raise ConfigError(f"{place(key)}: files have sections instead of points; write {around[0]}: {nested}")
         sections = dict(_sections(Config, ""))
         around = [section for section in sections if key.startswith(f"{section}.")]
         # A section is a useful suggestion only if the key is not already in it.

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _INT = "tag:yaml.org,2002:int"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _NONE_WORD = "tag:mcore-rl,2026:none"
+MAX_BITS = 1000
+"""Bits of an integer; floats have up to 1024."""
 
 
 class NoneWord(str):
@@ -56,6 +58,17 @@ YamlLoader.add_implicit_resolver(
     list("-+0123456789"),
 )
 YamlLoader.add_implicit_resolver(_NONE_WORD, re.compile(r"^(?:None|none|NONE)$"), list("Nn"))
+
+
+def _integer(loader: YamlLoader, node: yaml.ScalarNode) -> int:
+    """Reject an integer beyond the range of floats, which no key can have."""
+    value = int(loader.construct_yaml_int(node))
+    if value.bit_length() > MAX_BITS:
+        raise yaml.constructor.ConstructorError(None, None, "an integer is too large", node.start_mark)
+    return value
+
+
+YamlLoader.add_constructor(_INT, _integer)
 YamlLoader.add_constructor(_NONE_WORD, lambda loader, node: NoneWord(node.value))
 
 
@@ -159,6 +172,9 @@ class _Key:
         # Not for lists of texts: YAML reads 007 as 7.
         if listed == list[int] and self.domain.one_or_more and isinstance(value, int) and not isinstance(value, bool):
             return [value]
+        mapped = next((each for each in types if get_origin(each) is dict), None)
+        if listed != mapped:
+            self._check_container(value, takes_list=listed is not None, takes_mapping=mapped is not None)
         if isinstance(value, list):
             item = get_args(listed)[0] if listed is not None else Any
             return [self._inside(f"{self.key}[{place}]", each, item) for place, each in enumerate(value)]
@@ -166,14 +182,23 @@ class _Key:
         if isinstance(value, bool | float) and not self.domain.choices and _is_text(hint):
             raise ConfigError(f"{self.key}: YAML reads the value as {value}; put quotes around the text")
         if isinstance(value, dict):
-            return self._mapping(value, next((each for each in types if get_origin(each) is dict), dict[str, Any]))
+            return self._mapping(value, mapped or dict[str, Any])
         return value
+
+    def _check_container(self, value: object, *, takes_list: bool, takes_mapping: bool) -> None:
+        """Raise ConfigError for a mapping instead of a list, or the reverse: OmegaConf's message lacks the key."""
+        if isinstance(value, dict) and not takes_mapping:
+            raise ConfigError(f"{self.key} is a mapping, not a list")
+        if isinstance(value, list) and not takes_list:
+            raise ConfigError(f"{self.key} is a list, not a mapping")
 
     def _inside(self, key: str, value: object, hint: object) -> object:
         if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
             return _section(value, hint, f"{key}.", lambda _: self.expand)
-        if hint is str and isinstance(value, list | dict):
-            raise ConfigError(f"{key} is a {'list' if isinstance(value, list) else 'mapping'}, not a text")
+        if hint in (str, int, float) and isinstance(value, list | dict):
+            # OmegaConf would accept a list in a list of numbers.
+            wanted = "a text" if hint is str else "a number"
+            raise ConfigError(f"{key} is a {'list' if isinstance(value, list) else 'mapping'}, not {wanted}")
         return _Key(key, self.domain, self.expand).fitted(value, hint)
 
     def _mapping(self, value: dict[object, object], hint: object) -> dict[object, object]:

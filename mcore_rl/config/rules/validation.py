@@ -227,6 +227,7 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any]) -> None:
 
     Raises: ConfigError naming the key.
     """
+    _check_counts(role, hf)
     rollout, tp, heads = role.section, role.section.tp, hf.get("num_attention_heads")
     groups = hf.get("num_key_value_heads") or heads
     if heads and heads % tp:
@@ -252,6 +253,16 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any]) -> None:
             raise ConfigError(
                 f"{role.key('max_prompt_tokens')} + {role.key('max_response_tokens')} = {longest} "
                 f"exceeds the model's {name}={limit}"
+            )
+
+
+def _check_counts(role: EngineRole, hf: dict[str, Any]) -> None:
+    """Check the values of config.json with which this module computes; the model's family checks the others."""
+    for name in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
+        count = hf.get(name)
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ConfigError(
+                f"{role.checkpoint}: config.json: {name} is {count!r}; it must be a whole number of at least 1"
             )
 
 

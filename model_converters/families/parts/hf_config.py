@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,7 +119,8 @@ def number(
     Raises: ConversionError.
     """
     value = config.get(key, default)
-    if is_number(value) and 0 <= value < math.inf and (value > 0 or not positive):
+    # JSON has integers beyond the range of floats.
+    if is_number(value) and 0 <= value <= sys.float_info.max and (value > 0 or not positive):
         return float(value)
     wanted = "above 0" if positive else "that is at least 0"
     name = f"{inside}.{key}" if inside else key

@@ -77,6 +77,22 @@ def test_load_config_value_that_contains_itself_is_invalid(base: str, tmp_path: 
         load_config([base, second(tmp_path, text)])
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"trainer: {{steps: 0x{'f' * 5000}}}\n", "an integer is too large"),
+        ("observe: {profile: {steps: [1, [2]]}}\n", r"line 1: observe.profile.steps\[1\] is a list, not a number"),
+        ("data: {train: {a: b}}\n", "line 1: data.train is a mapping, not a list"),
+        ("slurm: {environment: [A]}\n", "line 1: slurm.environment is a list, not a mapping"),
+        ("trainer.steps: 3\n", "second.yml: files have sections instead of points; write trainer: {steps: ...}"),
+        ("actor.optimizer.lr: 1\n", "write actor: {optimizer: {lr: ...}}"),
+    ],
+)
+def test_load_config_value_of_another_form_names_the_key(base: str, tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("{", r"\{")):
+        load_config([base, second(tmp_path, text)])
+
+
 def test_load_config_alias_repeats_a_value(base: str, tmp_path: Path) -> None:
     text = "data: {train: &files [c.jsonl], val: *files}\n"
     assert load_config([base, second(tmp_path, text)]).data.val == ["c.jsonl"]

@@ -191,10 +191,18 @@ def test_load_config_single_stop_string_becomes_a_list(base: str) -> None:
     assert load_config(base).rollout.stop == []
 
 
-@pytest.mark.parametrize("content", ["{", "[" * 100_000])
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"hidden_size": ' + "1" * 400 + "}"])
 def test_read_hf_config_invalid_json_is_rejected(base: str, tmp_path: Path, content: str) -> None:
     (tmp_path / "model" / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"model\.hf_path: .*config\.json cannot be read"):
+        validate(load_config(base))
+
+
+@pytest.mark.parametrize("name", ["num_attention_heads", "num_key_value_heads", "max_position_embeddings"])
+@pytest.mark.parametrize("count", ["8", 0, 1.5, True, [8]])
+def test_check_engine_sizes_invalid_count_is_named(base: str, tmp_path: Path, name: str, count: object) -> None:
+    model_of(tmp_path, **{name: count})
+    with pytest.raises(ConfigError, match=rf"model\.hf_path: config\.json: {name} is .* whole number of at least 1"):
         validate(load_config(base))
 
 
