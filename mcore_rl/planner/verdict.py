@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.models import ActorConfig, OffloadConfig
 from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
 from mcore_rl.planner.engine import GIB, EngineRank, longest_sequence
@@ -51,7 +52,8 @@ def compare_with_cluster(
                 f"{needed / GIB:.1f} GiB of {usable / GIB:.1f} usable ({RESERVE_BYTES / GIB:g} GiB and "
                 f"{FRAGMENTATION:.0%} are reserved); {_remedy(config, layout, name, phases[rank])}"
             )
-    errors += _engine_errors(rollout, cluster, layout, engine, cuda=cuda)
+    if not is_supervised(config.algorithm):
+        errors += _engine_errors(rollout, cluster, layout, engine, cuda=cuda)
     limit = cluster.host_memory_gib
     if limit is not None and host > limit * GIB:
         errors.append(

@@ -16,7 +16,8 @@ from mcore_rl.errors import ConfigError
 
 VERL_SECTION = "actor_rollout_ref"
 """Section of every configuration of verl, which has no section `model`."""
-VALIDATION_KEYS = ("data.val", "data.val_sets")
+NAMED_SETS = ("data.val.", "data.val_sets.")
+"""Beginnings of keys of named validation sets."""
 _LEADING_KEY = re.compile(r"[\w.]*")
 
 
@@ -33,10 +34,13 @@ class Layer:
     text: str | None = None
 
     def names(self) -> Iterator[str]:
-        """Yield the full names of the keys that have a value. Each form of the validation data replaces the other."""
+        """Yield the full names of the keys with a value. A list at data.val replaces named sets, and vice versa."""
         for key in _keys(self.tree, ""):
-            section = ".".join(key.split(".")[:2])
-            yield from VALIDATION_KEYS if section in VALIDATION_KEYS else (key,)
+            yield key
+            if key == "data.val":
+                yield "data.val_sets"
+            elif key.startswith(NAMED_SETS):
+                yield "data.val"
 
     def place(self, key: str) -> str:
         """Return the source and, for a file, the line of `key` or of its innermost section there."""

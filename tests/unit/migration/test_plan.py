@@ -47,9 +47,10 @@ def test_plan_of_supervised_import_has_no_engines(tmp_path: Path) -> None:
     overrides = [f"model.hf_path={ROOT / 'configs' / 'models' / DENSE}", "cluster.gpu_memory_gib=80"]
     few, many = (
         make_plan(load_config(path, [*overrides, f"rollout.gpu_memory_fraction={fraction}"], needs_data=False))
-        for fraction in (0.1, 0.9)
+        for fraction in (0.01, 0.9)
     )
     assert few.fullest.phases == many.fullest.phases
+    assert few.verdict.errors == many.verdict.errors
 
 
 @pytest.mark.parametrize("name", MODELS)
