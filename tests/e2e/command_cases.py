@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from benchmarks.registry import BENCHMARKS
+from tests.readme import ROOT
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,26 @@ GUIDE_CASES = {
     ),
 }
 """Those that run on demand have options and keys that tests/unit/test_readme.py checks always."""
+
+# docs/models/: the plan of every recipe, and the job of the first recipe of every model.
+MODEL_CASES = {
+    f"mcore-rl plan configs/{path.name}": Case(codes=PLAN_OK, says="fits", on_demand=True)
+    for path in sorted((ROOT / "configs").glob("*.yaml"))
+    if not path.name.endswith("_cpu.yaml")
+} | {
+    f"mcore-rl slurm configs/{recipe}.yaml model.hf_path=DIR data.train=train.jsonl data.val=test.jsonl "
+    "slurm.partition=gpu > job.sbatch && sbatch job.sbatch": Case(
+        where={"DIR": f"configs/models/{model}"}, says=r"--partition=gpu\n", on_demand=True
+    )
+    for model, recipe in {
+        "DeepSeek-V3": "dapo_deepseek_v3_671b",
+        "GLM-4.5": "glm_4_5",
+        "Kimi-K2-Instruct": "kimi_k2",
+        "Qwen2.5-32B": "dapo_qwen2_5_32b",
+        "Qwen3-235B-A22B": "qwen3_235b_a22b",
+        "Qwen3-30B-A3B": "qwen3_30b_a3b",
+    }.items()
+}
 
 GUIDE_NOT_RUN = {
     "make test ARGS='tests/unit/converters -k mixtral'": NotRun(Need.SUITE),

@@ -20,7 +20,7 @@ import yaml
 from _pytest.mark import ParameterSet
 
 from tests.code_blocks import block_that_begins, documented_commands
-from tests.e2e.command_cases import GUIDE_CASES, GUIDE_NOT_RUN, PLAN_OK, Case, Need, NotRun
+from tests.e2e.command_cases import GUIDE_CASES, GUIDE_NOT_RUN, MODEL_CASES, PLAN_OK, Case, Need, NotRun
 from tests.readme import ROOT, commands, readme
 
 LAUNCH_SCRIPTS = "tests/unit/migration/scripts"
@@ -157,7 +157,8 @@ CASES = {
     "python scripts/screenshot_report.py RUN_DIR OUT.png": Case(add="--help", says="--theme"),
     "make bench": Case(add="--smallest advantages", says="advantages"),
     'make bench ARGS="--smallest NAME"': Case(where={"NAME": "advantages"}, says="advantages"),
-} | GUIDE_CASES
+}
+CASES |= GUIDE_CASES | MODEL_CASES
 NOT_RUN = {
     "make test": NotRun(Need.SUITE),
     # Fills a GPU where there is one.
@@ -166,7 +167,8 @@ NOT_RUN = {
     "make browser": NotRun(Need.INSTALLATION, ".ci/run"),
     "scripts/setup_trl.sh": NotRun(Need.INSTALLATION),
     "scripts/setup_mbridge.sh": NotRun(Need.INSTALLATION),
-} | GUIDE_NOT_RUN
+}
+NOT_RUN |= GUIDE_NOT_RUN
 READY = {
     # vLLM has no CPU kernel for head size 16; the recipe's tokenizer completes the HF directory.
     "mine": "python scripts/tiny_checkpoint.py qwen3_moe mine --set head_dim=32 --set vocab_size=1280 "

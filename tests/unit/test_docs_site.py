@@ -14,17 +14,20 @@ DOCS = ROOT / "docs"
 
 
 def navigation(page: str) -> list[str]:
-    """Return the pages of a page's toctree, and of the pages in it."""
+    """Return the pages of a page's toctree, and of the pages in it, relative to docs/."""
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     entries = [line for tree in re.findall(r"^```\{toctree\}\n(?:.*\n)*?\n((?:.+\n)+?)```", text, re.MULTILINE)
                for line in tree.split()]  # fmt: skip
     # docs/keys/ is generated when the site is built.
-    return [each for entry in entries if not entry.startswith("keys/") for each in (entry, *navigation(entry))]
+    folder = page.rpartition("/")[0]
+    names = [f"{folder}/{entry}".lstrip("/") for entry in entries if not entry.startswith("keys/")]
+    return [each for name in names for each in (name, *navigation(name))]
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
     pages = navigation("index")
-    assert sorted(pages) == sorted(path.stem for path in DOCS.glob("*.md") if path.stem != "index")
+    files = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
+    assert sorted(pages) == sorted(name for name in files - {"index"} if not name.startswith("keys/"))
 
 
 def test_papers_page_has_every_source_of_the_algorithms() -> None:
