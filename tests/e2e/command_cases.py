@@ -76,8 +76,21 @@ GUIDE_CASES = {
         add=STARTS, where=RL, says="driver", on_demand=True
     ),
     "mcore-rl train CONFIG.yaml actor.lora.rank=32 actor.lora.alpha=64 actor.optimizer.lr=1e-5 "
-    "trainer.export_adapter=DIR": Case(add=STARTS, where={**RL, "DIR": "runs/adapter"}, says="driver", on_demand=True),
-    "mcore-rl train my.yaml rollout.tools=my_tools.py:add": Case(add=STARTS, where=RL, says="driver", on_demand=True),
+    "trainer.export_adapter=DIR": Case(
+        add=f"model.hf_path=mine model.random_init=false {STARTS}",
+        where={**RL, "DIR": "runs/adapter"},
+        needs=("mine",),
+        says="driver",
+        on_demand=True,
+    ),
+    # Tools need a chat template that shows them.
+    "mcore-rl train my.yaml rollout.tools=my_tools.py:add": Case(
+        add="--dry-run",
+        where={"my.yaml": "configs/demo_tool_cpu.yaml"},
+        needs=("tool",),
+        says="driver",
+        on_demand=True,
+    ),
     "mcore-rl train config.yaml observe.trackers=[tensorboard,wandb] observe.trackers_offline=true": Case(
         add=STARTS, where=RL, says="driver", on_demand=True
     ),
@@ -85,7 +98,9 @@ GUIDE_CASES = {
         add=STARTS, where=RL, says="driver", on_demand=True
     ),
     "mcore-rl plan CONFIG.yaml cluster.nodes=4": Case(where=RL, says="fits", on_demand=True),
-    "mcore-rl plan CONFIG.yaml --suggest": Case(where=RL, says=r"actor\.parallel\.\w+=", on_demand=True),
+    "mcore-rl plan CONFIG.yaml --suggest": Case(
+        where={"CONFIG.yaml": "configs/qwen3_30b_a3b.yaml"}, says=r"actor\.parallel\.\w+=", on_demand=True
+    ),
     "mcore-rl slurm configs/my.yaml cluster.nodes=64 slurm.partition=gpu > job.sbatch": Case(
         add="&& cat job.sbatch", needs=("mine",), says=STAGED, on_demand=True
     ),
