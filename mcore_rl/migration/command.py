@@ -48,6 +48,14 @@ def run(options: argparse.Namespace) -> int:
 
     Raises: ConfigError for a file of another kind, unknown values, or settings without counterpart.
     """
+    try:
+        return _import(options)
+    except ConfigError as error:
+        # Keys in the message are those of the other trainer, so no page about our keys fits.
+        raise ConfigError(f"{error} (see docs/migration.md)") from error
+
+
+def _import(options: argparse.Namespace) -> int:
     from mcore_rl.config.document import commented_yaml, write_new
     from mcore_rl.migration.acceptance import rejection
     from mcore_rl.migration.report import Report

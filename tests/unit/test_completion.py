@@ -41,7 +41,7 @@ def completions(line: str) -> list[str]:
         ("train --", ["--help", "--dry-run"]),
         ("doctor --sl", ["--slots", "--slow-percent"]),
         ("plan c.yaml rollout.tp=1 --s", ["--suggest "]),
-        ("debug ", ["rollout "]),
+        ("debug ", ["rollout", "train"]),
         ("train ", ["runs/", "c.yaml"]),
         ("report r", ["runs/"]),
         ("import-verl r", ["runs.sh", "runs/"]),

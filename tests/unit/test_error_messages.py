@@ -16,7 +16,10 @@ ROWS = [re.split(r"(?<!\\)\|", line)[1:-1] for line in PAGE.splitlines() if line
 VARIES = "…"
 MIN_LETTERS = 4
 """Letters that a quoted message needs; a shorter one would match anything."""
-OF_OTHER_CALLS = {"RunDirLostError": f"{VARIES} was deleted or replaced while this run was using it"}
+OF_OTHER_CALLS = {
+    "RunDirLostError": f"{VARIES} was deleted or replaced while this run was using it",
+    "StorageError": f"check the address, the network and the credentials, or set {VARIES} to a local path",
+}
 """Types whose message is composed before the call that raises them, with a message on the page."""
 GENERAL = {"McoreRLError", "ConfigError", "DataError"}
 """Types with too many messages to list."""

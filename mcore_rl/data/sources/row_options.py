@@ -26,7 +26,9 @@ CHANGES_DISTRIBUTION = (
     *("min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
     *("bad_words_ids", "allowed_token_ids", "min_tokens", "min_new_tokens", "logits_processors", "structured_outputs"),
 )
-"""Engine options that are always rejected: they change the sampling distribution."""
+"""Engine options that are rejected: they change the sampling distribution."""
+_NEUTRAL = {"min_p": 0, "repetition_penalty": 1}
+"""Values that change nothing. `SamplingOptions` has these fields too, for validation."""
 _WHOLE = ("top_k", "max_response_tokens")
 # No option needs more digits, and int() takes quadratic time for a long text.
 _MOST_DIGITS = 10
@@ -46,7 +48,8 @@ def check_sampling(
 
     Raises: DataError for an unknown name, a value that the run's key does not allow, or a value above the run's limit.
     """
-    values = {name: _checked(name, value, where) for name, value in given.items() if value is not None}
+    wanted = {name: value for name, value in given.items() if value is not None and _NEUTRAL.get(name) != value}
+    values = {name: _checked(name, value, where) for name, value in wanted.items()}
     checked = cast(SamplingOverrides, values)
     if max_response_tokens is not None and checked.get("max_response_tokens", 0) > max_response_tokens:
         raise DataError(

@@ -7,10 +7,11 @@ from dataclasses import fields
 
 import pytest
 
-from mcore_rl.cli import main
+from mcore_rl import cli
 from mcore_rl.config.pages import PAGES, page_of, with_page
 from mcore_rl.config.reading.unknown_keys import known_keys
 from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
 from tests.readme import ROOT
 
 
@@ -65,11 +66,13 @@ def test_message_ends_with_the_page_of_its_first_key(message: str, end: str) -> 
     assert with_page(message) == message + end
 
 
-def test_command_line_prints_the_page_on_the_line_of_the_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "nowhere.yaml", "run.dir"]) == 2
-    assert capsys.readouterr().err.endswith("nowhere.yaml'\n")
-    assert main(["plan", str(ROOT / "configs" / "gsm8k_cpu.yaml"), "rollout.swap=never"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: rollout.swap=never must be one of ")
-    assert error.endswith(" (see docs/async.md)\n")
-    assert error.count("\n") == 1
+def test_command_line_prints_the_page_on_the_line_of_the_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(options: object) -> int:
+        raise ConfigError("rollout.swap=never must be one of keep, recompute, finish")
+
+    monkeypatch.setattr(cli, "_keys", fail)
+    assert cli.main(["keys"]) == 2
+    message = "error: rollout.swap=never must be one of keep, recompute, finish (see docs/async.md)\n"
+    assert capsys.readouterr().err == message

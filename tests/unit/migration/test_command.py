@@ -120,7 +120,7 @@ def test_command_blockers_need_force(tmp_path: Path, capsys: pytest.CaptureFixtu
     message = capsys.readouterr().err
     assert "algorithm.adv_estimator=gdpo (line 5): no counterpart" in message
     assert "data.image_key=i (line 22)" in message
-    assert message.endswith("--force leaves such settings out\n")
+    assert message.endswith("--force leaves such settings out (see docs/migration.md)\n")
     assert not target.exists()
     assert cli.main([*words, "--force"]) == 0
     assert "left out by --force, although they change the training (2):" in capsys.readouterr().out
