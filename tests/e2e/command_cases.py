@@ -37,6 +37,7 @@ class Need(StrEnum):
     ROOT = "needs root"
     SGLANG = "needs SGLang"
     SUITE = "runs this suite"
+    WEIGHTS = "needs a published checkpoint"
 
 
 @dataclass(frozen=True)
@@ -123,54 +124,57 @@ MODEL_CASES = {
     f"mcore-rl plan configs/{path.name}": Case(codes=PLAN_OK, says="fits", on_demand=True)
     for path in sorted((ROOT / "configs").glob("*.yaml"))
     if not path.name.endswith("_cpu.yaml")
-} | {
-    f"mcore-rl slurm configs/{recipe}.yaml model.hf_path=DIR data.train=train.jsonl data.val=test.jsonl "
-    "slurm.partition=gpu > job.sbatch && sbatch job.sbatch": Case(
-        where={"DIR": f"configs/models/{model}"}, says=r"--partition=gpu\n", on_demand=True
-    )
-    for model, recipe in {
-        "DeepSeek-V3": "dapo_deepseek_v3_671b",
-        "GLM-4.5": "glm_4_5",
-        "Kimi-K2-Instruct": "kimi_k2",
-        "Qwen2.5-32B": "dapo_qwen2_5_32b",
-        "Qwen3-235B-A22B": "qwen3_235b_a22b",
-        "Qwen3-30B-A3B": "qwen3_30b_a3b",
-    }.items()
 }
+STARTED_RECIPES = (
+    "dapo_deepseek_v3_671b",
+    "dapo_qwen2_5_32b",
+    "glm_4_5",
+    "kimi_k2",
+    "qwen3_235b_a22b",
+    "qwen3_30b_a3b",
+)
 
-GUIDE_NOT_RUN = {
-    "make test ARGS='tests/unit/converters -k mixtral'": NotRun(Need.SUITE),
-    "make test ARGS='tests/unit/converters tests/distributed/test_model_parity.py -k mixtral'": NotRun(Need.SUITE),
-    "make test ARGS='tests/contract/test_families.py -k mixtral'": NotRun(Need.SUITE),
-    "kill -USR2 PID": NotRun(Need.RUN, "tests/unit/runtime/test_stack_dumps.py"),
-    "curl http://127.0.0.1:9400/metrics": NotRun(Need.RUN, "tests/unit/observe/test_endpoint.py"),
-    "python scripts/compare_staleness.py --task think2": NotRun(Need.MINUTES),
-    "python scripts/compare_staleness.py --task work3": NotRun(Need.MINUTES),
-    "make sglang": NotRun(Need.INSTALLATION, ".ci/run"),
-    "make sandbox": NotRun(Need.INSTALLATION, ".ci/run"),
-    'pip install "wandb>=0.31"': NotRun(Need.INSTALLATION),
-    "wandb sync RUN_DIR/trackers/wandb/offline-run-*": NotRun(Need.NETWORK),
-    "make demo ENGINE=sglang": NotRun(Need.SGLANG, "tests/unit/scripts/test_demo.py"),
-    "pip install --no-build-isolation --no-deps flash-attn==2.8.3": NotRun(Need.GPUS),
-    "CPLUS_INCLUDE_PATH=/usr/local/cuda/include/cccl TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolation "
-    "--no-deps git+https://github.com/deepseek-ai/DeepEP.git@9af0e0d0e74f3577af1979c9b9e1ac2cad0104ee": NotRun(
-        Need.GPUS
-    ),
-    "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps "
-    "git+https://github.com/NVIDIA/apex.git@26.09": NotRun(Need.GPUS),
-    "mcore-rl train CONFIG.yaml cluster.nodes=2 cluster.gpus_per_node=8 cluster.address=HOST:6379": NotRun(
-        Need.CLUSTER, HOSTS_TEST
-    ),
-    "make demo HOSTS=2": NotRun(Need.ROOT, HOSTS_TEST),
-    "scripts/two_hosts.sh up": NotRun(Need.ROOT, HOSTS_TEST),
-    "scripts/two_hosts.sh ray 6": NotRun(Need.ROOT, HOSTS_TEST),
-    "scripts/two_hosts.sh A .venv/bin/mcore-rl train CONFIG.yaml cluster.nodes=2 "
-    "cluster.address=10.213.7.1:6379": NotRun(Need.ROOT, HOSTS_TEST),
-    "scripts/two_hosts.sh down": NotRun(Need.ROOT, HOSTS_TEST),
-    "srun --ntasks-per-node=1 mcore-rl doctor --node": NotRun(Need.CLUSTER, NODES_TEST),
-    "mcore-rl doctor --node --rendezvous HOST:PORT --nodes 2 --node-rank 0": NotRun(Need.CLUSTER, NODES_TEST),
-} | {
-    f"make bench ARGS={name}": NotRun(Need.MINUTES, "tests/distributed/test_benchmarks.py")
-    for name, benchmark in BENCHMARKS.items()
-    if not benchmark.gpu
-}
+GUIDE_NOT_RUN = (
+    {
+        "make test ARGS='tests/unit/converters -k mixtral'": NotRun(Need.SUITE),
+        "make test ARGS='tests/unit/converters tests/distributed/test_model_parity.py -k mixtral'": NotRun(Need.SUITE),
+        "make test ARGS='tests/contract/test_families.py -k mixtral'": NotRun(Need.SUITE),
+        "kill -USR2 PID": NotRun(Need.RUN, "tests/unit/runtime/test_stack_dumps.py"),
+        "curl http://127.0.0.1:9400/metrics": NotRun(Need.RUN, "tests/unit/observe/test_endpoint.py"),
+        "python scripts/compare_staleness.py --task think2": NotRun(Need.MINUTES),
+        "python scripts/compare_staleness.py --task work3": NotRun(Need.MINUTES),
+        "make sglang": NotRun(Need.INSTALLATION, ".ci/run"),
+        "make sandbox": NotRun(Need.INSTALLATION, ".ci/run"),
+        'pip install "wandb>=0.31"': NotRun(Need.INSTALLATION),
+        "wandb sync RUN_DIR/trackers/wandb/offline-run-*": NotRun(Need.NETWORK),
+        "make demo ENGINE=sglang": NotRun(Need.SGLANG, "tests/unit/scripts/test_demo.py"),
+        "pip install --no-build-isolation --no-deps flash-attn==2.8.3": NotRun(Need.GPUS),
+        "CPLUS_INCLUDE_PATH=/usr/local/cuda/include/cccl TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolation "
+        "--no-deps git+https://github.com/deepseek-ai/DeepEP.git@9af0e0d0e74f3577af1979c9b9e1ac2cad0104ee": NotRun(
+            Need.GPUS
+        ),
+        "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps "
+        "git+https://github.com/NVIDIA/apex.git@26.09": NotRun(Need.GPUS),
+        "mcore-rl train CONFIG.yaml cluster.nodes=2 cluster.gpus_per_node=8 cluster.address=HOST:6379": NotRun(
+            Need.CLUSTER, HOSTS_TEST
+        ),
+        "make demo HOSTS=2": NotRun(Need.ROOT, HOSTS_TEST),
+        "scripts/two_hosts.sh up": NotRun(Need.ROOT, HOSTS_TEST),
+        "scripts/two_hosts.sh ray 6": NotRun(Need.ROOT, HOSTS_TEST),
+        "scripts/two_hosts.sh A .venv/bin/mcore-rl train CONFIG.yaml cluster.nodes=2 "
+        "cluster.address=10.213.7.1:6379": NotRun(Need.ROOT, HOSTS_TEST),
+        "scripts/two_hosts.sh down": NotRun(Need.ROOT, HOSTS_TEST),
+        "srun --ntasks-per-node=1 mcore-rl doctor --node": NotRun(Need.CLUSTER, NODES_TEST),
+        "mcore-rl doctor --node --rendezvous HOST:PORT --nodes 2 --node-rank 0": NotRun(Need.CLUSTER, NODES_TEST),
+    }
+    | {
+        f"make bench ARGS={name}": NotRun(Need.MINUTES, "tests/distributed/test_benchmarks.py")
+        for name, benchmark in BENCHMARKS.items()
+        if not benchmark.gpu
+    }
+    | {
+        f"mcore-rl slurm configs/{recipe}.yaml model.hf_path=DIR data.train=train.jsonl data.val=test.jsonl "
+        "slurm.partition=gpu > job.sbatch && sbatch job.sbatch": NotRun(Need.WEIGHTS, "tests/unit/slurm/test_script.py")
+        for recipe in STARTED_RECIPES
+    }
+)
