@@ -48,6 +48,7 @@ from mcore_rl.runtime.stops import STOPS
 from mcore_rl.sandbox.confinement.memory import groups_removed
 from mcore_rl.trainer.batches import BatchBuilder, describe, recorded_batches, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
+from mcore_rl.trainer.copies import CheckpointCopies
 from mcore_rl.trainer.logp_gap import LogpGapCheck
 from mcore_rl.trainer.reference import build_reference
 from mcore_rl.trainer.repetition import Repetition
@@ -294,7 +295,8 @@ class _Site:
 
     def _checkpoints(self) -> Checkpoints:
         settings, directory = self.config.checkpoint, self.directory / "checkpoints"
-        return Checkpoints(directory, settings.keep_last, settings.keep_best, self.recorder.span)
+        copier = None if settings.copy_to is None else CheckpointCopies(settings.copy_to, directory, self.logs)
+        return Checkpoints(directory, settings.keep_last, settings.keep_best, self.recorder.span, copier)
 
     def _journal(self, signs: Sequence[Sign]) -> RunJournal:
         """Create the journal. With `signs` empty (supervised runs), only the gradient norm is monitored for signs of

@@ -144,13 +144,13 @@ def locked(config: Config, run: Callable[[Start], Result], *, trains: bool, gene
     locked. `trains`: check also what a training writes, its exports and trackers. `generates`: check also data, engines
     and models that score responses.
     """
-    from mcore_rl.preparation.preflight import check_exports, check_run, check_update
+    from mcore_rl.preparation.preflight import check_outputs, check_run, check_update
 
     show = start_up_log()
     with local_files(config, show, data=generates) as names:
         (check_run if generates else check_update)(config)
         if trains:
-            check_exports(config.trainer)
+            check_outputs(config)
             # After the configuration's own checks: a tracker's check may import its package.
             from mcore_rl.observe.trackers.check import check_observers
 
@@ -187,6 +187,7 @@ def _train_locked(config: Config, advice: str, log: ThirdPartyLog, start: Start)
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_log_folder, make_run_dir, remove_partial_checkpoints
     from mcore_rl.trainer.checkpoints import check_newest
+    from mcore_rl.trainer.copies import fetch_newest
     from mcore_rl.trainer.loop import train as train_policy
     from mcore_rl.trainer.run import Run
     from mcore_rl.trainer.supervised import train_supervised
@@ -194,6 +195,8 @@ def _train_locked(config: Config, advice: str, log: ThirdPartyLog, start: Start)
     show, prepared = start.show, prepare(config)
     recorded = with_remote_names(config, start.remote_names)
     changed = make_run_dir(recorded, prepared.checkpoint_bytes, start.take_lock)
+    if config.checkpoint.copy_to is not None:
+        fetch_newest(config.checkpoint.copy_to, Path(config.run.dir) / "checkpoints", show)
     # Before processes start: a damaged checkpoint could not be loaded.
     check_newest(Path(config.run.dir))
     logs = make_log_folder(Path(config.run.dir))

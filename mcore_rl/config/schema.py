@@ -232,6 +232,9 @@ class CheckpointConfig:
     the partial responses, which a resumed run continues."""
     async_save: bool = False
     """Write checkpoint files while training continues. A checkpoint is valid once it is complete."""
+    copy_to: str | None = setting(None, path=True, urls=True)
+    """Directory or URL, such as s3://bucket/run, to which a process copies each checkpoint while training continues. A
+    start without a checkpoint in run.dir resumes from the newest copy."""
 
 
 @dataclass

@@ -41,12 +41,12 @@ def dry_run(config: Config) -> int:
 def _check(config: Config, show: Show) -> None:
     """Make the checks of `train` that come before the data is read."""
     from mcore_rl.observe.trackers.check import check_observers
-    from mcore_rl.preparation.preflight import check_exports, check_run
+    from mcore_rl.preparation.preflight import check_outputs, check_run
     from mcore_rl.runtime.addresses import missing_interface
     from mcore_rl.runtime.isolation.choice import reason_for_own_network
 
     check_run(config)
-    check_exports(config.trainer)
+    check_outputs(config)
     check_observers(config.observe)
     if problem := missing_interface():
         raise ConfigError(problem)

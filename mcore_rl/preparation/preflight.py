@@ -17,7 +17,7 @@ from mcore_rl.config.rules.engine_support import cannot_run, missing_engine
 from mcore_rl.config.rules.judge import server_key, template_text, uses_judge, validate_judge
 from mcore_rl.config.rules.models import uses_reward_model
 from mcore_rl.config.rules.validation import read_hf_config, validate, validate_reward_model
-from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
+from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig, RolloutConfig
 from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError
 from mcore_rl.remote.storage import has_export
@@ -106,11 +106,17 @@ def _check_cluster(cluster: ClusterConfig) -> None:
         )
 
 
-def check_exports(trainer: TrainerConfig) -> None:
-    """Require that the exports of an unfinished run do not exist, and that their URLs can be read.
+def check_outputs(config: Config) -> None:
+    """Require that the exports of an unfinished run do not exist, that their URLs and checkpoint.copy_to can be read,
+    and that copies of checkpoints there are those of this run.
 
     Raises: ConfigError naming the key.
     """
+    trainer, copy_to = config.trainer, config.checkpoint.copy_to
+    if copy_to is not None:
+        from mcore_rl.trainer.copies import check_copies
+
+        check_copies(copy_to, Path(config.run.dir) / "checkpoints")
     for key in ("export_hf", "export_adapter"):
         target = getattr(trainer, key)
         if target is not None and has_export(f"trainer.{key}", target):

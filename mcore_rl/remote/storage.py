@@ -31,8 +31,8 @@ def fetch(key: str, url: str, folder: Path) -> str:
     Returns the path of the file or directory, or a glob of the files.
     Raises: ConfigError naming `key` if the URL cannot be read; DataError if there is no file.
     """
-    with _errors(key, url):
-        system, path = _file_system(key, url)
+    with named_errors(key, url):
+        system, path = file_system(key, url)
         root, pattern, files = _found(system, path)
         if not files:
             raise DataError(f"{key}: there is no file {url}; set {key} to a {', '.join(_KINDS)} file, or to a glob")
@@ -55,8 +55,8 @@ def has_export(key: str, target: str) -> bool:
     cannot be read."""
     if not is_url(target):
         return Path(target).exists()
-    with _errors(key, target):
-        system, path = _file_system(key, target)
+    with named_errors(key, target):
+        system, path = file_system(key, target)
         return any(system.exists(f"{path}/{marker}") for marker in MARKERS)
 
 
@@ -70,8 +70,8 @@ def uploaded(key: str, target: str, staging: Path) -> Iterator[str]:
     shutil.rmtree(staging, ignore_errors=True)
     staging.parent.mkdir(exist_ok=True)
     yield str(staging)
-    with _errors(key, target, StorageError, f"; the files are in {staging}"):
-        system, path = _file_system(key, target)
+    with named_errors(key, target, StorageError, f"; the files are in {staging}"):
+        system, path = file_system(key, target)
         files = sorted(file for file in staging.rglob("*") if file.is_file())
         for file in sorted(files, key=lambda file: file.name in MARKERS):
             remote = f"{path}/{file.relative_to(staging).as_posix()}"
@@ -82,7 +82,8 @@ def uploaded(key: str, target: str, staging: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _errors(key: str, url: str, kind: type[McoreRLError] = ConfigError, note: str = "") -> Iterator[None]:
+def named_errors(key: str, url: str, kind: type[McoreRLError] = ConfigError, note: str = "") -> Iterator[None]:
+    """Convert errors of the block, except this project's, to `kind` with `key` and the remedy."""
     try:
         yield
     except McoreRLError:
@@ -97,7 +98,7 @@ def _errors(key: str, url: str, kind: type[McoreRLError] = ConfigError, note: st
         ) from error
 
 
-def _file_system(key: str, url: str) -> tuple[AbstractFileSystem, str]:
+def file_system(key: str, url: str) -> tuple[AbstractFileSystem, str]:
     """Return the file system of a URL, and the path there."""
     from fsspec.core import url_to_fs
     from fsspec.registry import known_implementations

@@ -31,7 +31,7 @@ PACKAGES = (
     "transformers",
     "numpy",
 )
-WRITTEN = ("run.dir", "trainer.export_hf", "trainer.export_adapter")
+WRITTEN = ("run.dir", "trainer.export_hf", "trainer.export_adapter", "checkpoint.copy_to")
 """Keys whose paths need not exist."""
 READ_BY_DRIVER = ("data.train", "data.val", "data.val_sets", "data.weights", "data.curriculum", "data.cache_dir")
 LARGEST_DIGESTED = 1 << 20

@@ -7,11 +7,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.ports import PendingSave
@@ -35,6 +35,16 @@ class CheckpointState(TypedDict):
     positions: dict[str, JsonObject]
 
 
+class Copier(Protocol):
+    """Copies complete checkpoints to another place while the run continues."""
+
+    def begin(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 @dataclass
 class Checkpoints:
     """The `checkpoints/` directory of a run. A directory step_<n> is a checkpoint only if it has a proof
@@ -45,6 +55,7 @@ class Checkpoints:
     keep_best: int = 0
     span: Callable[[str], AbstractContextManager[object]] = nullcontext
     """Records the time of `save` in the timeline."""
+    copier: Copier | None = None
     _running: tuple[int, Path, PendingSave] | None = field(default=None, init=False)
     """Step, directory and save that the ranks have not finished."""
 
@@ -141,6 +152,24 @@ class Checkpoints:
         for number, old in complete[: -self.keep_last]:
             if number not in best:
                 self._discard(old)
+        if self.copier is not None:
+            self.copier.begin()
+
+    @contextmanager
+    def copied(self) -> Iterator[None]:
+        """Wait at the end of the block until its saves are copied, if they are to be. An error of the block stops
+        copying instead.
+
+        Raises: StorageError if they cannot be copied.
+        """
+        try:
+            yield
+        except BaseException:
+            if self.copier is not None:
+                self.copier.stop()
+            raise
+        if self.copier is not None:
+            self.copier.finish()
 
     @staticmethod
     def read(path: Path) -> tuple[CheckpointState, tuple[SavedFile, ...]]:
@@ -162,7 +191,7 @@ class Checkpoints:
         if not self.directory.is_dir():
             return []
         paths = self.directory.iterdir()
-        return sorted((int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name)))
+        return sorted((step, path) for path in paths if (step := step_of(path.name)) is not None)
 
     def complete(self) -> list[tuple[int, Path]]:
         """Return steps and directories of all complete checkpoints, oldest first."""
@@ -196,6 +225,12 @@ class Checkpoints:
         doomed = path.with_name(f".{path.name}.removed")
         os.replace(path, doomed)
         shutil.rmtree(doomed)
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint's directory name; None for other names."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def newest_step(run_dir: Path) -> int | None:

@@ -21,7 +21,7 @@ def train(run: Run) -> bool:
     if not resumed and run.config.trainer.validate_before:
         validate(run)
         run.journal.finish_step(0)
-    with saves_settled(run):
+    with run.checkpoints.copied(), saves_settled(run):
         for step in steps_left(run):
             groups = run.collector.collect(step)
             update = update_models(run, groups, step, version)  # raises before a step with non-finite values

@@ -10,7 +10,7 @@ def train_supervised(run: SupervisedRun) -> bool:
     if the run was stopped earlier on request, after saving."""
     resume(run)
     every = run.config.checkpoint.every_steps
-    with saves_settled(run):
+    with run.checkpoints.copied(), saves_settled(run):
         for step in steps_left(run):
             update = run.actor.update(run.actor.recompute_logp(run.next_batch()))
             run.state = run.state.finished(step, 0)

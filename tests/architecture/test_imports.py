@@ -43,7 +43,7 @@ MAY_IMPORT = {
         *("types", "config", "resolved", "ports", "data", "megatron", "engines", "rollout", "weights", "rewards"),
         "processes",
     },
-    "trainer": {"types", "config", "algorithms", "data", "ports"},
+    "trainer": {"types", "config", "algorithms", "data", "ports", "remote"},
     "observe": {"types", "config", "remote"},
     "slurm": {"config", "runtime", "doctor"},
     "model_converters": set(),

@@ -146,7 +146,9 @@ def translate_intervals(run: VerlRun) -> None:
             f"{source.effective('trainer.default_local_dir').shown} holds verl's checkpoints; "
             f"run.dir={draft.values['run.dir']} is a new directory for all files of the run"
         )
-    source.find("trainer.project_name", "trainer.default_hdfs_dir")
+    if copies := source.text("trainer.default_hdfs_dir"):
+        draft.set("checkpoint.copy_to", copies, source.effective("trainer.default_hdfs_dir").origin)
+    source.find("trainer.project_name")
     _translate_trackers(run, name)
 
 

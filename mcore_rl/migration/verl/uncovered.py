@@ -80,7 +80,7 @@ REASONS = {
     """,
     "the sandbox has its own section (sandbox.*)": "reward*.sandbox_fusion.*",
     "options of a part that this run does not use": """
-        *.multi_turn.* *.clip_ratio* *.policy_loss.* *.actor.tau_* algorithm.* trainer.default_hdfs_dir optim.*
+        *.multi_turn.* *.clip_ratio* *.policy_loss.* *.actor.tau_* algorithm.* optim.*
         model data.use_dynamic_bsz data.max_token_len_per_gpu data.filter_overlong_prompts* data.custom_cls.*
     """,
     "roles are part of the configuration": "*.hybrid_engine critic.* model_engine optim critic.enable",

@@ -77,6 +77,8 @@ def yaml_draft(text: str, tmp_path: Path) -> Draft:
         ("trainer.logger=[console,wandb] trainer.project_name=p trainer.experiment_name=e",
          {"observe.trackers": ["wandb"], "observe.project": "p", "observe.run_name": "e"}),
         ('trainer.experiment_name="a_$(date +%H)_${X:?}"', {"run.dir": "runs/a"}),
+        ("trainer.default_hdfs_dir=hdfs://h/run", {"checkpoint.copy_to": "hdfs://h/run"}),
+        ("trainer.default_hdfs_dir=null", {"checkpoint.copy_to": None}),
         ("trainer.logger=[console] trainer.project_name=p", {"observe.trackers": None, "observe.project": None}),
     ],
 )  # fmt: skip

@@ -17,7 +17,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError, DataError, StorageError
 from mcore_rl.ports import Actor
-from mcore_rl.preparation.preflight import check_exports
+from mcore_rl.preparation.preflight import check_outputs
 from mcore_rl.remote.localize import localized, with_remote_names
 from mcore_rl.remote.storage import fetch, has_export, uploaded
 from mcore_rl.runtime.isolation import choice, namespace
@@ -186,7 +186,7 @@ def test_uploaded_export_has_its_marker_last(
     assert has_export("k", url)
     assert not staging.exists()
     with pytest.raises(ConfigError, match=rf"^trainer\.export_hf={url} exists already"):
-        check_exports(load_config(base, [f"trainer.export_hf={url}"]).trainer)
+        check_outputs(load_config(base, [f"trainer.export_hf={url}"]))
 
 
 def test_uploaded_cut_upload_names_local_files_and_is_repeated(
