@@ -30,6 +30,7 @@ class Need(StrEnum):
 
     GPUS = "needs GPUs"
     CLUSTER = "needs a cluster"
+    DOCKER = "needs Docker"
     INSTALLATION = "installs packages"
     MINUTES = "takes minutes"
     NETWORK = "needs an account on a server"
@@ -51,6 +52,7 @@ class NotRun:
 PLAN_OK = frozenset({0, 3})
 """Exit codes of `plan` if the memory suffices: 3 if this version cannot run the plan."""
 HOSTS_TEST = "tests/e2e/test_hosts.py"
+IMAGES_TEST = "tests/unit/scripts/test_images.py"
 NODES_TEST = "tests/unit/slurm/test_fabric_node.py"
 RL = {"(?:CONFIG|config|my)\\.yaml": "configs/gsm8k_cpu.yaml"}
 STARTS = "data.train=train.jsonl --dry-run"
@@ -143,6 +145,10 @@ GUIDE_NOT_RUN = (
         "curl http://127.0.0.1:9400/metrics": NotRun(Need.RUN, "tests/unit/observe/test_endpoint.py"),
         "python scripts/compare_staleness.py --task think2": NotRun(Need.MINUTES),
         "python scripts/compare_staleness.py --task work3": NotRun(Need.MINUTES),
+        "docker build -f docker/gpu.Dockerfile -t mcore-rl:gpu .": NotRun(Need.DOCKER, IMAGES_TEST),
+        "docker run --gpus all --ipc=host -it mcore-rl:gpu": NotRun(Need.DOCKER, IMAGES_TEST),
+        "docker build -f docker/cpu.Dockerfile -t mcore-rl:cpu .": NotRun(Need.DOCKER, IMAGES_TEST),
+        "docker run --shm-size=4g -it mcore-rl:cpu": NotRun(Need.DOCKER, IMAGES_TEST),
         "make sglang": NotRun(Need.INSTALLATION, ".ci/run"),
         "make sandbox": NotRun(Need.INSTALLATION, ".ci/run"),
         'pip install "wandb>=0.31"': NotRun(Need.INSTALLATION),

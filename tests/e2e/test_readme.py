@@ -128,7 +128,10 @@ CASES = {
         where={"DIR": "mine"}, needs=("mine",), says="(?s)plan: fits.*next: mcore-rl train my.yaml"
     ),
     "mcore-rl train CONFIG.yaml --dry-run": Case(
-        where={"CONFIG.yaml": "configs/my.yaml"}, needs=("mine",), says="dry run: nothing was started"
+        add="run.dir=runs/dry trainer.export_hf=null",
+        where={"CONFIG.yaml": "configs/my.yaml"},
+        needs=("mine",),
+        says="dry run: nothing was started",
     ),
     "mcore-rl doctor": Case(says="torch"),
     "mcore-rl doctor --node": Case(says="fabric: all well"),

@@ -27,6 +27,8 @@ class WandbRun:
     def __init__(self, facts: RunFacts) -> None:
         # Its service process would otherwise report its own errors to wandb, also offline.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        # Weave would record calls of openai and mcp in the driver; wandb prints advice about it even if it is silent.
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         import wandb
 
         facts.files.mkdir(exist_ok=True)

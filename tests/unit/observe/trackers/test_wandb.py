@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -48,7 +50,11 @@ def history(run_dir: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
-def test_wandb_offline_records_metrics_config_and_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wandb_offline_records_metrics_config_and_table(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # wandb prints advice in processes that have imported openai, as vLLM does.
+    monkeypatch.setitem(sys.modules, "openai", ModuleType("openai"))
     run = WandbRun(facts(tmp_path))
     run.append(0, {"val/accuracy": 0.25}, [])
     run.append(1, {"reward/mean": 0.5}, [response(), response(is_validation=True)])
