@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -67,16 +67,21 @@ def train(config: Config, advice: str) -> int:
 
 
 def _describe_failure(run_dir: Path, advice: str, error: McoreRLError) -> None:
-    """Write the report of a run that failed after a step, and print its path and how to resume."""
+    """Write the error and the report of a run that failed after a step; print the report's path and how to resume."""
+    from mcore_rl.observe.report.run_files import FAILURE
+
     # Invalid input (2) has changed nothing, and a lost directory may belong to another run now.
     if error.exit_code == 2 or isinstance(error, RunDirLostError) or not (run_dir / "metrics.jsonl").is_file():
         return
-    print(_report(run_dir, failure=str(error)), file=sys.stderr)
+    # The disk may be full, which must not hide the error.
+    with suppress(OSError):
+        (run_dir / FAILURE).write_text(str(error), encoding="utf-8", errors="replace")
+    print(_report(run_dir), file=sys.stderr)
     print(resume_hint(run_dir, advice), file=sys.stderr)
 
 
-def _report(run_dir: Path, *, keep: bool = False, failure: str | None = None) -> str:
-    """Write the report of the run; with `keep`, only if there is none. `failure`: error that ended the run.
+def _report(run_dir: Path, *, keep: bool = False) -> str:
+    """Write the report of the run; with `keep`, only if there is none.
 
     Returns a line with its path, or with the reason why it could not be written.
     """
@@ -85,7 +90,7 @@ def _report(run_dir: Path, *, keep: bool = False, failure: str | None = None) ->
     if keep and (run_dir / REPORT).exists():
         return f"report: {run_dir / REPORT}"
     try:
-        return f"report: {write_report([run_dir], failure=failure)}"
+        return f"report: {write_report([run_dir])}"
     # A full disk, for example. The run itself is complete.
     except (McoreRLError, OSError) as error:
         return f"report: not written: {error}"
@@ -183,6 +188,7 @@ def local_files(config: Config, show: Show, *, data: bool = True) -> Iterator[Lo
 
 def _train_locked(config: Config, advice: str, log: ThirdPartyLog, start: Start) -> bool:
     from mcore_rl.assembly import assemble
+    from mcore_rl.observe.report.run_files import FAILURE
     from mcore_rl.observe.screen.live import live_screen
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_log_folder, make_run_dir, remove_partial_checkpoints
@@ -195,6 +201,7 @@ def _train_locked(config: Config, advice: str, log: ThirdPartyLog, start: Start)
     show, prepared = start.show, prepare(config)
     recorded = with_remote_names(config, start.remote_names)
     changed = make_run_dir(recorded, prepared.checkpoint_bytes, start.take_lock)
+    (Path(config.run.dir) / FAILURE).unlink(missing_ok=True)
     if config.checkpoint.copy_to is not None:
         fetch_newest(config.checkpoint.copy_to, Path(config.run.dir) / "checkpoints", show)
     # Before processes start: a damaged checkpoint could not be loaded.

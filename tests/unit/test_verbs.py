@@ -152,6 +152,7 @@ def test_train_failed_run_prints_how_to_resume(
         verbs.train(config, "resume with: it")
     assert capsys.readouterr().err.splitlines()[-1] == "step 4 is saved; resume with: it"
     assert (run_dir / "report.html").exists()
+    assert (run_dir / "failure.txt").read_text() == "a rank died"
 
 
 def test_train_lost_directory_is_left_to_its_new_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

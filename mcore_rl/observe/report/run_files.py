@@ -18,6 +18,10 @@ from mcore_rl.observe.metrics import FILE_NAME, FOLDER, ROLLOUTS
 from mcore_rl.types.json import JsonObject
 
 CONFIG = "config.yaml"
+FAILURE = "failure.txt"
+"""The error that ended the last start; absent if none did."""
+MAX_FAILURE = 4000
+"""Characters of the error that are shown."""
 MAX_NUMBER = 1e100
 """Larger numbers count as infinite, so that sums and squares of them cannot exceed the range of floats."""
 SECRETS = "slurm.environment"
@@ -41,7 +45,7 @@ class RunFiles:
     records: metrics by step, in order; null (a value that was not finite) is None.
     config: flattened configuration, {"actor.optimizer.lr": 1e-6}; {} if it cannot be read.
     notes: parts that could not be read, for the report's table of warnings.
-    failure: error that ended the run, if the process that reports it writes the report.
+    failure: error that ended the last start.
     """
 
     directory: Path
@@ -87,9 +91,18 @@ def read_run(directory: Path) -> RunFiles:
             run.records[step] = {name: finite(value) for name, value in record.items() if _is_metric(name, value)}
     run.records = dict(sorted(run.records.items()))
     run.config = read_config(directory / CONFIG, run.notes)
+    run.failure = _failure(directory / FAILURE)
     files = _rollout_files(directory / ROLLOUTS, run.notes)
     run.rollouts = sorted(files, key=lambda file: (file.step, file.is_validation))
     return run
+
+
+def _failure(path: Path) -> str | None:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(MAX_FAILURE)
+    except OSError:
+        return None
 
 
 def json_lines(path: Path, notes: list[str], *, last_bytes: int | None = None) -> Iterator[JsonObject]:

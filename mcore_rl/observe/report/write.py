@@ -22,15 +22,14 @@ from model_converters.durable_files import durable_write
 REPORT = "report.html"
 
 
-def write_report(run_dirs: Sequence[Path], path: Path | None = None, *, failure: str | None = None) -> Path:
+def write_report(run_dirs: Sequence[Path], path: Path | None = None) -> Path:
     """Write a report about all runs to `path`, by default report.html in the first run directory. Returns the path.
 
-    The runs may be in progress: the file is replaced atomically. `failure` is the error that ended the first run.
+    The runs may be in progress: the file is replaced atomically.
 
     Raises: ConfigError if one of them is not a run directory, or if the file cannot be written there.
     """
     runs = [read_run(directory) for directory in run_dirs]
-    runs[0].failure = failure
     blocks = Blocks()
     described = [
         _describe(blocks, run, f"run{number}.", len(runs), name)

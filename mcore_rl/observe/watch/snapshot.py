@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mcore_rl.observe.metrics import FILE_NAME, ROLLOUTS
 from mcore_rl.observe.report.alerts import Alert, alerts_of
-from mcore_rl.observe.report.run_files import CONFIG, RunFiles, read_run
+from mcore_rl.observe.report.run_files import CONFIG, FAILURE, RunFiles, read_run
 from mcore_rl.observe.signs import Sign
 from mcore_rl.observe.watch.heartbeat import Heartbeat, HolderState
 from mcore_rl.observe.watch.responses import LastResponses, last_responses
@@ -96,7 +96,7 @@ class SnapshotReader:
 
     def _current_signature(self) -> Signature:
         newest = [] if self._last is None else [file.path for file in self._last.run.rollouts[-1:]]
-        names = (CONFIG, FILE_NAME, ROLLOUTS)
+        names = (CONFIG, FILE_NAME, ROLLOUTS, FAILURE)
         return tuple(_state(path) for path in (*(self._directory / name for name in names), *newest))
 
     def _step_seconds(self) -> float | None:

@@ -192,7 +192,8 @@ def test_report_signs_of_collapse_and_failures_are_alerts(tmp_path: Path) -> Non
 
 def test_report_failure_of_the_run_is_the_first_alert(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run")
-    page = write_report([directory], failure="trainer rank 1 died").read_text()
+    (directory / "failure.txt").write_text("trainer rank 1 died")
+    page = write_report([directory]).read_text()
     block = re.findall(r'data-block="summary">([^<]*)<', page)[0]
     summary = decode(block)
     assert isinstance(summary, dict)
