@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.observe.trackers.mlflow import MAX_PARAM_CHARACTERS, MlflowRun
 from tests.unit.observe.trackers.recorded import facts, response
 
-mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
+mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed: scripts/setup_trackers.sh")
 
 
 def stored(run_dir: Path) -> tuple[object, mlflow.MlflowClient]:

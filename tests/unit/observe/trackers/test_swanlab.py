@@ -10,7 +10,7 @@ from mcore_rl.observe.trackers.run_ids import RunIds
 from mcore_rl.observe.trackers.swanlab import SwanlabRun, login_problem
 from tests.unit.observe.trackers.recorded import facts, response
 
-pytest.importorskip("swanlab", reason="swanlab is not installed")
+pytest.importorskip("swanlab", reason="swanlab is not installed: scripts/setup_trackers.sh")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from mcore_rl.observe.trackers.run_ids import RunIds
 from mcore_rl.observe.trackers.trackio import login_problem
 from tests.unit.observe.trackers.recorded import HOSTILE
 
-pytest.importorskip("trackio", reason="trackio is not installed")
+pytest.importorskip("trackio", reason="trackio is not installed: scripts/setup_trackers.sh")
 
 WRITE = """
 import sys
