@@ -68,11 +68,11 @@ def train(config: Config, advice: str) -> int:
 
 def _describe_failure(run_dir: Path, advice: str, error: McoreRLError) -> None:
     """Write the error and the report of a run that failed after a step; print the report's path and how to resume."""
-    from mcore_rl.observe.report.run_files import FAILURE
-
     # Invalid input (2) has changed nothing, and a lost directory may belong to another run now.
     if error.exit_code == 2 or isinstance(error, RunDirLostError) or not (run_dir / "metrics.jsonl").is_file():
         return
+    from mcore_rl.observe.report.run_files import FAILURE
+
     # The disk may be full, which must not hide the error.
     with suppress(OSError):
         (run_dir / FAILURE).write_text(str(error), encoding="utf-8", errors="replace")
