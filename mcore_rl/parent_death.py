@@ -11,6 +11,11 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
+def guarded(*command: str) -> list[str]:
+    """Return a command that runs `command` in a process that ends with this thread."""
+    return [sys.executable, "-m", __name__, str(os.getpid()), *command]
+
+
 def die_with(parent: int) -> None:
     """Let the kernel kill this process when the thread that started it ends (Linux). The setting survives exec.
 

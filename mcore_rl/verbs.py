@@ -172,7 +172,7 @@ def locked(config: Config, run: Callable[[Start], Result], *, trains: bool, gene
 
 @contextmanager
 def local_files(config: Config, show: Show, *, data: bool = True) -> Iterator[LocalNames]:
-    """Replace the remote names in the configuration of a run on this machine, as `localized` does. `data`: also those
+    """Replace the remote names in the configuration of a run on this machine, as `localized` does. `data`: also names
     of data.
 
     Raises: ConfigError also for URLs that an isolated run could not reach.

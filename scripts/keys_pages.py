@@ -119,7 +119,7 @@ def mentions(keys: Collection[str], docs: Path = DOCS) -> dict[str, list[tuple[s
 
 
 def write_pages(folder: Path = FOLDER) -> list[Path]:
-    """Write the pages and remove those of former sections. An unchanged file is not written, so that Sphinx does not
+    """Write the pages and remove pages of former sections. An unchanged file is not written, so that Sphinx does not
     read it again."""
     folder.mkdir(exist_ok=True)
     texts = {folder / name: text for name, text in reference().pages().items()}

@@ -311,7 +311,7 @@ def _number(value: float | None) -> str:
 
 
 def write_pages(folder: Path = FOLDER) -> list[Path]:
-    """Plan all recipes, write the pages, and remove those of former models."""
+    """Plan all recipes, write the pages, and remove pages of former models."""
     folder.mkdir(exist_ok=True)
     models = {model: [PlannedRecipe.read(name) for name in names] for model, names in recipes_by_model().items()}
     texts = {f"{model}.md": page(model, recipes) for model, recipes in models.items()} | {"index.md": index(models)}

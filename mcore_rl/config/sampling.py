@@ -41,7 +41,7 @@ class SamplingConfig:
     tokens."""
     validation_repetition_penalty: float = setting(1.0, above=0, maximum=2)
     """Repetition penalty for validation, also of greedy sampling: positive logits of earlier tokens are divided by it,
-    negative ones multiplied; 1: none. vLLM counts the tokens of prompt and response, SGLang those of the response."""
+    negative ones multiplied; 1: none. vLLM counts tokens of prompt and response, SGLang of the response only."""
     validation_samples: int = setting(1, minimum=1)
     """Responses per validation prompt; accuracy is their mean. More than 1 needs a rollout.validation_temperature above
     0."""

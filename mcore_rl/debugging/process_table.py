@@ -22,7 +22,7 @@ Row = tuple[str, str, str, str, str, str]
 def process_table(plan: ProcessPlan, config: Config) -> Table:
     """Return one row per process; neighbours that differ only in their number share a row.
 
-    CPUs are those that the process reserves in Ray; an engine has as many ranks. Threads are those of each rank.
+    CPUs: reserved in Ray; an engine has as many ranks. Threads: per rank.
     Shared GPUs are named by their trainer ranks. Children are processes that the process itself starts.
     """
     table = Table(title="Processes")

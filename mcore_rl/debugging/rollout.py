@@ -27,7 +27,7 @@ from mcore_rl.verbs import Start, local_files, locked
 FOLDER = "debug_rollout"
 """Folder of run.dir with the records and logs of this command, so that it does not disturb a run there."""
 STEP = 1
-"""The first step: its prompts and seeds are those of a run that starts with the same weights."""
+"""The first step: a run that starts with the same weights has the same prompts and seeds there."""
 
 
 def debug_rollout(config: Config) -> int:

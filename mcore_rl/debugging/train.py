@@ -29,7 +29,7 @@ KEY = "observe.keep_trajectories"
 def debug_train(directory: Path, step: int, overrides: Sequence[str]) -> int:
     """Repeat the update of a step of the run in `directory`, and print its metrics beside the recorded ones.
 
-    The configuration is that of the run's last start, changed by `overrides`.
+    The run's last start determines the configuration; `overrides` change it.
 
     Returns 0, also if metrics differ.
     Raises: ConfigError, DataError, DamagedCheckpointError if the step cannot be repeated; errors of the update.

@@ -108,7 +108,7 @@ def _check_cluster(cluster: ClusterConfig) -> None:
 
 def check_outputs(config: Config) -> None:
     """Require that the exports of an unfinished run do not exist, that their URLs and checkpoint.copy_to can be read,
-    and that copies of checkpoints there are those of this run.
+    and that this run owns the copies of checkpoints there.
 
     Raises: ConfigError naming the key.
     """

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from mcore_rl.errors import DataError, StorageError
-from mcore_rl.remote.storage import file_system, named_errors
-
-PARALLEL_FILES = 8
-"""Files that are copied at the same time: one connection rarely fills a network."""
+from mcore_rl.remote.storage import file_system, in_parallel, named_errors, put_folder
 
 
 @dataclass(frozen=True)
@@ -50,19 +45,9 @@ class Mirror:
         Raises: StorageError if a file cannot be read or written, or has another size there.
         """
         self.remove(folder.name)
-        files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
         with named_errors(self.key, self.url, StorageError):
             system, root = file_system(self.key, self.url)
-
-            def copy(name: str) -> None:
-                source, target = folder / name, f"{root}/{folder.name}/{name}"
-                system.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
-                system.put_file(str(source), target)
-                if system.size(target) != source.stat().st_size:
-                    raise OSError(f"{target} has {system.size(target)} bytes instead of {source.stat().st_size}")
-
-            _in_parallel(copy, [name for name in files if name != self.marker])
-            copy(self.marker)
+            put_folder(system, folder, f"{root}/{folder.name}", [self.marker])
 
     def remove(self, name: str) -> None:
         """Remove a copy, complete or not. Raises: StorageError."""
@@ -87,14 +72,8 @@ class Mirror:
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 system.get_file(start + file, str(folder / file))
 
-            _in_parallel(copy, [file for file in files if file != self.marker])
+            in_parallel(copy, [file for file in files if file != self.marker])
             copy(self.marker)
-
-
-def _in_parallel(copy: Callable[[str], None], names: list[str]) -> None:
-    with ThreadPoolExecutor(PARALLEL_FILES) as pool:
-        # Raises the error of the first file that failed.
-        list(pool.map(copy, names))
 
 
 def _below(key: str, path: str, start: str) -> str:

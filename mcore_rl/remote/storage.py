@@ -7,10 +7,11 @@ import glob
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from mcore_rl.config.remote_names import is_url
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 MARKERS = ("config.json", "adapter_config.json")
 """Files of an export that are uploaded last: their presence means that it is complete."""
+PARALLEL_FILES = 8
+"""Files that are copied at the same time."""
+T = TypeVar("T")
 _KINDS = (".jsonl", ".parquet", ".csv")
 
 
@@ -72,13 +76,34 @@ def uploaded(key: str, target: str, staging: Path) -> Iterator[str]:
     yield str(staging)
     with named_errors(key, target, StorageError, f"; the files are in {staging}"):
         system, path = file_system(key, target)
-        files = sorted(file for file in staging.rglob("*") if file.is_file())
-        for file in sorted(files, key=lambda file: file.name in MARKERS):
-            remote = f"{path}/{file.relative_to(staging).as_posix()}"
-            system.put_file(str(file), remote)
-            if system.size(remote) != file.stat().st_size:
-                raise OSError(f"{remote} has {system.size(remote)} bytes instead of {file.stat().st_size}")
+        put_folder(system, staging, path, MARKERS)
     shutil.rmtree(staging)
+
+
+def put_folder(system: AbstractFileSystem, folder: Path, target: str, markers: Sequence[str]) -> None:
+    """Copy the files of a folder to `target`, the files with the names `markers` last, and check their sizes.
+
+    Raises: errors of the file system, OSError for a file that has another size there.
+    """
+
+    def put(file: Path) -> None:
+        place = f"{target}/{file.relative_to(folder).as_posix()}"
+        system.makedirs(place.rpartition("/")[0], exist_ok=True)
+        system.put_file(str(file), place)
+        if system.size(place) != file.stat().st_size:
+            raise OSError(f"{place} has {system.size(place)} bytes instead of {file.stat().st_size}")
+
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    for chosen in (False, True):
+        in_parallel(put, [file for file in files if (file.name in markers) == chosen])
+
+
+def in_parallel(copy: Callable[[T], None], files: Sequence[T]) -> None:
+    """Copy files at the same time, since one connection rarely fills a network. Raises: the error of the first file
+    that fails."""
+    with ThreadPoolExecutor(PARALLEL_FILES) as pool:
+        for _ in pool.map(copy, files):
+            pass
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rl.errors import ConfigError, McoreRLError, StorageError
+from mcore_rl.parent_death import guarded
 from mcore_rl.remote.mirror import Mirror
 from mcore_rl.trainer.checkpoints import Checkpoints, step_of
 from mcore_rl.trainer.proof import PROOF_FILE
@@ -104,9 +105,8 @@ class CheckpointCopies:
             self._process = None
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # parent_death: a driver that is killed does not leave the process behind.
-        guarded = [sys.executable, "-m", "mcore_rl.parent_death", str(os.getpid())]
-        command = [*guarded, sys.executable, "-m", __name__, self.url, str(self.directory)]
+        # guarded: a driver that is killed does not leave the process behind.
+        command = guarded(sys.executable, "-m", __name__, self.url, str(self.directory))
         with (self.logs / LOG).open("ab") as log:
             # A session of its own: the first Ctrl-C finishes the step, and must not end the copy.
             self._process = subprocess.Popen(

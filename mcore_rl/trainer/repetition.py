@@ -20,8 +20,8 @@ from mcore_rl.types import Batch, Groups, Metric
 class Repetition:
     """Parts of a run that an update needs (update.UpdateParts).
 
-    controllers: states that a checkpoint contains and the update uses, by name. recorded: metrics that the parts
-    record besides those of the update.
+    controllers: states that a checkpoint contains and the update uses, by name. recorded: metrics of the
+    parts, which the update does not return.
     """
 
     config: Config

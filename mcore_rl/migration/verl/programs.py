@@ -1,4 +1,4 @@
-"""Programs that verl's scripts start: its own trainers, and those of recipes with other algorithms."""
+"""Programs that verl's scripts start: its own trainers, and trainers of recipes with other algorithms."""
 
 from __future__ import annotations
 

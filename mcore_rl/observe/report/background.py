@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore_rl.parent_death import guarded
+
 logger = logging.getLogger(__name__)
 
 LOG = "report.log"
@@ -42,9 +44,8 @@ class ReportProcess:
             logger.warning("the report of step %d cannot be written: %s", step, error)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # parent_death: a driver that is killed does not leave the process behind.
-        guarded = [sys.executable, "-m", "mcore_rl.parent_death", str(os.getpid())]
-        command = [*guarded, sys.executable, "-m", "mcore_rl.cli", "report", str(self.run_dir)]
+        # guarded: a driver that is killed does not leave the process behind.
+        command = guarded(sys.executable, "-m", "mcore_rl.cli", "report", str(self.run_dir))
         self.logs.mkdir(exist_ok=True)
         with (self.logs / LOG).open("ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

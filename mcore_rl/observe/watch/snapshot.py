@@ -74,7 +74,7 @@ class SnapshotReader:
     """Reads the files of a run again when one of them has changed."""
 
     def __init__(self, directory: Path, heartbeat: Heartbeat, signs: Sequence[Sign] | None = None) -> None:
-        """`signs`: signs of collapse of the run; None: those of its config.yaml."""
+        """`signs`: signs of collapse of the run; None: read them from its config.yaml."""
         self._directory, self._heartbeat, self._signs = directory, heartbeat, signs
         self._signature: Signature | None = None
         self._last: Snapshot | None = None
