@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from mcore_rl.config.remote_names import is_url
 from mcore_rl.errors import ConfigError, DataError, McoreRLError, StorageError
+from mcore_rl.remote.hub import DATA_KINDS
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -25,7 +26,6 @@ MARKERS = ("config.json", "adapter_config.json")
 PARALLEL_FILES = 8
 """Files that are copied at the same time."""
 T = TypeVar("T")
-_KINDS = (".jsonl", ".parquet", ".csv")
 
 
 def fetch(key: str, url: str, folder: Path) -> str:
@@ -39,7 +39,7 @@ def fetch(key: str, url: str, folder: Path) -> str:
         system, path = file_system(key, url)
         root, pattern, files = _found(system, path)
         if not files:
-            raise DataError(f"{key}: there is no file {url}; set {key} to a {', '.join(_KINDS)} file, or to a glob")
+            raise DataError(f"{key}: there is no file {url}; set {key} to a {', '.join(DATA_KINDS)} file, or to a glob")
         local = {file: _relative(key, file, root, is_web=_is_web(system)) for file in files}
         # These facts have a file's size, and its time or checksum, so that they change with the content.
         versions = "\n".join(repr(sorted(system.info(file).items())) for file in files)
@@ -155,7 +155,7 @@ def _found(system: AbstractFileSystem, path: str) -> tuple[str, str, list[str]]:
         found = sorted(file for file in system.glob(path) if system.isfile(file))
         return "/".join(parts[:first]), "/".join(parts[first:]), found
     if system.isdir(path):
-        listed = sorted(file for file in system.ls(path, detail=False) if file.endswith(_KINDS))
+        listed = sorted(file for file in system.ls(path, detail=False) if file.endswith(DATA_KINDS))
         return path, "", [file for file in listed if system.isfile(file)]
     return path.rpartition("/")[0], "", [path] if system.exists(path) else []
 

@@ -89,11 +89,24 @@ def test_copy_all_replaces_a_copy_with_other_content(
     assert bucket.cat_file("/bucket/run/step_1/critic/w.bin") == b"mine"
 
 
-def test_upload_that_is_cut_is_not_a_copy(checkpoints: Checkpoints, bucket: MemoryFileSystem) -> None:
+def test_upload_that_is_cut_is_not_a_copy(
+    checkpoints: Checkpoints, bucket: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(Checkpoints(tmp_path / "other", keep_last=1), 1, b"other")
+    copy_all(URL, tmp_path / "other")
     save(checkpoints, 1)
-    copy_all(URL, checkpoints.directory)
-    # The marker is removed before the other files are replaced.
-    bucket.rm_file("/bucket/run/step_1/complete.json")
+    put = MemoryFileSystem.put_file
+
+    def cut(self: MemoryFileSystem, source: str, target: str) -> None:
+        if target.endswith("w.bin"):
+            raise PermissionError("access denied")
+        put(self, source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "put_file", cut)
+        with pytest.raises(StorageError, match="PermissionError: access denied"):
+            copy_all(URL, checkpoints.directory)
+    # The earlier copy of this name is incomplete, and the files of both must not be mixed.
     assert copied_steps(URL) == []
     copy_all(URL, checkpoints.directory)
     assert copied_steps(URL) == [1]
