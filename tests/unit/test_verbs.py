@@ -18,6 +18,7 @@ from mcore_rl.config.models import ActorConfig
 from mcore_rl.errors import DamagedCheckpointError, McoreRLError, RunDirLostError
 from mcore_rl.observe.third_party import ThirdPartyLog
 from mcore_rl.trainer.checkpoints import Checkpoints
+from mcore_rl.trainer.copies import copy_all
 from mcore_rl.types import SavedState
 
 ANSWER = """
@@ -132,12 +133,33 @@ def test_train_start_prints_directory_logs_and_how_to_resume(run_dir: Path, monk
 
     monkeypatch.setattr("mcore_rl.preparation.prepare.prepare", lambda config: inputs)
     monkeypatch.setattr("mcore_rl.assembly.assemble", stop)
+    # An error of an earlier start.
+    (run_dir / "failure.txt").write_text("a rank died")
     for attempt in ("logs/attempt_1", "logs/attempt_2"):
         lines.clear()
         with pytest.raises(McoreRLError, match="not started"):
             verbs._train_locked(config, "resume with: it", ThirdPartyLog(), verbs.Start(lines.append, lambda: None))
         assert lines == [f"run directory: {run_dir}, output of its processes: {attempt}", "resume with: it"]
         assert (run_dir / attempt).is_dir()
+    assert not (run_dir / "failure.txt").exists()
+
+
+def test_train_without_checkpoint_fetches_the_newest_copy(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, new = run_dir.parent / "copies", run_dir.parent / "new"
+    copy_all(str(copies), run_dir / "checkpoints")
+    overrides = [f"run.dir={new}", f"checkpoint.copy_to={copies}", "trainer.steps=6"]
+    config = load_config(str(run_dir.parent / "config.yaml"), overrides)
+
+    def stop(*_: object) -> None:
+        raise McoreRLError("processes are not started")
+
+    monkeypatch.setattr(
+        "mcore_rl.preparation.prepare.prepare", lambda config: SimpleNamespace(checkpoint_bytes=0, lines=())
+    )
+    monkeypatch.setattr("mcore_rl.assembly.assemble", stop)
+    with pytest.raises(McoreRLError, match="not started"):
+        verbs._train_locked(config, "resume with: it", ThirdPartyLog(), verbs.Start(lambda line: None, lambda: None))
+    assert [path.name for path in (new / "checkpoints").iterdir()] == ["step_4"]
 
 
 def test_train_failed_run_prints_how_to_resume(
