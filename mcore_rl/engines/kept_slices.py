@@ -1,7 +1,8 @@
 """Parts of HF tensors that an engine rank keeps, recorded from the engine's own weight loaders.
 
 The loaders get meta tensors of the full shape and copy views of them into parameters. A dispatch mode intercepts these
-copies: offset and strides of a view show which box of the HF tensor it is.
+copies: offset and strides of a view show which box of the HF tensor it is. A copy of a concatenation is a copy of each
+of its parts.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.engines.held_weights import Held
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.slices.shard_map import Box
+from mcore_rl.weights.slices.shard_map import Box, ShardMap
 
 Shape = tuple[int, ...]
 _COPY = torch.ops.aten.copy_.default
+_CAT = torch.ops.aten.cat.default
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class SliceLoader(ABC):
 
     @abstractmethod
     def record(self, whole: Mapping[str, torch.Tensor]) -> list[KeptSlice]:
-        """Record the slices that the model keeps of these meta tensors, after discarding an unfinished update. The
+        """Return the slices that the model keeps of these meta tensors, after discarding an unfinished update. The
         model's parameters are not changed.
 
         Raises: WeightSyncError naming a parameter that a loader computes instead of copying it.
@@ -139,6 +141,15 @@ class SliceLoader(ABC):
             raise WeightSyncError(f"the update lacks all or part of {', '.join(missing[:8])}")
 
 
+def whole_tensors(shard_map: ShardMap) -> dict[str, torch.Tensor]:
+    """Return a meta tensor for each HF tensor that an engine loads."""
+    return {
+        name: torch.empty(shape, dtype=bound.dtype, device="meta")
+        for bound in shard_map.rows
+        for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
+    }
+
+
 def record(
     model: LoadsWeights, places: Mapping[int, tuple[str, str]], whole: Mapping[str, torch.Tensor], engine: str
 ) -> list[KeptSlice]:
@@ -158,6 +169,15 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+@dataclass(frozen=True)
+class _Concatenation:
+    """Contiguous meta tensor `whole` that a loader made of `parts`, one behind the other along `dim`."""
+
+    whole: torch.Tensor
+    dim: int
+    parts: Sequence[torch.Tensor]
+
+
 class _Recorder(TorchDispatchMode):
     """Intercepts copies from the meta tensors `whole`, and records them instead of executing them."""
 
@@ -167,29 +187,73 @@ class _Recorder(TorchDispatchMode):
         self.computed: list[str] = []
         self._places = places
         self._sources = {storage_key(tensor): (name, tensor) for name, tensor in whole.items()}
+        # Keeps the tensors alive: a key is the address of a storage.
+        self._concatenations: dict[int, _Concatenation] = {}
 
     def __torch_dispatch__(
         self,
         func: Callable[..., object],
         types: Sequence[type],
-        args: tuple[torch.Tensor, ...] = (),
+        args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        # Only copies from meta tensors are intercepted; loaders also view, narrow and initialise tensors.
-        if func is not _COPY or not args[1].is_meta:
-            return func(*args, **(kwargs or {}))
-        target, view = args[:2]
+        if func is _COPY and args[1].is_meta:
+            self._record_copy(args[0], args[1])
+            return args[0]
+        # Loaders also view, narrow and initialise tensors.
+        result = func(*args, **(kwargs or {}))
+        if func is _CAT and isinstance(result, torch.Tensor) and result.is_meta and result.is_contiguous():
+            dim = args[1] % result.dim() if len(args) > 1 else 0
+            self._concatenations[storage_key(result)] = _Concatenation(result, dim, args[0])
+        return result
+
+    def _record_copy(self, target: torch.Tensor, view: torch.Tensor) -> None:
         if not view.numel():
-            return target  # this rank's share of the vocabulary is padding only
-        name, whole = self._sources.get(storage_key(view), ("", None))
-        module, parameter = self._places.get(storage_key(target), ("", ""))
-        # Not a view of a whole tensor, or not into a parameter: the loader has computed the values.
-        kept = None if whole is None or not parameter else _kept(whole, view, target)
-        if kept is None:
-            self.computed.append(f"{module}.{parameter}" if parameter else name or "a temporary tensor")
+            return  # this rank's share of the vocabulary is padding only
+        place = self._places.get(storage_key(target))
+        # Neither a parameter nor a view of whole tensors: the loader has computed the values.
+        kept = None if place is None else self._slices(view, target, place)
+        if kept is not None:
+            self.kept += kept
         else:
-            self.kept.append(KeptSlice(name, kept[0], kept[1], module, parameter, target.storage_offset(), kept[2]))
-        return target
+            name, _ = self._sources.get(storage_key(view), ("a temporary tensor", None))
+            self.computed.append(name if place is None else ".".join(place))
+
+    def _slices(self, view: torch.Tensor, target: torch.Tensor, place: tuple[str, str]) -> list[KeptSlice] | None:
+        """Return the slices that a copy of `view` to `target` contains; None if it contains computed values."""
+        key = storage_key(view)
+        if key in self._concatenations:
+            return self._slices_of_parts(self._concatenations[key], view, target, place)
+        name, whole = self._sources.get(key, ("", None))
+        kept = None if whole is None else _kept(whole, view, target)
+        if kept is None:
+            return None
+        start, size, strides = kept
+        return [KeptSlice(name, start, size, *place, target.storage_offset(), strides)]
+
+    def _slices_of_parts(
+        self, source: _Concatenation, view: torch.Tensor, target: torch.Tensor, place: tuple[str, str]
+    ) -> list[KeptSlice] | None:
+        kept = _kept(source.whole, view, target)
+        if kept is None:
+            return None
+        start, size, strides = kept
+        dim, slices, first = source.dim, [], 0
+        for part in source.parts:
+            # Empty parts may have a single dim.
+            length = part.shape[dim] if part.numel() else 0
+            low, high = max(start[dim], first), min(start[dim] + size[dim], first + length)
+            if low < high:
+                index = [slice(begin, begin + count) for begin, count in zip(start, size, strict=True)]
+                index[dim] = slice(low - first, high - first)
+                inner = part[tuple(index)]
+                offset = target.storage_offset() + (low - start[dim]) * strides[dim]
+                found = self._slices(inner, target.as_strided(inner.shape, strides, offset), place)
+                if found is None:
+                    return None
+                slices += found
+            first += length
+        return slices
 
 
 def _kept(whole: torch.Tensor, view: torch.Tensor, target: torch.Tensor) -> tuple[Shape, Shape, Shape] | None:

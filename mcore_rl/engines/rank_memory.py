@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mcore_rl.engines.kept_slices import SliceLoader
+from mcore_rl.engines.kept_slices import SliceLoader, whole_tensors
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.connection import Connection, connect_engine_rank
 from mcore_rl.weights.receive import SliceReceiver
@@ -51,13 +51,8 @@ class RankMemory:
         receiver = connect_engine_rank(connection, first_rank + self.rank)
         shard_map = ShardMap(plan.rows, self._layout)
         boxes = shard_map.boxes(self.rank)
-        whole = {
-            name: torch.empty(shape, dtype=bound.dtype, device="meta")
-            for bound in shard_map.rows
-            for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
-        }
         with self._loader.context():
-            kept = self._loader.record(whole)
+            kept = self._loader.record(whole_tensors(shard_map))
             require_planned({each.name: (each.start, each.size) for each in kept}, boxes, self.rank)
             self._loader.keep(kept)
         self._receiver, self._boxes = receiver, boxes
