@@ -1,60 +1,78 @@
-"""Weights of an SGLang rank: updates, and the weights that the kernels use (runs in SGLang's environment).
+"""Weight updates of an SGLang rank (runs in SGLang's environment).
 
-The places of slices were recorded while SGLang's own loaders ran (kept_slices.py). On CPUs without AMX, SGLang does not
-pack its parameters: query, key and value projections are concatenated, and so are gate and up projections. The inner
-dimension of an MLP is padded with zeros to a multiple of 32 per rank. Checked with SGLang 0.5.23.
+The places of slices are recorded while SGLang's own loaders run (kept_slices.py). An update follows SGLang's own order
+for receivers that write parameters themselves: restore the checkpoint format, receive, compute derived weights, convert
+to the format of the kernels (WeightUpdater.begin_weight_update and end_weight_update). Checked with SGLang 0.5.23.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
-from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.quantization.unquant import (
-    UnquantizedEmbeddingMethod,
-    UnquantizedFusedMoEMethod,
-    UnquantizedLinearMethod,
-)
-from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
+from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
+from sglang.srt.runtime_context import get_exec
 
-from mcore_rl.engines.held_weights import Held, Reader, linear_parts, modules_with_parameters, read_module
+from mcore_rl.engines.held_weights import Held
 from mcore_rl.engines.kept_slices import KeptSlice, SliceLoader, record, storage_key
-from mcore_rl.errors import WeightSyncError
+from mcore_rl.engines.sglang.held_weights import held_tensors
+from mcore_rl.errors import ConfigError
 from mcore_rl.weights.slices.shard_map import Box
-
-CPU = torch.device("cpu")
-EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Names of an expert's gate, up and down projection: in most families, and in Mixtral."""
 
 
 class ParameterLoader(SliceLoader):
-    """Copies slices straight into the parameters."""
+    """Copies slices straight into the parameters.
+
+    device: device of the model with its index, such as cuda:0. SGLang compares it with the device of each parameter.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        super().__init__(model)
+        self._device = device
+        self._recorded: list[KeptSlice] | None = None
 
     def record(self, whole: Mapping[str, torch.Tensor]) -> list[KeptSlice]:
-        return record(self._model, self._places(), whole, "SGLang")
+        """Implement SliceLoader.record. Only the first call runs SGLang's loaders and accesses parameters, so later
+        calls are allowed while the memory of the weights is released.
+
+        Raises: ConfigError for a model that SGLang cannot update.
+        """
+        if self._recorded is None:
+            require_updatable(self._model)
+            self._restore()
+            kept = record(self._model, self._places(), whole, "SGLang")
+            self.keep(kept)
+            self._clear_padding(kept)
+            self._convert()
+            self._recorded = kept
+        return self._recorded
 
     def held(self, boxes: Mapping[str, Box]) -> Iterator[Held]:
-        readers: list[Reader] = [
-            (VocabParallelEmbedding, UnquantizedEmbeddingMethod, _vocabulary),
-            (LinearBase, UnquantizedLinearMethod, lambda module, name: linear_parts(module, name, module.weight)),
-            (FusedMoE, UnquantizedFusedMoEMethod, partial(_experts, boxes=boxes)),
-        ]
-        for name, module in modules_with_parameters(self._model):
-            if getattr(module, "use_intel_amx_backend", False):
-                raise WeightSyncError(
-                    f"{name}: weights packed for AMX cannot be read back; set weights.verify_every to 0"
-                )
-            for hf_name, tensor in read_module(module, name, readers):
-                yield hf_name, _without_padding(hf_name, tensor, boxes)
+        return held_tensors(self._model, boxes)
 
-    def keep(self, kept: Sequence[KeptSlice]) -> None:
-        """Expect these slices, and zero the padding that no update writes: kernels read it, and dummy initialisation
-        leaves random values."""
-        super().keep(kept)
+    def begin(self) -> None:
+        super().begin()
+        self._restore()
+
+    def finish(self) -> None:
+        super().finish()
+        # Computes w_kc and w_vc of latent attention. SGLang's loaders would do this, but they have not run.
+        post_load_weights(self._model)
+        self._convert()
+
+    def _restore(self) -> None:
+        """Restore the checkpoint format of the parameters. Does nothing where they have it already."""
+        DefaultModelLoader.restore_weights_before_loading(self._model, self._device)
+
+    def _convert(self) -> None:
+        """Convert the parameters to the format of the kernels."""
+        DefaultModelLoader.postprocess_weights(self._model, self._device)
+
+    @torch.no_grad()
+    def _clear_padding(self, kept: Sequence[KeptSlice]) -> None:
+        """Zero the padding that no update writes: kernels read it, and dummy initialisation leaves random values."""
         by_parameter: dict[tuple[str, str], list[KeptSlice]] = {}
         for each in kept:
             by_parameter.setdefault((each.module, each.parameter), []).append(each)
@@ -65,14 +83,6 @@ class ParameterLoader(SliceLoader):
                 for part in parts:
                     covered.as_strided(part.size, part.strides, part.offset).fill_(True)
                 parameter.masked_fill_(~covered, 0)
-
-    def begin(self) -> None:
-        super().begin()
-        DefaultModelLoader.restore_weights_before_loading(self._model, CPU)
-
-    def finish(self) -> None:
-        super().finish()
-        DefaultModelLoader.postprocess_weights(self._model, CPU)
 
     def _parameter_names(self) -> set[str]:
         return {f"{module}.{parameter}" for module, parameter in self._places().values()}
@@ -94,28 +104,20 @@ class ParameterLoader(SliceLoader):
         return places
 
 
-def _without_padding(name: str, tensor: torch.Tensor, boxes: Mapping[str, Box]) -> torch.Tensor:
-    size = boxes[name][1] if name in boxes else tuple(tensor.shape)
-    for dim, length in enumerate(size):
-        if tensor.shape[dim] > length:
-            if tensor.narrow(dim, length, tensor.shape[dim] - length).any():
-                raise WeightSyncError(f"{name}: SGLang's padding is not zero")
-            tensor = tensor.narrow(dim, 0, length)
-    return tensor
+def require_updatable(model: torch.nn.Module) -> None:
+    """Check that the model can receive updates.
 
-
-def _vocabulary(module: VocabParallelEmbedding, name: str) -> list[Held]:
-    return [(f"{name}.weight", module.weight[: module.shard_indices.num_org_elements])]
-
-
-def _experts(module: FusedMoE, name: str, boxes: Mapping[str, Box]) -> Iterator[Held]:
-    if module.moe_ep_size > 1:
-        raise WeightSyncError(f"{name}: experts divided over ranks cannot be read back; set weights.verify_every to 0")
-    # w13 stacks gate and up, each padded to the same number of rows.
-    padded = module.w13_weight.shape[1] // 2
-    # The boxes show which of the two naming schemes the model has.
-    gate, up, down = EXPERT_PARTS[f"{name}.0.w1.weight" in boxes]
-    for expert, (rows, columns) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):
-        yield f"{name}.{expert}.{gate}.weight", rows[:padded]
-        yield f"{name}.{expert}.{up}.weight", rows[padded:]
-        yield f"{name}.{expert}.{down}.weight", columns
+    Raises: ConfigError with SGLang's reason for weights that its own updates would leave stale, and for formats that
+        SGLang does not convert back before an update.
+    """
+    reason = _unsupported_derived_weight_cache_error(model)
+    experts = [module.quant_method for module in model.modules() if isinstance(module, FusedMoE)]
+    moe = get_exec().moe
+    if any(getattr(method, "use_triton_kernels", False) for method in experts):
+        reason = "experts of moe_runner_backend=triton_kernels are transposed"
+    elif any(getattr(method, "w13_swiglu_interleaved", False) for method in experts):
+        reason = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED interleaves the rows of experts; unset it"
+    elif moe.enable_eplb or moe.ep_num_redundant_experts:
+        reason = "enable_eplb and ep_num_redundant_experts give experts other numbers than the model's"
+    if reason is not None:
+        raise ConfigError(f"SGLang cannot update the weights of this model: {reason}")

@@ -10,14 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.errors import LayoutError
-from model_converters.mapping.table import FINAL_NORM, BoundRow, Row
+from model_converters.families import family_for
+from model_converters.families.parts.hf_config import read_hf_config
+from model_converters.mapping.table import FINAL_NORM, BoundRow, Row, bind
 from model_converters.mapping.transforms import GroupedQKV, Shape, Vocabulary
 
 VOCABULARY_PADDING = 64
@@ -209,6 +213,15 @@ class ShardMap:
                 problems.add(f"{row.split_by or row.mcore} {refusal.format(axis=axis)}")
         if problems:
             raise LayoutError("; ".join(sorted(problems)))
+
+
+def model_shard_map(model_dir: str | Path, dtype: torch.dtype, layout: EngineLayout) -> ShardMap:
+    """Return the shard map of an engine that runs the model in `model_dir`.
+
+    Raises: LayoutError if the layout does not divide the model.
+    """
+    hf_config = read_hf_config(model_dir)
+    return ShardMap(bind(family_for(hf_config).rows(hf_config), hf_config, dtype), layout)
 
 
 def _refusal(row: Row, num_shards: int) -> str:
