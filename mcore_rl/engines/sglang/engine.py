@@ -101,6 +101,7 @@ def _server_arguments(settings: EngineSettings) -> dict[str, object]:
         "context_length": config.max_prompt_tokens + config.max_response_tokens + SPARE_TOKENS,
         "max_running_requests": config.max_concurrent_requests,
         "tp_size": config.tp,
+        "ep_size": config.tp if config.expert_parallel else 1,
         "random_seed": settings.seed,
         "log_level": "error",
         "enable_return_routed_experts": settings.capture_routing,

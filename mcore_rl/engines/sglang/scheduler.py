@@ -23,6 +23,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from mcore_rl.engines.kept_slices import whole_tensors
 from mcore_rl.engines.rank_memory import RankMemory
 from mcore_rl.engines.sglang.internals import check_scheduler, check_signatures
 from mcore_rl.engines.sglang.routing import Routing
@@ -31,6 +32,7 @@ from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.sglang.weights import ParameterLoader
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.shard_map import model_shard_map
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 
 _UNUSED = ("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")
@@ -86,8 +88,11 @@ class SteppedScheduler(RankMemory):
         self._scheduler.metrics_reporter.start_scheduler_time_accounting()
         self._routing = Routing(self._scheduler) if arguments.enable_return_routed_experts else None
         install(self._scheduler.tp_worker.model_runner)
-        self._layout = EngineLayout(settings.num_ranks)
-        self._loader = ParameterLoader(self._scheduler.tp_worker.model_runner.model)
+        self._layout = EngineLayout(settings.num_ranks, expert_parallel=arguments.ep_size > 1)
+        self._loader = ParameterLoader(self._scheduler.tp_worker.model_runner.model, torch.device("cpu"))
+        if arguments.load_format == "dummy":  # updates will follow
+            dtype = getattr(torch, arguments.dtype)
+            self._loader.record(whole_tensors(model_shard_map(arguments.model_path, dtype, self._layout)))
 
     @property
     def vocab_size(self) -> int:
