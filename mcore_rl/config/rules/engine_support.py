@@ -16,6 +16,8 @@ from mcore_rl.errors import ConfigError
 SGLANG_PYTHON = "MCORE_RL_SGLANG_PYTHON"
 """Environment variable with the path of the interpreter in SGLang's environment."""
 
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Names of the number of routed experts in config.json, by model family."""
 MLP_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 SGLANG_MLP_ROWS = 32
 """SGLang on CPU pads the inner size of MLPs to a multiple of this for each rank."""
@@ -53,21 +55,31 @@ def missing_engine(algorithm: AlgorithmConfig, rollout: RolloutConfig, judge: Ju
 
 
 def check_sglang_model(role: EngineRole, hf: dict[str, Any]) -> None:
-    """Reject models that SGLang computes wrongly: it treats every layer of Qwen3-MoE as one with experts, and on CPU it
-    silently pads heads and MLPs that its ranks do not divide.
+    """Reject models that SGLang cannot compute on CPU, or computes wrongly: it treats every layer of Qwen3-MoE as one
+    with experts, and silently pads heads and MLPs that its ranks do not divide.
 
     Raises: ConfigError.
     """
-    tp, key, engine = role.section.tp, role.key("tp"), role.key("engine")
+    engine = role.key("engine")
     if role.section.engine != "sglang":
         return
     if hf.get("model_type") == "qwen3_moe" and (hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1):
         raise ConfigError(f"{engine}=sglang cannot run a qwen3_moe with dense layers (mlp_only_layers); set it to vllm")
-    if hf.get("kv_lora_rank"):
-        raise ConfigError(f"{engine}=sglang cannot run latent attention (kv_lora_rank) on CPU; set it to vllm")
-    if tp == 1:
-        return
+    if hf.get("kv_lora_rank") and yarn_section(hf)[1] is None:
+        raise ConfigError(
+            f"{engine}=sglang cannot run latent attention (kv_lora_rank) without YaRN on CPU; set it to vllm"
+        )
+    if role.section.tp > 1:
+        _check_sglang_ranks(role, hf)
+
+
+def _check_sglang_ranks(role: EngineRole, hf: dict[str, Any]) -> None:
+    tp, key, engine = role.section.tp, role.key("tp"), role.key("engine")
     limits = {"num_attention_heads": tp, "num_key_value_heads": tp, **dict.fromkeys(MLP_SIZES, SGLANG_MLP_ROWS * tp)}
+    if role.section.expert_parallel:
+        limits |= dict.fromkeys(EXPERT_COUNTS, tp)
+        if not hf.get("n_shared_experts"):  # their size is a multiple of moe_intermediate_size, and they are divided
+            del limits["moe_intermediate_size"]
     for name, multiple in limits.items():
         size = hf.get(name)
         if size and size % multiple:
@@ -77,19 +89,20 @@ def check_sglang_model(role: EngineRole, hf: dict[str, Any]) -> None:
             )
 
 
+def yarn_section(hf: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
+    """Return the name of the rotation settings in config.json, and their contents if the rotation is YaRN."""
+    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    section = hf.get(name)
+    is_yarn = isinstance(section, dict) and section.get("rope_type", section.get("type")) == "yarn"
+    return name, section if is_yarn else None
+
+
 def cannot_run(config: Config) -> list[str]:
     """Return what this version lacks to run the configuration, each starting with its key; [] if nothing."""
-    cuda, slices = config.cluster.device == "cuda", config.rollout.expert_parallel
-    problems = []
-    for key in _sglang_keys(config.algorithm, config.rollout, config.judge):
-        # Section judge has no key expert_parallel.
-        limits = {"cluster.device=cuda": cuda, "rollout.expert_parallel=true": slices and key == "rollout.engine"}
-        problems += [
-            f"{key}=sglang runs on CPUs, with slices of experts: {needs} needs {key}=vllm"
-            for needs, exceeded in limits.items()
-            if exceeded
-        ]
-    return problems
+    if config.cluster.device != "cuda":
+        return []
+    keys = _sglang_keys(config.algorithm, config.rollout, config.judge)
+    return [f"{key}=sglang runs on CPUs: cluster.device=cuda needs {key}=vllm" for key in keys]
 
 
 def _sglang_keys(algorithm: AlgorithmConfig, rollout: RolloutConfig, judge: JudgeConfig) -> list[str]:

@@ -12,7 +12,7 @@ from mcore_rl.config.fields import changed, check_domains
 from mcore_rl.config.json_files import read_json_object
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
-from mcore_rl.config.rules.engine_support import check_sglang_model
+from mcore_rl.config.rules.engine_support import EXPERT_COUNTS, check_sglang_model, yarn_section
 from mcore_rl.config.rules.models import check_graders, check_lora, check_reference, check_rewards
 from mcore_rl.config.rules.observe import check_profile, check_trajectories
 from mcore_rl.config.rules.rollout import check_episodes, check_sampling_keys, check_staleness
@@ -20,8 +20,6 @@ from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from mcore_rl.errors import ConfigError
 
 NO_CRITIC_KEYS = ("critic.logprob_chunk_tokens", "critic.mtp_loss_coefficient", "critic.moe.router_replay")
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Names of the number of routed experts in config.json, by model family."""
 
 
 def validate(config: Config, *, run_here: bool = True) -> None:
@@ -269,9 +267,8 @@ def _check_counts(role: EngineRole, hf: dict[str, Any]) -> None:
 def _yarn_positions(hf: dict[str, Any]) -> tuple[str, int | None]:
     """Return the number of positions for which engines precompute YaRN's rotary embedding; larger positions are not
     checked at run time."""
-    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    scaling = hf.get(name)
-    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) != "yarn":
+    name, scaling = yarn_section(hf)
+    if scaling is None:
         return name, None
     key = "original_max_position_embeddings"
     factor, original = scaling.get("factor"), hf.get(key, scaling.get(key))

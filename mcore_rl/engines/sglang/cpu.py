@@ -10,9 +10,12 @@ import importlib.util
 import sys
 from collections.abc import Callable, MutableSequence
 from types import ModuleType
+from typing import Any
 
 import torch
 
+ExpertForward = Callable[[Any, torch.Tensor, Any, object], torch.Tensor]
+"""Experts of a layer. Arguments: the layer, tokens [N, H], the chosen experts, and their configuration."""
 _declared: list[torch.library.Library] = []
 """Keeps the libraries alive: a declaration is removed with its library."""
 
@@ -29,10 +32,34 @@ def prepare() -> None:
 
 
 def patch() -> None:
-    """Disable SGLang's pinning of host memory, which needs CUDA."""
+    """Replace functions of SGLang that need CUDA or are wrong on CPU."""
+    from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.models.deepseek_common import attention_backend_handler
 
     common._cuda_host_register = lambda *_, **__: None  # no CUDA: the cache of experts stays pageable
+    fused_moe_native.moe_forward_native = _with_own_experts(fused_moe_native.moe_forward_native)
+    # torch_native cannot compute a prefill from keys and values that are expanded from latents.
+    absorbed = attention_backend_handler.AttnForwardMethod.MLA
+    attention_backend_handler.AttentionBackendRegistry.register("torch_native", lambda *_: absorbed)
+
+
+def _with_own_experts(forward: ExpertForward) -> ExpertForward:
+    """Return `forward` for ranks that have a part of the experts. SGLang uses -1, its number for an expert of another
+    rank, as an index."""
+
+    def forward_own(layer: Any, x: torch.Tensor, topk_output: Any, config: object) -> torch.Tensor:
+        if layer.moe_ep_size == 1:
+            return forward(layer, x, topk_output, config)
+        weights, ids = topk_output.topk_weights, topk_output.topk_ids
+        rows, choices = (ids >= 0).nonzero(as_tuple=True)
+        output = torch.zeros_like(x)
+        if len(rows):  # one row for each token and expert of this rank
+            own = topk_output._replace(topk_weights=weights[rows, choices, None], topk_ids=ids[rows, choices, None])
+            output.index_add_(0, rows, forward(layer, x[rows], own, config))
+        return output
+
+    return forward_own
 
 
 class _Kernels(ModuleType):

@@ -74,11 +74,10 @@ def sglang_everywhere() -> Config:
 def test_cannot_run_judge_engine_has_the_rollout_limits() -> None:
     config = sglang_everywhere()
     assert cannot_run(config) == []
-    config.rollout.expert_parallel, config.cluster.device = True, "cuda"
-    assert cannot_run(config) == [
-        f"rollout.engine=sglang runs on CPUs, with slices of experts: {key} needs rollout.engine=vllm"
-        for key in ("cluster.device=cuda", "rollout.expert_parallel=true")
-    ]
+    config.rollout.expert_parallel = True
+    assert cannot_run(config) == []
+    config.cluster.device = "cuda"
+    assert cannot_run(config) == ["rollout.engine=sglang runs on CPUs: cluster.device=cuda needs rollout.engine=vllm"]
     config.rollout.engine, config.judge.engine = "vllm", "sglang"
     assert [problem.rpartition(": ")[2] for problem in cannot_run(config)] == [
         "cluster.device=cuda needs judge.engine=vllm"
@@ -90,6 +89,7 @@ def test_cannot_run_judge_engine_has_the_rollout_limits() -> None:
 
 
 DIVIDED = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192, "moe_intermediate_size": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,10 @@ DIVIDED = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_siz
         (2, {"moe_intermediate_size": 96}, r"^rollout\.tp=2: .* moe_intermediate_size .* of 64, .* model has 96"),
         (4, {}, r"^rollout\.tp=4: SGLang on CPU needs num_key_value_heads to be a multiple of 4, and the model has 2"),
         (1, {"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"^rollout\.engine=sglang cannot run a qwen3_moe"),
-        (1, {"kv_lora_rank": 512}, r"^rollout\.engine=sglang cannot run latent attention"),
+        (1, {"kv_lora_rank": 512}, r"^rollout\.engine=sglang cannot run latent attention .* without YaRN on"),
+        (1, {"kv_lora_rank": 512, "rope_scaling": {"type": "linear"}}, "without YaRN"),
+        (1, {"kv_lora_rank": 512, "rope_scaling": {"type": "yarn"}}, None),
+        (2, {"kv_lora_rank": 512, "rope_parameters": YARN}, None),
     ],
 )
 def test_check_sglang_model_silently_changed_model_is_rejected(
@@ -112,6 +115,22 @@ def test_check_sglang_model_silently_changed_model_is_rejected(
         check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes)
     config.rollout.engine = "vllm"
     check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_intermediate_size": 24, "num_experts": 8}, None),
+        ({"n_shared_experts": 1, "n_routed_experts": 8}, None),
+        ({"n_shared_experts": 1, "moe_intermediate_size": 24}, "needs moe_intermediate_size to be a multiple of 64"),
+        ({"num_experts": 7}, r"^rollout\.tp=2: SGLang on CPU needs num_experts to be a multiple of 2, .* model has 7"),
+    ],
+)
+def test_check_sglang_model_whole_experts_are_not_divided(changes: dict[str, Any], said: str | None) -> None:
+    config = Config()
+    config.rollout.engine, config.rollout.tp, config.rollout.expert_parallel = "sglang", 2, True
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes)
 
 
 def test_missing_engine_of_the_judge_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
