@@ -15,6 +15,8 @@ from sglang.srt.managers.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
     PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
     TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.scheduler import Scheduler
@@ -47,6 +49,8 @@ CALLS: tuple[Call, ...] = (
     (PauseGenerationReqInput, 0, ("mode",)),
     (ContinueGenerationReqInput, 0, ()),
     (AbortReq, 0, ("rid",)),
+    (ReleaseMemoryOccupationReqInput, 0, ("tags",)),
+    (ResumeMemoryOccupationReqInput, 0, ("tags",)),
     (
         TokenizedGenerateReqInput,
         0,
@@ -82,7 +86,9 @@ SCHEDULER_ATTRIBUTES = (
     "metrics_reporter.start_scheduler_time_accounting",
     "running_batch",
     "last_batch",
-    "req_to_token_pool",
+    "req_to_token_pool.req_to_token",
+    "weight_updater.release_memory_occupation",
+    "weight_updater.resume_memory_occupation",
     "token_to_kv_pool_allocator.get_kvcache",
     "model_config.vocab_size",
     "tp_worker.model_runner.model",

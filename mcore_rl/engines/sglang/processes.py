@@ -13,23 +13,23 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
-from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.rules.engine_support import SGLANG_PYTHON, sglang_python
 from mcore_rl.engines.settings import ONE_HOST, EngineHosts
-from mcore_rl.engines.sglang.rank import KEY_VARIABLE, START
-from mcore_rl.engines.sglang.settings import RankSettings, disable_nagle
+from mcore_rl.engines.sglang.environment import rank_environment
+from mcore_rl.engines.sglang.rank import KEY_VARIABLE, MEASURE, START
+from mcore_rl.engines.sglang.settings import GpuMemory, RankSettings, disable_nagle
 from mcore_rl.errors import ConfigError, McoreRLError, WorkerDiedError
 from mcore_rl.processes.child import Child, kill_all
 from mcore_rl.processes.exits import exit_text
 from mcore_rl.processes.pool import CallFailedError, LostWorkerError, Worker, results
 
-ROOT = Path(__file__).parents[3]
+MemoryArguments = Callable[[Sequence[GpuMemory]], dict[str, object]]
 # Linux limits the path of a Unix socket to 107 bytes (sun_path).
 _MAX_SOCKET_PATH = 100
 
@@ -40,13 +40,21 @@ class RankProcesses:
     settings: settings that all ranks share; `rank` and `init_method` are replaced for each rank.
     name: the engine's name, for messages.
     hosts: hosts of the engine. Only the ranks of the first host are started here; engine.follow starts the others.
+    memory_arguments: function that returns further server arguments for the memory of the ranks' GPUs. Not called on
+        CPU.
 
     The start has no deadline of its own: the caller sets one.
     Raises: ConfigError if SGLang rejects the settings; WorkerDiedError if a rank ends during the start.
     """
 
     def __init__(
-        self, settings: RankSettings, name: str, timeout_seconds: float, hosts: EngineHosts = ONE_HOST
+        self,
+        settings: RankSettings,
+        name: str,
+        timeout_seconds: float,
+        hosts: EngineHosts = ONE_HOST,
+        *,
+        memory_arguments: MemoryArguments = lambda memory: {},
     ) -> None:
         self._hosts = hosts
         self._name, self.timeout_seconds = name, timeout_seconds
@@ -55,10 +63,12 @@ class RankProcesses:
         self._processes: list[Child] = []
         try:
             address, init_method, key = self._addresses()
-            self._ranks = self._connected(settings.num_ranks, address, key)
-            for rank, worker in enumerate(self._ranks):
-                worker.send((START, (replace(settings, rank=rank, init_method=init_method),)))
-            vocab_size = results(self._ranks, START)[0]
+            self._ranks = self._connected(settings, address, key)
+            of_ranks = [replace(settings, rank=rank, init_method=init_method) for rank in range(settings.num_ranks)]
+            if settings.device == "cuda":
+                arguments = settings.server_arguments | memory_arguments(self._of_each(MEASURE, of_ranks))
+                of_ranks = [replace(each, server_arguments=arguments) for each in of_ranks]
+            vocab_size = self._of_each(START, of_ranks)[0]
             assert isinstance(vocab_size, int)
             self.vocab_size = vocab_size
         except CallFailedError as error:
@@ -91,13 +101,20 @@ class RankProcesses:
         kill_all(self._processes)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _connected(self, num_ranks: int, address: str, key: bytes) -> list[Worker]:
+    def _of_each(self, method: str, settings: Sequence[RankSettings]) -> list[Any]:
+        """Call a method of Rank on all ranks, each with its settings. Returns the results by rank."""
+        for worker, of_rank in zip(self._ranks, settings, strict=True):
+            worker.send((method, (of_rank,)))
+        return results(self._ranks, method)
+
+    def _connected(self, settings: RankSettings, address: str, key: bytes) -> list[Worker]:
         """Start the ranks of this host and accept the connections of all ranks."""
+        num_ranks = settings.num_ranks
         connections: dict[int, Connection] = {}
         place = address if self._hosts.num == 1 else (self._hosts.address, self._hosts.commands_port)
         with Listener(place, backlog=num_ranks, authkey=key) as listener:
             for rank in self._hosts.ranks(num_ranks):
-                self._processes.append(start_rank(rank, num_ranks, address, key))
+                self._processes.append(start_rank(rank, num_ranks, address, key, settings.device))
             # A rank that ends during the start never connects: wake up to check the processes.
             listener._listener._socket.settimeout(0.5)  # type: ignore[attr-defined]
             while len(connections) < num_ranks:
@@ -129,10 +146,10 @@ class RankProcesses:
         return address, f"file://{self._directory}/meeting", secrets.token_bytes(32)  # no TCP port
 
 
-def start_rank(rank: int, num_ranks: int, address: str, key: bytes) -> Child:
-    """Start a rank on this host, which connects to `address`.
+def start_rank(rank: int, num_ranks: int, address: str, key: bytes, device: str) -> Child:
+    """Start a rank on this host, which connects to `address`. `device`: cpu or cuda.
 
-    Raises: ConfigError if SGLang is not installed on this host.
+    Raises: ConfigError if SGLang is not installed on this host, or not for this device.
     """
     python = sglang_python()
     if not python.is_file():  # preparation has checked the driver's host only
@@ -141,34 +158,8 @@ def start_rank(rank: int, num_ranks: int, address: str, key: bytes) -> Child:
             "interpreter that all have"
         )
     command = [str(python), "-m", "mcore_rl.engines.sglang.rank", address, str(rank), str(os.getpid())]
-    return Child(command, _environment(num_ranks) | {KEY_VARIABLE: key.hex()}, stdout=sys.stderr.fileno())
-
-
-def _environment(num_ranks: int) -> dict[str, str]:
-    """Return the environment of a rank: this process's, with only this project on the import path.
-
-    Other directories of this process's PYTHONPATH would hide packages of SGLang's environment.
-    """
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    environment = inherited | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    environment["SGLANG_USE_CPU_ENGINE"] = "1"
-    environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by engine.SPARE_TOKENS, which are never used
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(num_ranks, environment["OMP_NUM_THREADS"]))
-    return environment
-
-
-def _cores(num_ranks: int, threads: str) -> Sequence[str]:
-    """Return the cores of each rank, one per thread, because SGLang requires a list.
-
-    threads: as in OMP_NUM_THREADS, which may have a number per nesting level; a value that OpenMP rejects counts as 1.
-    """
-    present = sorted(os.sched_getaffinity(0))
-    outermost = threads.split(",", maxsplit=1)[0].strip()
-    num_threads = min(max(1, int(outermost)), len(present)) if outermost.isdecimal() else 1
-    cores = [str(present[thread % len(present)]) for thread in range(num_ranks * num_threads)]
-    return [",".join(cores[first : first + num_threads]) for first in range(0, len(cores), num_threads)]
+    environment = rank_environment(device, num_ranks) | {KEY_VARIABLE: key.hex()}
+    return Child(command, environment, stdout=sys.stderr.fileno())
 
 
 def _reason(trace: str) -> str:

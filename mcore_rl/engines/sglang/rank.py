@@ -19,24 +19,31 @@ from mcore_rl.processes import served
 from mcore_rl.processes.stacks import write_child_stacks
 
 if TYPE_CHECKING:
+    from mcore_rl.engines.sglang.cuda import Gpu
+    from mcore_rl.engines.sglang.devices import Device
     from mcore_rl.engines.sglang.scheduler import SteppedScheduler
 
 KEY_VARIABLE = "MCORE_RL_ENGINE_KEY"
-START = "start"
+MEASURE, START = "measure", "start"
 
 
 class Rank:
-    """Handles the engine's calls. START creates the scheduler; other calls name a method of it."""
+    """Handles the engine's calls. MEASURE returns the memory of the rank's GPU, START creates the scheduler; other
+    calls name a method of the scheduler."""
 
     def __init__(self) -> None:
         self._scheduler: SteppedScheduler | None = None
 
     def call(self, call: tuple[str, tuple[Any, ...]]) -> object:
         method, arguments = call
+        if method == MEASURE:
+            return _gpu(*arguments).measure()
         if method == START:
             self._scheduler = _scheduler(*arguments)
             return self._scheduler.vocab_size
-        return getattr(self._scheduler, method)(*arguments)
+        assert self._scheduler is not None
+        with self._scheduler.stream():
+            return getattr(self._scheduler, method)(*arguments)
 
 
 def main(address: str, rank: int, parent: int) -> None:
@@ -49,15 +56,22 @@ def main(address: str, rank: int, parent: int) -> None:
 
 
 def _scheduler(settings: RankSettings) -> SteppedScheduler:
-    from mcore_rl.engines.sglang import cpu
+    if settings.device == "cuda":
+        device: Device = _gpu(settings)
+    else:
+        from mcore_rl.engines.sglang.devices import Cpu
 
-    cpu.prepare()
-    import sglang.srt.managers.scheduler  # noqa: F401  (the modules that `patch` changes)
-
-    cpu.patch()
+        device = Cpu(settings)
+    device.import_sglang()
     from mcore_rl.engines.sglang.scheduler import SteppedScheduler
 
-    return SteppedScheduler(settings)
+    return SteppedScheduler(settings, device)
+
+
+def _gpu(settings: RankSettings) -> Gpu:
+    from mcore_rl.engines.sglang.cuda import Gpu
+
+    return Gpu(settings)
 
 
 def _connect(address: str, key: bytes) -> Connection:

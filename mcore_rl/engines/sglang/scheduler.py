@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -25,7 +26,9 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 from mcore_rl.engines.kept_slices import whole_tensors
 from mcore_rl.engines.rank_memory import RankMemory
+from mcore_rl.engines.sglang.devices import Device
 from mcore_rl.engines.sglang.internals import check_scheduler, check_signatures
+from mcore_rl.engines.sglang.memory import kv_caches
 from mcore_rl.engines.sglang.routing import Routing
 from mcore_rl.engines.sglang.sampler import install
 from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
@@ -59,15 +62,16 @@ class SteppedScheduler(RankMemory):
     Raises: SGLang's error for a model or settings that it does not support.
     """
 
-    def __init__(self, settings: RankSettings) -> None:
+    def __init__(self, settings: RankSettings, device: Device) -> None:
         check_signatures()
+        self._device = device
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = settings.init_method
         arguments = ServerArgs(**settings.server_arguments)
-        arguments.max_total_tokens = _cache_tokens(arguments, settings.kv_cache_bytes)
+        device.complete(arguments)
         arguments.resolve_once()
         arguments.check_server_args()
         self.rank = rank = settings.rank
-        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
+        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=device.gpu_id))
         nowhere = f"ipc://nowhere-{os.getpid()}"  # never bound, never written
         instance = f"mcore{os.getpid()}"
         ports = PortArgs(nowhere, nowhere, nowhere, 0, nowhere, nowhere, None, None, instance_id=instance)
@@ -81,22 +85,33 @@ class SteppedScheduler(RankMemory):
         self._outputs = _OutputCollector()
         self._scheduler.output_streamer.send_to_detokenizer = self._outputs
         self._scheduler.ipc_channels.send_to_tokenizer.send_output = self._outputs.send_output
-        # On CPU there is no stream to synchronize, and no overlapping batch that the barrier would protect.
-        self._scheduler.schedule_stream.synchronize = lambda: None
-        self._scheduler._war_barrier_enabled = False
+        device.adapt(self._scheduler)
         # SGLang's event loop, which is not used here, would call this before its first step.
         self._scheduler.metrics_reporter.start_scheduler_time_accounting()
         self._routing = Routing(self._scheduler) if arguments.enable_return_routed_experts else None
         install(self._scheduler.tp_worker.model_runner)
         self._layout = EngineLayout(settings.num_ranks, expert_parallel=arguments.ep_size > 1)
-        self._loader = ParameterLoader(self._scheduler.tp_worker.model_runner.model, torch.device("cpu"))
+        self._loader = ParameterLoader(self._scheduler.tp_worker.model_runner.model, device.torch_device)
         if arguments.load_format == "dummy":  # updates will follow
             dtype = getattr(torch, arguments.dtype)
             self._loader.record(whole_tensors(model_shard_map(arguments.model_path, dtype, self._layout)))
+        self._memory = device.memory(self._scheduler, self)
 
     @property
     def vocab_size(self) -> int:
         return int(self._scheduler.model_config.vocab_size)
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Return the context of every later call of this rank."""
+        return self._device.stream(self._scheduler)
+
+    def release(self, parts: Sequence[str], keep_weights: bool) -> int:
+        """See SleepMemory.release. Collective."""
+        return self._memory.release(parts, keep_weights=keep_weights)
+
+    def restore(self, part: str) -> None:
+        """See SleepMemory.restore. Collective."""
+        self._memory.restore(part)
 
     def reset_prefix_cache(self, recompute: bool) -> bool:
         """Empty the prefix cache. Returns whether it is empty now.
@@ -166,9 +181,7 @@ class SteppedScheduler(RankMemory):
         return self._routing.of(engine_ids)
 
     def _kv_caches(self) -> list[torch.Tensor]:
-        pool = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
-        lists = [getattr(pool, name, None) or [] for name in ("k_buffer", "v_buffer", "kv_buffer")]
-        return [tensor for tensors in lists for tensor in tensors]
+        return kv_caches(self._scheduler)
 
 
 def _rank_outputs(output: BatchTokenIDOutput) -> list[StepOutput]:
@@ -177,15 +190,3 @@ def _rank_outputs(output: BatchTokenIDOutput) -> list[StepOutput]:
         StepOutput(engine_id, list(ids), list(logp), None if reason is None else str(reason["type"]))
         for engine_id, ids, logp, reason in rows
     ]
-
-
-def _cache_tokens(arguments: ServerArgs, num_bytes: int) -> int:
-    """Return the number of tokens that fit in the KV cache."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(arguments.model_path)
-    size = torch.finfo(getattr(torch, arguments.dtype)).bits // 8
-    heads = config.num_key_value_heads // arguments.tp_size
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    bytes_per_token = 2 * heads * head_dim * config.num_hidden_layers * size
-    return int(num_bytes // bytes_per_token)

@@ -13,15 +13,32 @@ class RankSettings:
     """Settings of one rank.
 
     server_arguments: fields of SGLang's ServerArgs.
-    kv_cache_bytes: size of this rank's KV cache.
+    device: cpu or cuda.
+    kv_cache_bytes: size of this rank's KV cache on CPU. On GPUs, the server arguments determine it.
+    num_hosts: hosts of the engine, with equally many ranks.
     init_method: URL at which the ranks create their process group.
     """
 
     server_arguments: dict[str, object]
     num_ranks: int
     kv_cache_bytes: int
+    device: str = "cpu"
+    num_hosts: int = 1
     rank: int = 0
     init_method: str = ""
+
+    @property
+    def local_rank(self) -> int:
+        """Position among the ranks of this host, and number of the GPU among those that they may use."""
+        return self.rank % (self.num_ranks // self.num_hosts)
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Memory of a rank's GPU before SGLang starts, in bytes. The CUDA context of the rank exists already."""
+
+    free: int
+    total: int
 
 
 @dataclass(frozen=True)

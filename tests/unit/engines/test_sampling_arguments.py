@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.data.sources.row_options import with_overrides
-from mcore_rl.engines.sglang.engine import sampling_arguments as sglang_arguments
+from mcore_rl.engines.sglang.arguments import sampling_arguments as sglang_arguments
 from mcore_rl.engines.vllm.arguments import sampling_arguments as vllm_arguments
 from mcore_rl.types import GenerationRequest, SamplingOptions
 

@@ -45,7 +45,7 @@ served.serve_calls(connection, call)
 """A rank without SGLang."""
 
 
-def start_rank(rank: int, num_ranks: int, address: str, key: bytes) -> Child:
+def start_rank(rank: int, num_ranks: int, address: str, key: bytes, device: str = "cpu") -> Child:
     return Child([sys.executable, "-c", RANK, address, str(rank), key.hex()], os.environ)
 
 

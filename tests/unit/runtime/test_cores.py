@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.schema import Config
-from mcore_rl.engines.sglang.processes import _cores
+from mcore_rl.engines.sglang.environment import _cores
 from mcore_rl.runtime.cluster import process_environment
 from mcore_rl.runtime.cores import shares_cores
 

@@ -1,0 +1,66 @@
+"""SGLang 0.5.23 on a GPU (runs in SGLang's environment). Environment variables of the rank: environment.py."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcore_rl.engines.sglang.memory import SleepMemory, TaggedMemory, kv_caches
+from mcore_rl.engines.sglang.settings import GpuMemory, RankSettings
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.server_args import ServerArgs
+
+    from mcore_rl.engines.rank_memory import RankMemory
+
+
+class Gpu:
+    """Device of a rank: the GPU with the rank's number among the ranks of its host. All GPUs of the engine are visible
+    to it, because ranks open the memory of each other."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self.gpu_id = settings.local_rank
+        self.torch_device = torch.device("cuda", self.gpu_id)
+
+    def measure(self) -> GpuMemory:
+        """Create the CUDA context of this process and return the memory of its GPU.
+
+        Raises: RuntimeError if there is no such GPU.
+        """
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"torch {torch.__version__} of SGLang's environment finds no GPU")
+        if self.gpu_id >= torch.cuda.device_count():
+            raise RuntimeError(f"rank needs GPU {self.gpu_id}, but only {torch.cuda.device_count()} GPUs are visible")
+        torch.cuda.set_device(self.gpu_id)
+        torch.zeros(1, device=self.torch_device)
+        return GpuMemory(*torch.cuda.mem_get_info())
+
+    def import_sglang(self) -> None:
+        import sglang.srt.managers.scheduler  # noqa: F401
+
+    def complete(self, arguments: ServerArgs) -> None:
+        """Do nothing: mem_fraction_static determines the size of the KV cache."""
+
+    def adapt(self, scheduler: Scheduler) -> None:
+        # The start has used the default stream, and all later work uses another one.
+        torch.cuda.synchronize()
+
+    def stream(self, scheduler: Scheduler) -> AbstractContextManager[object]:
+        # SGLang's event loop runs in this stream. Work in the default stream, such as copies of weights, would not be
+        # ordered with its kernels.
+        return torch.cuda.stream(scheduler.schedule_stream)
+
+    def memory(self, scheduler: Scheduler, rank: RankMemory) -> SleepMemory:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+
+        updater = scheduler.weight_updater
+        return TaggedMemory(
+            pause=lambda tags: updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags)),
+            resume=lambda tags: updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags)),
+            model=scheduler.tp_worker.model_runner.model,
+            cleared=[*kv_caches(scheduler), scheduler.req_to_token_pool.req_to_token],
+            free_bytes=lambda: torch.cuda.mem_get_info()[0],
+        )

@@ -1,0 +1,139 @@
+"""Settings of SGLang's ranks by device, and the stream of their calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.settings import EngineSettings
+from mcore_rl.engines.sglang import environment
+from mcore_rl.engines.sglang.arguments import server_arguments, static_fraction
+from mcore_rl.engines.sglang.environment import memory_saver, on_cuda, rank_environment
+from mcore_rl.engines.sglang.rank import Rank
+from mcore_rl.engines.sglang.settings import RankSettings
+from mcore_rl.errors import ConfigError
+from tests.tiny_models import write_tiny_model
+
+LIBRARY = "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
+ONLY_ON_CPU = {"attention_backend", "SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"}
+
+
+def make_environment(directory: Path, cuda: str, *libraries: str) -> Path:
+    """Make a virtual environment with a torch for a CUDA version. Returns its interpreter."""
+    packages = directory / "lib/python3.11/site-packages"
+    (packages / "torch").mkdir(parents=True)
+    (packages / "torch" / "version.py").write_text(f"__version__ = '2.14.1'\ncuda: Optional[str] = {cuda}\n")
+    for library in libraries:
+        (packages / library).touch()
+    return directory / "bin" / "python"
+
+
+def test_on_cuda_replaces_trainer_settings_and_preloads_memory_saver() -> None:
+    given = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_CUMEM_ENABLE": "1",
+        "LD_PRELOAD": "/lib/jemalloc.so",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True",
+    }
+    changed = on_cuda(given, Path("/saver.so"))
+    assert changed["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert (changed["NCCL_CUMEM_ENABLE"], changed["NCCL_NVLS_ENABLE"]) == ("1", "0")
+    assert changed["LD_PRELOAD"] == "/saver.so:/lib/jemalloc.so"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in changed
+    assert changed["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert changed["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+    assert not ONLY_ON_CPU & changed.keys()
+
+
+def test_memory_saver_is_the_library_for_the_cuda_of_torch(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "a", "'13.0'", LIBRARY, LIBRARY.replace("13", "12"))
+    assert memory_saver(python).name == LIBRARY
+    with pytest.raises(ConfigError, match=r"needs PyTorch with CUDA, .* run `make sglang EXTRA=gpu`"):
+        memory_saver(make_environment(tmp_path / "b", "None", LIBRARY))
+    with pytest.raises(ConfigError, match=r"needs torch_memory_saver for CUDA 13, .* run `make sglang EXTRA=gpu`"):
+        memory_saver(make_environment(tmp_path / "c", "'13.0'"))
+    with pytest.raises(ConfigError, match="belongs to no virtual environment"):
+        memory_saver(tmp_path / "d" / "bin" / "python")
+
+
+def test_rank_environment_has_the_variables_of_its_device_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment, "sglang_python", lambda: make_environment(tmp_path, "'13.0'", LIBRARY))
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    cpu, cuda = rank_environment("cpu", 1), rank_environment("cuda", 1)
+    assert cpu["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert ONLY_ON_CPU & cuda.keys() == set()
+    assert "LD_PRELOAD" not in cpu or cpu["LD_PRELOAD"] == os.environ["LD_PRELOAD"]
+    assert cuda["LD_PRELOAD"].startswith(str(tmp_path))
+    assert cpu["PYTHONPATH"] == cuda["PYTHONPATH"] != "/elsewhere"
+
+
+def test_server_arguments_on_gpu_have_graphs_and_no_fixed_cache(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, "qwen3", num_hidden_layers=1)
+
+    def arguments(device: str, **rollout: Any) -> dict[str, object]:
+        config = RolloutConfig(engine="sglang", **rollout)
+        settings = EngineSettings(directory, config, dtype="bfloat16", seed=1, timeout_seconds=1.0)
+        return server_arguments(settings, device)
+
+    cpu, cuda = arguments("cpu"), arguments("cuda")
+    assert (cpu["device"], cpu["disable_cuda_graph"], cpu["attention_backend"]) == ("cpu", True, "torch_native")
+    assert (cuda["device"], cuda["enable_memory_saver"]) == ("cuda", True)
+    assert not {"disable_cuda_graph", "attention_backend", "mem_fraction_static"} & cuda.keys()
+    assert arguments("cuda", enforce_eager=True)["disable_cuda_graph"] is True
+
+
+def test_static_fraction_leaves_the_rest_of_the_card_free() -> None:
+    gib = 2**30
+    # Another process holds 30 of 80 GiB: of the 50 that are free, 80 * 0.4 = 32 stay free, and 18 are for SGLang.
+    assert static_fraction(50 * gib, 80 * gib, 0.6, "rollout.gpu_memory_fraction") == pytest.approx(18 / 50)
+    assert static_fraction(80 * gib, 80 * gib, 0.6, "rollout.gpu_memory_fraction") == pytest.approx(0.6)
+    with pytest.raises(ConfigError, match=r"^judge.gpu_memory_fraction=0.6 leaves 32.0 GiB .* only 30.0 GiB are free"):
+        static_fraction(30 * gib, 80 * gib, 0.6, "judge.gpu_memory_fraction")
+    with pytest.raises(ConfigError, match=r"^rollout.gpu_memory_fraction=1 leaves SGLang no memory for activations"):
+        static_fraction(80 * gib, 80 * gib, 1.0, "rollout.gpu_memory_fraction")
+
+
+def test_local_rank_counts_the_ranks_of_a_host() -> None:
+    settings = RankSettings({}, 8, 0, num_hosts=2)
+    local = [RankSettings(**vars(settings) | {"rank": rank}).local_rank for rank in range(8)]
+    assert local == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+class FakeScheduler:
+    """Records the calls and the stream context of a rank."""
+
+    vocab_size = 96
+
+    def __init__(self) -> None:
+        self.moves: list[str] = []
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        self.moves.append("enter")
+        try:
+            yield
+        finally:
+            self.moves.append("exit")
+
+    def step(self) -> str:
+        self.moves.append("step")
+        return "outputs"
+
+    def begin_update(self) -> None:
+        raise LookupError
+
+
+def test_rank_runs_every_call_in_the_stream_of_its_scheduler() -> None:
+    rank, scheduler = Rank(), FakeScheduler()
+    rank._scheduler = scheduler  # type: ignore[assignment]
+    assert rank.call(("step", ())) == "outputs"
+    with pytest.raises(LookupError):
+        rank.call(("begin_update", ()))
+    assert scheduler.moves == ["enter", "step", "exit", "enter", "exit"]
