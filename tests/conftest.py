@@ -47,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpus(count): needs this number of GPUs")
     config.addinivalue_line("markers", "te: needs transformer-engine")
     config.addinivalue_line("markers", "vllm: needs vLLM for CUDA")
+    config.addinivalue_line("markers", "sglang: needs SGLang for CUDA, in its environment")
     config.addinivalue_line("markers", "slow: takes more than about 5 seconds on a busy machine")
     config.addinivalue_line(
         "markers", "on_demand: runs only with MCORE_RL_EVERY_TEST=1; other tests cover the facts in part"

@@ -1,8 +1,8 @@
 """Skips GPU tests that this machine cannot run, with the missing requirement; requirements are markers of the tests.
 
 MCORE_RL_GPU_TESTS_ON=cpu runs the tests that need only torch and megatron-core on the CPU, to debug them without a GPU.
-Tests that measure a GPU's own memory (`cuda(only=True)`) or need TransformerEngine or vLLM for CUDA stay skipped. A
-test that passes on the CPU proves nothing about a GPU.
+Tests that measure a GPU's own memory (`cuda(only=True)`) or need TransformerEngine, vLLM or SGLang for CUDA stay
+skipped. A test that passes on the CPU proves nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.rules.engine_support import sglang_python, sglang_version
+from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.installed import TRANSFORMER_ENGINE, version_of
 
 ON_CPU = os.environ.get("MCORE_RL_GPU_TESTS_ON") == "cpu"
@@ -35,7 +37,21 @@ def what_is_missing(item: pytest.Item) -> list[str]:
         missing.append("needs transformer-engine")
     if item.get_closest_marker("vllm") and (ON_CPU or version_of(["vllm"]) is None):
         missing.append("needs vLLM for CUDA")
+    if item.get_closest_marker("sglang") and (ON_CPU or not has_sglang()):
+        missing.append("needs SGLang for CUDA")
     return missing
+
+
+@cache
+def has_sglang() -> bool:
+    """Return whether SGLang's environment (`make sglang EXTRA=gpu`) has what a rank on a GPU needs."""
+    from mcore_rl.engines.sglang.environment import memory_saver
+
+    try:
+        memory_saver(sglang_python())
+    except ConfigError:
+        return False
+    return sglang_version() is not None
 
 
 def _missing_devices(item: pytest.Item) -> Iterator[str]:

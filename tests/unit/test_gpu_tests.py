@@ -18,7 +18,7 @@ NEEDS = {
     "test_visible_devices.py": "needs 2 GPUs, this machine has 0; needs vLLM for CUDA",
 }
 """Skip reasons of files whose tests need more than one GPU, or something else."""
-TWO_RANKS = re.compile(r"test_engines\.py::.*, 2\)")
+TWO_RANKS = re.compile(r"test_(engines|sglang)\.py::.*, 2\)")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -58,6 +58,8 @@ def test_each_test_says_what_it_needs() -> None:
         if file == "test_engines.py":
             devices = "needs 2 GPUs, this machine has 0" if TWO_RANKS.search(name) else CUDA
             needed = devices if _has_vllm() else f"{devices}; needs vLLM for CUDA"
+        elif file == "test_sglang.py":
+            needed = f"{'needs 2 GPUs, this machine has 0' if TWO_RANKS.search(name) else CUDA}; needs SGLang for CUDA"
         else:
             needed = NEEDS.get(file, CUDA)
         if reason != needed:

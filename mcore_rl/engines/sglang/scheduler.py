@@ -101,6 +101,10 @@ class SteppedScheduler(RankMemory):
     def vocab_size(self) -> int:
         return int(self._scheduler.model_config.vocab_size)
 
+    def graph_batch_sizes(self) -> list[int]:
+        """Return the batch sizes for which decoding has a CUDA graph."""
+        return list(self._scheduler.tp_worker.model_runner.decode_cuda_graph_capture_bs)
+
     def stream(self) -> AbstractContextManager[object]:
         """Return the context of every later call of this rank."""
         return self._device.stream(self._scheduler)

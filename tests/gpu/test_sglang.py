@@ -1,0 +1,206 @@
+"""SGLang on GPUs as a colocated run uses it: with CUDA graphs, it sleeps by tags, receives new weights while only the
+weights are awake, and then computes with exactly these. The engine starts below the rules of the configuration.
+
+Run in this order, a failure shows its cause: start and one update; sampling; a certificate that must object; sleep.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.errors import WeightSyncError
+from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
+from tests.contract.engines import start_engine
+from tests.contract.hf_trainer import HFTrainer
+from tests.gpu.test_engines import BUCKETS, ONE, SIZES, TWO, largest_gap, sleep_and_sync
+from tests.tiny_models import VOCABULARY, YARN, tiny_model
+
+pytestmark = pytest.mark.sglang
+
+# Every token goes to all experts, so that rounding to bfloat16 cannot change the choice.
+EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 8}
+LATENT = {"q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""Head sizes of DeepSeek-V3, for which attention kernels exist."""
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": SIZES,
+    "qwen3_moe": SIZES | EXPERTS,
+    "deepseek_v3": SIZES | EXPERTS | LATENT | {"rope_parameters": YARN},
+}
+GAP_NATS = 0.5
+"""bfloat16 and float32 differ where logits are large; with the weights of another version the gap is at least 4."""
+VERSIONS = itertools.count(1)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((kind, tp), marks=ONE if tp == 1 else TWO) for kind in KINDS for tp in (1, 2)],
+    ids=str,
+)
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Start an engine with random weights, and a trainer of the same kind of model. Weights are version 1 or later."""
+    kind, tp = request.param
+    directory = tmp_path_factory.mktemp("model")
+    make_model(kind, 0).save_pretrained(directory)
+    settings = {"tp": tp, "gpu_memory_fraction": 0.1, "capture_routing": kind != "qwen3"}
+    engine = start_engine("sglang", directory, "bfloat16", load_weights=False, **settings)
+    trainer = HFTrainer(make_model(kind, 1), engine, BUCKETS, 2)
+    trainer.publish(next(VERSIONS))
+    yield engine, trainer
+    engine.shutdown()
+
+
+def make_model(kind: str, seed: int) -> Any:
+    return tiny_model(kind, seed=seed, **KINDS[kind]).to(torch.bfloat16)
+
+
+def gap(started: Any) -> float:
+    engine, trainer = started
+    return largest_gap(engine, deepcopy(trainer.model), engine.weight_version)
+
+
+def make_requests(temperature: float = 1.0) -> list[GenerationRequest]:
+    """Return requests of different lengths, so that the batch shrinks while it runs."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, VOCABULARY, size=6 + i).astype(np.int32) for i in range(8)]
+    return [GenerationRequest(str(i), p, i, SamplingOptions(3 + 2 * i, temperature)) for i, p in enumerate(prompts)]
+
+
+def test_greedy_responses_follow_each_update(started: Any) -> None:
+    _, trainer = started
+    assert gap(started) < GAP_NATS
+    trainer.perturb(next(VERSIONS))
+    assert gap(started) > GAP_NATS  # the engine still has the previous weights
+    trainer.publish(next(VERSIONS))
+    assert gap(started) < GAP_NATS
+    assert trainer.certify() > 10
+
+
+def test_certificate_objects_to_other_weights(started: Any) -> None:
+    _, trainer = started
+    trainer.publish(next(VERSIONS))
+    trainer.perturb(next(VERSIONS))
+    with pytest.raises(WeightSyncError, match="differ"):
+        trainer.certify()
+    trainer.publish(next(VERSIONS))
+    assert trainer.certify() > 10
+
+
+def test_decoding_uses_cuda_graphs(started: Any, report: Callable[[str], None]) -> None:
+    sizes = started[0].call(graph_batch_sizes)
+    assert max(sizes, default=0) >= len(make_requests())
+    report(f"graphs of {len(sizes)} batch sizes")
+
+
+def graph_batch_sizes(engine: Any) -> list[int]:
+    return list(engine._ranks.call("graph_batch_sizes")[0])
+
+
+def test_sampled_responses_end_at_different_steps(started: Any) -> None:
+    """Requests that end leave the batch with their seeds, which must be on the GPU."""
+    engine, trainer = started
+    completions = engine.generate(make_requests())
+    for request in make_requests():
+        done = completions[request.request_id]
+        assert 0 < len(done.token_ids) <= request.sampling.max_response_tokens
+        assert logp_gap(trainer.model, request, done) < GAP_NATS
+
+
+def logp_gap(model: Any, request: GenerationRequest, done: Completion) -> float:
+    ids = torch.from_numpy(np.concatenate([request.token_ids, done.token_ids]).astype(np.int64))
+    first = len(request.token_ids)
+    with torch.no_grad():
+        logp = deepcopy(model).float()(ids[None]).logits[0, first - 1 : -1].log_softmax(-1)
+    return float((logp.gather(1, ids[first:, None])[:, 0] - torch.from_numpy(done.logp)).abs().max())
+
+
+def test_truncated_sampling_stays_within_its_tokens(started: Any) -> None:
+    engine, trainer = started
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(2, VOCABULARY, size=9).astype(np.int32) for _ in range(4)]
+    options = SamplingOptions(8, 1.0, top_k=1 << 20, top_p=1.0), SamplingOptions(8, 1.0, top_k=2), SamplingOptions(8, 0)
+    requests = [GenerationRequest(f"{i}", p, i, options[i % 3]) for i, p in enumerate(prompts)]
+    completions = engine.generate(requests)
+    two = completions["1"]
+    ids = torch.from_numpy(np.concatenate([prompts[1], two.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        logp = deepcopy(trainer.model).float()(ids[None]).logits[0, 8:-1].log_softmax(-1)
+    # The third token is within rounding of the second at most.
+    floor = logp.topk(2, dim=-1).values[:, 1] - GAP_NATS
+    assert (logp.gather(1, ids[9:, None])[:, 0] >= floor).all()
+
+
+def test_routing_has_the_experts_of_every_token(started: Any) -> None:
+    engine, trainer = started
+    if not trainer.model.config.to_dict().get("num_experts_per_tok"):
+        pytest.skip("the model has no experts")
+    for request in make_requests():
+        done = engine.generate([request])[request.request_id]
+        assert done.routed_experts is not None
+        assert len(done.routed_experts) == len(request.token_ids) + len(done.token_ids) - 1
+        assert (np.sort(done.routed_experts, axis=-1) == np.arange(8)).all()
+
+
+def test_update_while_the_engine_wakes_is_exact(started: Any, report: Callable[[str], None]) -> None:
+    engine, trainer = started
+    for _ in range(2):
+        trainer.perturb(next(VERSIONS))
+        sleep_and_sync(engine, trainer, next(VERSIONS))
+        assert gap(started) < GAP_NATS
+        assert trainer.certify() > 10
+    freed = engine.call(sleep, False)
+    report(f"sleep frees {freed / 2**30:.2f} GiB")
+    assert freed > 2**30
+    engine.call("wake_up", "weights")
+    trainer.publish(next(VERSIONS))
+    engine.call("wake_up", "kv_cache")
+
+
+def sleep(engine: Any, keep_weights: bool) -> int:
+    """Run in the engine's process."""
+    return int(engine.sleep(keep_weights=keep_weights))
+
+
+def test_kept_weights_return_exactly(started: Any) -> None:
+    engine, trainer = started
+    trainer.publish(next(VERSIONS))
+    assert engine.call(sleep, True) > 2**30
+    engine.call("wake_up", "weights")
+    engine.call("wake_up", "kv_cache")
+    assert trainer.certify() > 10
+    assert gap(started) < GAP_NATS
+
+
+def test_discarded_weights_must_be_updated_before_the_cache_returns(started: Any) -> None:
+    engine, trainer = started
+    assert engine.call(sleep, False) > 0
+    engine.call("wake_up", "weights")
+    with pytest.raises(WeightSyncError, match="discarded its weights"):
+        engine.call("wake_up", "kv_cache")
+    trainer.publish(next(VERSIONS))
+    engine.call("wake_up", "kv_cache")
+    assert gap(started) < GAP_NATS
+
+
+def test_engine_sleeps_right_after_an_abort(started: Any) -> None:
+    """SGLang releases memory only when it is idle, one step after the last abort."""
+    engine, _ = started
+    assert engine.call(abort_and_sleep, make_requests()) > 0
+    engine.call("wake_up", "weights")
+    engine.call("wake_up", "kv_cache")
+    assert gap(started) < GAP_NATS
+
+
+def abort_and_sleep(engine: Any, requests: list[GenerationRequest]) -> int:
+    """Run in the engine's process."""
+    engine.submit(requests)
+    engine.step()
+    engine.step()
+    engine.abort(engine.running_ids)
+    return int(engine.sleep(keep_weights=True))
