@@ -45,10 +45,10 @@ def what_is_missing(item: pytest.Item) -> list[str]:
 @cache
 def has_sglang() -> bool:
     """Return whether SGLang's environment (`make sglang EXTRA=gpu`) has what a rank on a GPU needs."""
-    from mcore_rl.engines.sglang.environment import memory_saver
+    from mcore_rl.engines.sglang.environment import find_memory_saver
 
     try:
-        memory_saver(sglang_python())
+        find_memory_saver(sglang_python())
     except ConfigError:
         return False
     return sglang_version() is not None

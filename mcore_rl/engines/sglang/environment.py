@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.config.rules.engine_support import SGLANG_PYTHON, sglang_python
@@ -30,7 +31,18 @@ CUDA_VARIABLES = {
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _NOT_PAUSABLE = "expandable_segments"
 """Option of PyTorch's allocator that torch_memory_saver rejects."""
-MEMORY_SAVER = "torch_memory_saver_hook_mode_preload_cu{major}.*so"
+
+
+@dataclass(frozen=True)
+class MemorySaver:
+    """Library of torch_memory_saver, which replaces cudaMalloc and so must be loaded before CUDA.
+
+    cuda_runtime: folder of the CUDA runtime that the library needs; None if the system has it. Without it the linker
+        ends the process: torch, which knows the folder, is not loaded yet.
+    """
+
+    library: Path
+    cuda_runtime: Path | None = None
 
 
 def rank_environment(device: str, num_ranks: int) -> dict[str, str]:
@@ -47,7 +59,7 @@ def rank_environment(device: str, num_ranks: int) -> dict[str, str]:
     environment.setdefault("OMP_NUM_THREADS", "1")
     if device == "cpu":
         return _on_cpu(environment, num_ranks)
-    return on_cuda(environment, memory_saver(sglang_python()))
+    return on_cuda(environment, find_memory_saver(sglang_python()))
 
 
 def _on_cpu(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:
@@ -55,14 +67,14 @@ def _on_cpu(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:
     return {**environment, "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
 
-def on_cuda(environment: Mapping[str, str], memory_saver: Path) -> dict[str, str]:
-    """Return the environment of a rank on a GPU.
-
-    memory_saver: library of torch_memory_saver, which replaces cudaMalloc and so must be loaded before CUDA.
-    """
+def on_cuda(environment: Mapping[str, str], memory_saver: MemorySaver) -> dict[str, str]:
+    """Return the environment of a rank on a GPU."""
     changed = {**CUDA_DEFAULTS, **environment, **CUDA_VARIABLES}
     changed["SGLANG_RUN_ID"] = f"mcore-rl-{secrets.token_hex(8)}"
-    changed["LD_PRELOAD"] = ":".join(filter(None, (str(memory_saver), environment.get("LD_PRELOAD"))))
+    added = {"LD_PRELOAD": memory_saver.library, "LD_LIBRARY_PATH": memory_saver.cuda_runtime}
+    for name, path in added.items():
+        if path is not None:
+            changed[name] = ":".join(filter(None, (str(path), environment.get(name))))
     for name in ALLOCATOR_VARIABLES:
         options = [each for each in changed.pop(name, "").split(",") if each.strip()]
         if kept := [each for each in options if each.partition(":")[0].strip() != _NOT_PAUSABLE]:
@@ -70,8 +82,8 @@ def on_cuda(environment: Mapping[str, str], memory_saver: Path) -> dict[str, str
     return changed
 
 
-def memory_saver(python: Path) -> Path:
-    """Return the library of torch_memory_saver in the environment of an interpreter, for the CUDA version of its torch.
+def find_memory_saver(python: Path) -> MemorySaver:
+    """Find torch_memory_saver in the environment of an interpreter, for the CUDA version of its torch.
 
     Raises: ConfigError if torch is built without CUDA, or if torch_memory_saver is not installed.
     """
@@ -81,10 +93,12 @@ def memory_saver(python: Path) -> Path:
         built_for = re.search(r"^cuda\b.*= *'(\d+)\.", version.read_text() if version.is_file() else "", re.MULTILINE)
         if built_for is None:
             raise ConfigError(f"SGLang on GPUs needs PyTorch with CUDA, which {packages} does not have; {remedy}")
-        for library in packages.glob(MEMORY_SAVER.format(major=built_for[1])):
-            return library
+        major = built_for[1]
+        runtimes = packages.glob(f"nvidia/**/libcudart.so.{major}")
+        for library in packages.glob(f"torch_memory_saver_hook_mode_preload_cu{major}.*so"):
+            return MemorySaver(library, next((runtime.parent for runtime in runtimes), None))
         raise ConfigError(
-            f"SGLang on GPUs needs torch_memory_saver for CUDA {built_for[1]}, which {packages} does not have; {remedy}"
+            f"SGLang on GPUs needs torch_memory_saver for CUDA {major}, which {packages} does not have; {remedy}"
         )
     raise ConfigError(f"{python} belongs to no virtual environment; {remedy}")
 

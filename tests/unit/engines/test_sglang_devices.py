@@ -14,7 +14,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.sglang import environment
 from mcore_rl.engines.sglang.arguments import server_arguments, static_fraction
-from mcore_rl.engines.sglang.environment import memory_saver, on_cuda, rank_environment
+from mcore_rl.engines.sglang.environment import MemorySaver, find_memory_saver, on_cuda, rank_environment
 from mcore_rl.engines.sglang.rank import Rank
 from mcore_rl.engines.sglang.settings import RankSettings
 from mcore_rl.errors import ConfigError
@@ -30,6 +30,7 @@ def make_environment(directory: Path, cuda: str, *libraries: str) -> Path:
     (packages / "torch").mkdir(parents=True)
     (packages / "torch" / "version.py").write_text(f"__version__ = '2.14.1'\ncuda: Optional[str] = {cuda}\n")
     for library in libraries:
+        (packages / library).parent.mkdir(parents=True, exist_ok=True)
         (packages / library).touch()
     return directory / "bin" / "python"
 
@@ -39,28 +40,34 @@ def test_on_cuda_replaces_trainer_settings_and_preloads_memory_saver() -> None:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "NCCL_CUMEM_ENABLE": "1",
         "LD_PRELOAD": "/lib/jemalloc.so",
+        "LD_LIBRARY_PATH": "/lib",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True",
     }
-    changed = on_cuda(given, Path("/saver.so"))
+    changed = on_cuda(given, MemorySaver(Path("/saver.so"), Path("/cu13/lib")))
     assert changed["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
     assert (changed["NCCL_CUMEM_ENABLE"], changed["NCCL_NVLS_ENABLE"]) == ("1", "0")
-    assert changed["LD_PRELOAD"] == "/saver.so:/lib/jemalloc.so"
+    assert (changed["LD_PRELOAD"], changed["LD_LIBRARY_PATH"]) == ("/saver.so:/lib/jemalloc.so", "/cu13/lib:/lib")
+    assert "LD_LIBRARY_PATH" not in on_cuda({}, MemorySaver(Path("/saver.so")))
     assert "PYTORCH_CUDA_ALLOC_CONF" not in changed
     assert changed["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
     assert changed["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
     assert not ONLY_ON_CPU & changed.keys()
 
 
-def test_memory_saver_is_the_library_for_the_cuda_of_torch(tmp_path: Path) -> None:
-    python = make_environment(tmp_path / "a", "'13.0'", LIBRARY, LIBRARY.replace("13", "12"))
-    assert memory_saver(python).name == LIBRARY
+def test_find_memory_saver_is_for_the_cuda_of_torch(tmp_path: Path) -> None:
+    runtime = "nvidia/cu13/lib/libcudart.so.13"
+    python = make_environment(tmp_path / "a", "'13.0'", LIBRARY, LIBRARY.replace("13", "12"), runtime)
+    found = find_memory_saver(python)
+    assert found.library.name == LIBRARY
+    assert found.cuda_runtime == found.library.parent / "nvidia/cu13/lib"
+    assert find_memory_saver(make_environment(tmp_path / "system", "'13.0'", LIBRARY)).cuda_runtime is None
     with pytest.raises(ConfigError, match=r"needs PyTorch with CUDA, .* run `make sglang EXTRA=gpu`"):
-        memory_saver(make_environment(tmp_path / "b", "None", LIBRARY))
+        find_memory_saver(make_environment(tmp_path / "b", "None", LIBRARY))
     with pytest.raises(ConfigError, match=r"needs torch_memory_saver for CUDA 13, .* run `make sglang EXTRA=gpu`"):
-        memory_saver(make_environment(tmp_path / "c", "'13.0'"))
+        find_memory_saver(make_environment(tmp_path / "c", "'13.0'"))
     with pytest.raises(ConfigError, match="belongs to no virtual environment"):
-        memory_saver(tmp_path / "d" / "bin" / "python")
+        find_memory_saver(tmp_path / "d" / "bin" / "python")
 
 
 def test_rank_environment_has_the_variables_of_its_device_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
