@@ -62,5 +62,10 @@ class Gpu:
             resume=lambda tags: updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags)),
             model=scheduler.tp_worker.model_runner.model,
             cleared=[*kv_caches(scheduler), scheduler.req_to_token_pool.req_to_token],
-            free_bytes=lambda: torch.cuda.mem_get_info()[0],
+            settle=_settle,
         )
+
+
+def _settle() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]

@@ -49,7 +49,8 @@ class TaggedMemory:
     model: SGLang stores the buffers itself; parameters and other tensors of its modules are copied here if they are
         kept.
     cleared: tensors of the KV cache's tag.
-    free_bytes: function that returns the free memory of the GPU.
+    settle: function that waits until the GPU has finished its work, which may use the memory, and returns the free
+        memory in bytes.
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class TaggedMemory:
         resume: Callable[[list[str]], object],
         model: torch.nn.Module,
         cleared: Iterable[torch.Tensor],
-        free_bytes: Callable[[], int],
+        settle: Callable[[], int],
     ) -> None:
-        self._pause, self._resume, self._free_bytes = pause, resume, free_bytes
+        self._pause, self._resume, self._settle = pause, resume, settle
         self._model = model
         self._cleared = list(cleared)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -69,9 +70,9 @@ class TaggedMemory:
     def release(self, parts: Sequence[str], *, keep_weights: bool) -> int:
         if WEIGHTS in parts:
             self._kept = self._copies() if keep_weights else []
-        free = self._free_bytes()
+        free = self._settle()
         self._pause(list(parts))
-        return self._free_bytes() - free
+        return self._settle() - free
 
     @torch.inference_mode()
     def restore(self, part: str) -> None:

@@ -32,8 +32,12 @@ class FakeSaver:
             lambda tags: self.move("resume", tags, -7),
             self.model,
             [self.cache, self.table],
-            lambda: self.free,
+            self.settle,
         )
+
+    def settle(self) -> int:
+        self.moves.append("settle")
+        return self.free
 
     def move(self, what: str, tags: list[str], freed: int) -> None:
         self.moves.append(f"{what} {' '.join(tags)}")
@@ -53,7 +57,8 @@ def test_release_and_restore_use_tags_and_clear_the_cache() -> None:
     saver.memory.restore("weights")
     assert saver.model[0].weight.isnan().all()  # an update must follow
     saver.memory.restore("kv_cache")
-    assert saver.moves == ["pause kv_cache weights", "resume weights", "resume kv_cache"]
+    # Kernels may still use the memory before it is released.
+    assert saver.moves == ["settle", "pause kv_cache weights", "settle", "resume weights", "resume kv_cache"]
     assert not saver.cache.any()
     assert not saver.table.any()  # slots of padded rows
 
@@ -64,7 +69,7 @@ def test_release_of_weights_alone_leaves_the_cache_released() -> None:
     saver.memory.restore("weights")
     assert saver.memory.release(["weights"], keep_weights=True) == 7
     saver.memory.restore("weights")
-    assert saver.moves[-2:] == ["pause weights", "resume weights"]
+    assert saver.moves[-4:] == ["settle", "pause weights", "settle", "resume weights"]
 
 
 def test_kept_weights_return_with_derived_weights() -> None:
