@@ -34,10 +34,9 @@ class SharedSegment:
     only in the mappings, and nothing remains in /dev/shm even if processes are killed.
     """
 
-    def __init__(self, name: str, memory: mmap.mmap, descriptor: int) -> None:
+    def __init__(self, name: str, memory: mmap.mmap) -> None:
         self.name = name
         self.memory = torch.frombuffer(memory, dtype=torch.uint8)
-        self._descriptor = descriptor
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedSegment:
@@ -61,11 +60,12 @@ class SharedSegment:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             # Without this reservation a full /dev/shm causes a SIGBUS in the middle of a copy.
             os.posix_fallocate(descriptor, 0, needed)
+            return cls(name, _map(descriptor))
         except OSError:
-            os.close(descriptor)
             path.unlink()
             raise
-        return cls(name, _map(descriptor), descriptor)
+        finally:
+            os.close(descriptor)
 
     @classmethod
     def attach(cls, name: str) -> SharedSegment:
@@ -79,12 +79,19 @@ class SharedSegment:
             raise WeightSyncError(
                 f"shared memory {name} of the weight sync is gone: created on another host, or unlinked too early"
             ) from None
-        return cls(name, _map(descriptor), descriptor)
+        try:
+            return cls(name, _map(descriptor))
+        finally:
+            os.close(descriptor)
 
     def unlink(self) -> None:
         """Remove the name. Call after all processes have attached; further calls do nothing."""
         with contextlib.suppress(FileNotFoundError):
             (SHARED_MEMORY / self.name).unlink()
+
+    def close(self) -> None:
+        """Unmap the memory, unless views of it still exist; further calls do nothing."""
+        self.__dict__.pop("memory", None)
 
 
 class DeviceSegment:
@@ -143,5 +150,7 @@ def _available_bytes() -> int:
 
 
 def _map(descriptor: int) -> mmap.mmap:
+    # The mapping duplicates the descriptor, and with it holds the lock; any other descriptor would keep the memory
+    # allocated after the mapping is gone.
     # MAP_POPULATE: page faults would make the first copy ten times slower.
     return mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
