@@ -1,30 +1,32 @@
-"""Memory of staging buffers, which several processes map: host memory, or GPU memory through CUDA IPC.
-
-CUDA IPC was not run on a GPU yet. Its memory must come from cudaMalloc: with
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it has no IPC handle.
-"""
+"""Memory of staging buffers, which several processes map: host memory, or GPU memory through CUDA IPC."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import mmap
 import os
-import pickle
 import secrets
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import torch
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from mcore_rl.errors import ConfigError, WeightSyncError
+from mcore_rl.weights.transports.device_memory import DeviceArray, DeviceMemory, Gpus, TorchGpus
 from mcore_rl.weights.transports.hosts import remove_abandoned
 
 PREFIX = "mcore_rl"
 SHARED_MEMORY = Path("/dev/shm")
-_DEVICE = 6
-"""Position of the device number among the arguments of rebuild_cuda_tensor (torch 2.13)."""
+HANDLE_FORMAT = 1
+"""Version of DeviceHandle's fields."""
 
 
 class SharedSegment:
@@ -94,38 +96,99 @@ class SharedSegment:
         self.__dict__.pop("memory", None)
 
 
+@dataclass(frozen=True)
+class DeviceHandle:
+    """Name of a DeviceSegment: its GPU's UUID, size, CUDA IPC handle in hexadecimal, and the owner's versions."""
+
+    gpu: str
+    num_bytes: int
+    handle: str
+    versions: str
+    format: int = HANDLE_FORMAT
+
+
 class DeviceSegment:
     """GPU memory mapped in this process. `memory` contains its bytes; other processes attach by `name`. The contents
-    never pass through the host."""
+    never pass through the host.
 
-    def __init__(self, name: str, memory: torch.Tensor) -> None:
+    The memory is released by `close`, or when neither the object nor a view of `memory` exists any more. Readers
+    close before the owner: CUDA does not define what happens to mappings of freed memory.
+    """
+
+    gpus: ClassVar[Gpus] = TorchGpus()
+
+    def __init__(self, name: str, memory: DeviceMemory, number: int) -> None:
         self.name = name
-        self.memory = memory
+        self._memory = memory
+        array = DeviceArray(memory)
+        self.memory = self.gpus.as_tensor(array, number)
+        self._views = weakref.ref(array)
 
     @classmethod
     def create(cls, num_bytes: int) -> DeviceSegment:
-        """Allocate memory on this process's GPU. It lives as long as the object."""
-        # An empty tensor has no storage and therefore no handle.
-        memory = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device="cuda")
-        _, arguments = reduce_tensor(memory)
-        return cls(pickle.dumps((device_uuid(), arguments)).hex(), memory)
+        """Allocate memory on this process's current GPU.
+
+        Raises: ConfigError if the GPU has too little free memory.
+        """
+        gpus, num_bytes = cls.gpus, max(num_bytes, 1)
+        number = gpus.current()
+        runtime = gpus.runtime
+        with gpus.selected(number), ExitStack() as undo:
+            pointer = _allocate(gpus, number, num_bytes)
+            memory = DeviceMemory(pointer, num_bytes, partial(_on, gpus, number, runtime.free))
+            undo.callback(memory.close)
+            handle = DeviceHandle(gpus.uuid(number), num_bytes, runtime.export(pointer).hex(), runtime.versions)
+            segment = cls(json.dumps(asdict(handle)), memory, number)
+            undo.pop_all()
+        return segment
 
     @classmethod
     def attach(cls, name: str) -> DeviceSegment:
-        """Map the memory of another process of this run. Call once for all updates.
+        """Map the memory of another process of this host. Call once for all updates.
 
-        Raises: WeightSyncError if its GPU is not visible to this process.
+        Raises: WeightSyncError if its GPU is not visible to this process, or the handle cannot be opened.
         """
-        uuid, arguments = pickle.loads(bytes.fromhex(name))  # trusted: made by a rank of this run, passed on by Ray
-        numbers = [n for n in range(torch.cuda.device_count()) if device_uuid(n) == uuid]
-        if not numbers:
-            raise WeightSyncError(f"a staging buffer of weights is on {uuid}, which is not visible to this process")
-        # The same GPU may have another number in this process (CUDA_VISIBLE_DEVICES).
-        here = (*arguments[:_DEVICE], numbers[0], *arguments[_DEVICE + 1 :])
-        return cls(name, rebuild_cuda_tensor(*here))
+        gpus, runtime, handle = cls.gpus, cls.gpus.runtime, json.loads(name)
+        if handle.get("format") != HANDLE_FORMAT:
+            raise WeightSyncError(
+                f"a staging buffer of weights has a handle of format {handle.get('format')} (made with "
+                f"{handle.get('versions')}), but this process reads format {HANDLE_FORMAT} ({runtime.versions}); start "
+                "both from one checkout of mcore-rl"
+            )
+        shared = DeviceHandle(**handle)
+        number = gpus.find(shared.gpu)
+        if number is None:
+            raise WeightSyncError(
+                f"a staging buffer of weights is on {shared.gpu}, which is not visible to this process"
+            )
+        with gpus.selected(number), ExitStack() as undo:
+            try:
+                pointer = runtime.open(bytes.fromhex(shared.handle))
+            except WeightSyncError as error:
+                raise WeightSyncError(
+                    f"a staging buffer of weights on {shared.gpu} cannot be mapped: {error}. It was made with "
+                    f"{shared.versions}; this process has {runtime.versions}. Containers must share IPC and PID "
+                    "namespaces (--ipc=host --pid=host); otherwise set weights.transport=shared_memory"
+                ) from None
+            memory = DeviceMemory(pointer, shared.num_bytes, partial(_on, gpus, number, runtime.close))
+            undo.callback(memory.close)
+            segment = cls(name, memory, number)
+            undo.pop_all()
+        return segment
 
     def unlink(self) -> None:
         """Do nothing: an IPC handle leaves no name behind."""
+
+    def close(self) -> None:
+        """Free the memory in its owner, or unmap it in a reader; further calls do nothing. Readers close first, after
+        their queued copies are complete.
+
+        Raises: WeightSyncError if views of `memory` still exist; the memory stays valid.
+        """
+        self.__dict__.pop("memory", None)
+        if self._views() is not None:
+            raise WeightSyncError("a staging buffer of weights is still in use by views of its memory")
+        self._memory.close()
 
 
 Segment = SharedSegment | DeviceSegment
@@ -133,11 +196,32 @@ SEGMENTS: dict[bool, type[SharedSegment] | type[DeviceSegment]] = {False: Shared
 """Type of a staging buffer's memory: host memory (False) or GPU memory (True)."""
 
 
-def device_uuid(number: int | None = None) -> str:
-    """Return the UUID of this process's GPU, or of visible GPU `number`; "" without CUDA."""
-    if not torch.cuda.is_available():
-        return ""
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device() if number is None else number).uuid}"
+def device_uuid() -> str:
+    """Return the UUID of this process's GPU; "" without CUDA."""
+    return TorchGpus().uuid(torch.cuda.current_device()) if torch.cuda.is_available() else ""
+
+
+def _allocate(gpus: Gpus, number: int, num_bytes: int) -> int:
+    """Return the address of new memory on the current GPU, `number`. Unused memory of torch's allocator yields.
+
+    Raises: ConfigError if the GPU has too little free memory.
+    """
+    with contextlib.suppress(MemoryError):
+        return gpus.runtime.allocate(num_bytes)
+    gpus.empty_cache()
+    try:
+        return gpus.runtime.allocate(num_bytes)
+    except MemoryError:
+        free = gpus.runtime.free_bytes()
+        raise ConfigError(
+            f"{gpus.uuid(number)} has room for {free / 2**20:.0f} MiB, not for {num_bytes / 2**20:.0f} MiB of weight "
+            "buckets; lower weights.bucket_mib, weights.num_buckets or rollout.gpu_memory_fraction"
+        ) from None
+
+
+def _on(gpus: Gpus, number: int, release: Callable[[int], None], pointer: int) -> None:
+    with gpus.selected(number):
+        release(pointer)
 
 
 def _available_bytes() -> int:
