@@ -20,8 +20,9 @@ import torch
 _WEYL, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _UNIFORM_BITS = 52
 """A 52-bit integer plus 0.5 is exact in float64, so u is never 0 or 1."""
-_CHUNK_ELEMENTS = 1 << 17
-"""Elements per chunk on CPU, so that the noise fits in a core's cache. A GPU processes all rows at once."""
+CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 23}
+"""Elements per chunk of rows, by device type. On CPU the noise of a chunk fits in a core's cache. A GPU needs 16 bytes
+per element next to the probabilities, 128 MiB per chunk; 8 Mi elements occupy every multiprocessor."""
 
 
 def noise_keys(seeds: Sequence[int], positions: np.ndarray) -> torch.Tensor:
@@ -41,9 +42,9 @@ def sample_tokens(probabilities: torch.Tensor, keys: torch.Tensor) -> torch.Tens
     keys: result of noise_keys, on the same device.
     Shapes: probabilities float [rows, V], keys int64 [rows] -> int64 [rows].
     """
-    # On CPU in chunks of rows: the noise of all rows would not fit in the cache.
     rows, columns = probabilities.shape
-    num_rows = max(1, _CHUNK_ELEMENTS // columns if probabilities.device.type == "cpu" else rows)
+    # A row is never divided: it has at most a few hundred thousand columns.
+    num_rows = max(1, CHUNK_ELEMENTS.get(probabilities.device.type, CHUNK_ELEMENTS["cuda"]) // columns)
     if rows <= num_rows:
         return log_uniform(keys, columns).div_(probabilities).argmax(-1)
     parts = zip(probabilities.split(num_rows), keys.split(num_rows), strict=True)

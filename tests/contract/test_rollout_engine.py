@@ -13,6 +13,7 @@ from mcore_rl.engines.routing_cache import RoutingCache
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
 from tests.contract.engines import PASS_TOKENS, RemoteEngine
+from tests.contract.vllm_internals import profile_sampler, rows_with_generators, run_norms
 from tests.tiny_models import VOCABULARY
 
 EOS = 1
@@ -335,32 +336,26 @@ def test_sleep_wake_up_generates_same_tokens(engine: RemoteEngine, weights_only_
         np.testing.assert_allclose(completion.logp, after[request_id].logp, rtol=0, atol=engine.logp_tolerance)
 
 
-def _norms(engine: Any, build: Any) -> dict[str, Any]:
-    """Run vLLM's norm operations as this engine dispatches them, and in eager torch."""
-    import torch
-    from vllm import ir
-
-    heads, row, residual, weight = (torch.from_numpy(x) for x in build)
-    view = heads[:, 1:3]  # strided like queries in a fused projection
-    found = {"provider": [op.get_priority()[0] for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)]}
-    for name, op, inputs in (
-        ("norm", ir.ops.rms_norm, (view, weight, 1e-6)),
-        ("fused", ir.ops.fused_add_rms_norm, (row, residual, weight, 1e-6)),
-    ):
-        for kind, function in (("native", op.impls["native"].impl_fn), ("ours", op)):
-            results = function(*(x.clone() if x is row or x is residual else x for x in inputs))
-            found[f"{name} {kind}"] = [r.numpy() for r in (results if isinstance(results, tuple) else (results,))]
-    return found
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM uses its own kernels")
 def test_vllm_norms_use_compiled_kernels_on_strided_rows(engine: RemoteEngine) -> None:
     require_vllm(engine, rank=True)
     rng = np.random.default_rng(0)
     for width in (16, 12):  # the kernels reject rows of 12
         shapes = ((5, 4, width), (5, width), (5, width), (width,))
-        found = engine.call(_norms, [rng.standard_normal(shape).astype(np.float32) for shape in shapes])
+        found = engine.call(run_norms, [rng.standard_normal(shape).astype(np.float32) for shape in shapes])
         assert found["provider"] == ["mcore_rl_cpu"] * 2
         for name in ("norm", "fused"):
             for ours, native in zip(found[f"{name} ours"], found[f"{name} native"], strict=True):
                 np.testing.assert_allclose(ours, native, atol=1e-5)
+
+
+def test_vllm_profiling_pass_draws_noise(engine: RemoteEngine) -> None:
+    """Otherwise the memory profile of a GPU would leave no room for it."""
+    require_vllm(engine, rank=True)
+    rows, calls = engine.call(profile_sampler)
+    assert (rows, sum(calls)) == (32, 32 * VOCABULARY)
+
+
+def test_vllm_unfinished_prompts_keep_generators_out(engine: RemoteEngine) -> None:
+    require_vllm(engine, rank=True)
+    assert engine.call(rows_with_generators) == ([0, 2], [0, 1, 2])

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from vllm.platforms import current_platform
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from mcore_rl.engines.noise import noise_keys, sample_tokens
@@ -40,9 +38,6 @@ def _sample(
         _noise_keys = None
 
 
-_upstream_forward = TopKTopPSampler.forward_native
-
-
 def _forward(
     self: TopKTopPSampler,
     logits: torch.Tensor,
@@ -54,19 +49,21 @@ def _forward(
 
     Shapes: logits [rows, V] -> tokens [rows], logp float32 [rows, V].
     """
-    if _noise_keys is None:  # a profiling pass
-        return _upstream_forward(self, logits, generators, k, p)
+    # vLLM's profiling pass calls the sampler without a batch. It samples too, so that the memory of the noise is
+    # measured and the KV cache leaves room for it.
+    keys = torch.zeros(len(logits), dtype=torch.int64) if _noise_keys is None else _noise_keys
     logp = apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
-    return sample_tokens(logp.exp(), _noise_keys.to(logp.device, non_blocking=True)), logp
+    return sample_tokens(logp.exp(), keys.to(logp.device, non_blocking=True)), logp
 
 
-_upstream_bookkeeping = CPUModelRunner._bookkeeping_sync
+_upstream_bookkeeping = GPUModelRunner._bookkeeping_sync
 
 
-def _bookkeeping_sync(self: CPUModelRunner, *args: object, **kwargs: object) -> object:
-    """Wrap CPUModelRunner._bookkeeping_sync without the generators of rows whose prompt is not complete.
+def _bookkeeping_sync(self: GPUModelRunner, *args: object, **kwargs: object) -> object:
+    """Wrap GPUModelRunner._bookkeeping_sync without the generators of rows whose prompt is not complete.
 
-    vLLM would rewind their offset, which CPU generators do not have; nothing was sampled from them anyway.
+    vLLM would rewind their offset. Nothing was sampled from them: a GPU's offset would become 2**64 - 4, and CPU
+    generators have no offset.
     """
     generators = self.input_batch.generators
     unfinished = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0].tolist()
@@ -78,6 +75,6 @@ def _bookkeeping_sync(self: CPUModelRunner, *args: object, **kwargs: object) -> 
 
 
 GPUModelRunner._sample = _sample
+# CPUModelRunner inherits it.
+GPUModelRunner._bookkeeping_sync = _bookkeeping_sync
 TopKTopPSampler.forward_native = TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_cuda = _forward
-if current_platform.is_cpu():
-    CPUModelRunner._bookkeeping_sync = _bookkeeping_sync

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.engines.noise import _CHUNK_ELEMENTS, log_uniform, noise_keys, sample_tokens
+from mcore_rl.engines import noise
+from mcore_rl.engines.noise import CHUNK_ELEMENTS, log_uniform, noise_keys, sample_tokens
 
 MASK = 2**64 - 1
 
@@ -23,7 +24,7 @@ def test_sample_tokens_follow_distribution() -> None:
         assert float(((observed - expected) ** 2 / expected).sum()) < 37.7
 
 
-@pytest.mark.parametrize("columns", [300, _CHUNK_ELEMENTS // 7])
+@pytest.mark.parametrize("columns", [300, CHUNK_ELEMENTS["cpu"] // 7])
 def test_sample_tokens_row_depends_only_on_its_seed_and_position(columns: int) -> None:
     rng = np.random.default_rng(1)
     probabilities = torch.from_numpy(rng.dirichlet(np.full(columns, 0.1), 40)).float()
@@ -80,3 +81,31 @@ def test_log_uniform_neighbours_are_uncorrelated() -> None:
 
 def test_sample_tokens_no_rows_returns_empty() -> None:
     assert sample_tokens(torch.empty(0, 5), noise_keys([], np.empty(0, np.int64))).tolist() == []
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1024, 151_936), (256, 129_280), (7, 1 << 24), (3, 300)])
+def test_sample_tokens_draws_bounded_noise_at_once_on_gpus(
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors on meta, which have no memory, are divided like a GPU's."""
+    calls: list[tuple[str, int]] = []
+
+    def recorded(keys: torch.Tensor, columns: int) -> torch.Tensor:
+        calls.append((keys.device.type, len(keys)))
+        return torch.empty(len(keys), columns, dtype=torch.float64, device=keys.device)
+
+    monkeypatch.setattr(noise, "log_uniform", recorded)
+    keys = torch.zeros(rows, dtype=torch.int64, device="meta")
+    assert sample_tokens(torch.empty(rows, columns, device="meta"), keys).shape == (rows,)
+    assert {device for device, _ in calls} == {"meta"}
+    assert sum(count for _, count in calls) == rows
+    assert all(count == 1 or count * columns <= 8 << 20 for _, count in calls)
+
+
+@pytest.mark.parametrize("elements", [1, 300, 1000, 1 << 30])
+def test_sample_tokens_chunk_size_does_not_change_tokens(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    probabilities = torch.randn(40, 300, generator=torch.Generator().manual_seed(2)).softmax(-1)
+    keys = noise_keys(range(40), np.arange(40))
+    expected = log_uniform(keys, 300).div_(probabilities).argmax(-1)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", elements)
+    assert sample_tokens(probabilities, keys).equal(expected)
