@@ -22,6 +22,7 @@ from mcore_rl.data.prompts import supervised_chunk
 from mcore_rl.data.records import remove_unjoined
 from mcore_rl.model_check import model_check
 from mcore_rl.observe.journal import RunJournal
+from mcore_rl.observe.memory_report import MemoryReport
 from mcore_rl.observe.report.background import ReportProcess
 from mcore_rl.observe.screen.board import Board
 from mcore_rl.observe.signs import Sign, signs_for
@@ -173,6 +174,8 @@ class _Site:
         journal = self._journal(signs_for(config))
         if shares_device(config.cluster, config.actor.offload):
             phases = DevicePhases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
+            if config.cluster.uses_cuda:
+                phases.at_point = self._memory_report(engines, journal).at
             self.stages.phases = phases
         slices = SlicePublisher.connect(self.processes.trainers, engines, config)
         # The fleet starts before the journal exists, so it receives the function later.
@@ -212,6 +215,18 @@ class _Site:
             logp_gap=self._logp_gap(scheduler),
             profiler=self._profiler(journal),
         )
+
+    def _memory_report(self, engines: Fleet, journal: RunJournal) -> MemoryReport:
+        def planned() -> dict[str, int]:
+            # The planner builds the model on the meta device: a few seconds that only this report needs.
+            from mcore_rl.planner.memory_points import planned_points
+            from mcore_rl.planner.plan import make_plan
+
+            plan = make_plan(self.config)
+            return planned_points([rank.phases for rank in plan.ranks], plan.times.engine)
+
+        measures = self.processes.trainers.device_memory, engines.device_memory
+        return MemoryReport(*measures, planned, record=journal.record, note=journal.note)
 
     def _logp_gap(self, scheduler: Scheduler) -> LogpGapCheck:
         prepared, config = self.prepared, self.config

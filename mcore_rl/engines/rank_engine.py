@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.stepped_engine import SteppedEngine
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.types import DeviceMemory
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
@@ -41,6 +42,10 @@ class RankEngine(SteppedEngine):
     def endpoints(self) -> list[Endpoint]:
         """Return the location of each engine rank."""
         return self._ranks.call("endpoint")
+
+    def device_memory(self) -> list[DeviceMemory | None]:
+        """Measure the memory of each rank's GPU; None for a rank on a CPU."""
+        return self._ranks.call("device_memory")
 
     def connect(self, connection: Connection, engine: int) -> None:
         """Join the weight sync as engine number `engine`, before the first update or again after a failed one.

@@ -9,6 +9,8 @@ import torch
 
 from mcore_rl.engines.kept_slices import SliceLoader, whole_tensors
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.processes.device_memory import device_memory
+from mcore_rl.types import DeviceMemory
 from mcore_rl.weights.connection import Connection, connect_engine_rank
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -68,13 +70,21 @@ class RankMemory:
             return self._receiver.receive(sync_round, self._loader.put)
 
     def finish_update(self) -> None:
-        """Finish the update.
+        """Finish the update, and return its temporary memory to the device.
 
         Raises: WeightSyncError if a part that this rank keeps was not received.
         """
         self._receiver.finish()
         with self._loader.context():
             self._loader.finish()
+        if torch.cuda.is_available():
+            # The KV cache wakes up next. Its memory does not come from torch's allocator, which still holds the
+            # temporary tensors of the update: 0.7 GB for a layer of DeepSeek-V3 on 32 ranks.
+            torch.cuda.empty_cache()
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Measure the memory of this rank's GPU; None on a CPU."""
+        return device_memory()
 
     def compare_weights(self) -> Comparison:
         """Compare the weights of this rank's kernels with the trainer's digests, one module at a time."""

@@ -62,13 +62,14 @@ class DevicePhases:
     """State of the device's memory, and the changes at the beginning of a phase.
 
     At the start of a run, engines sleep without weights (see `launch`). `record` receives metrics of the changes,
-    `span` times them.
+    `span` times them. `at_point` is called at the points of observe.memory_report.POINTS.
     """
 
     trainers: TrainerGroup
     engines: Fleet
     record: Callable[[dict[str, Metric]], None]
     span: Callable[[str], AbstractContextManager[None]]
+    at_point: Callable[[str], None] = lambda point: None
     _awake: set[str] = field(default_factory=set, init=False)
     """Parts of the engines that are in device memory: weights, kv_cache."""
     _has_weights: bool = field(default=False, init=False)
@@ -79,6 +80,8 @@ class DevicePhases:
         """Free and restore memory for `phase`."""
         if phase is self._phase:
             return
+        if self._phase is Phase.SYNC:
+            self.at_point("updated")
         self._phase = phase
         if phase in (Phase.REPLACE, Phase.KEEP):
             self._put_to_sleep(keep_weights=phase is Phase.KEEP)
@@ -92,6 +95,7 @@ class DevicePhases:
             self._offload(NOT_SYNCED)
             self._wake("weights")
             self._has_weights = True
+            self.at_point("weights_awake")
         else:
             # Discarded weights have undefined values until a sync.
             assert self._has_weights, "engines would generate without weights"
@@ -99,6 +103,7 @@ class DevicePhases:
             self.record({"memory/offloaded_bytes": Total(away)})
             self._wake("weights")
             self._wake("kv_cache")
+            self.at_point("kv_cache_awake")
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -117,6 +122,7 @@ class DevicePhases:
             released = self.engines.sleep(keep_weights)
         self._awake.clear()
         self.record({"memory/engine_released_bytes": Total(released)})
+        self.at_point("asleep")
 
     def _wake(self, part: str) -> None:
         if part not in self._awake:

@@ -21,6 +21,7 @@ from mcore_rl.types.data import (
     TokenColumn,
     TrajectoryBuffers,
 )
+from mcore_rl.types.device import DeviceMemory
 from mcore_rl.types.metrics import (
     Correlation,
     Deviation,

@@ -3,7 +3,7 @@ the weights are awake, and then computes with exactly these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_rl.types import GenerationRequest, SamplingOptions
-from tests.contract.engines import RemoteEngine, start_engine
+from tests.contract.engines import PASS_TOKENS, RemoteEngine, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -23,6 +23,9 @@ KINDS = {"qwen3": SIZES, "qwen3_moe": SIZES | {"moe_intermediate_size": 64, "num
 ONE, TWO = pytest.mark.cuda, pytest.mark.gpus(2)
 BUCKETS = 100 << 10
 """Bucket size in bytes, so small that a model spans several buckets."""
+SMALL = {"gpu_memory_fraction": 0.3, "max_batched_tokens": PASS_TOKENS}
+CACHED = 2 << 30
+"""Bytes that a test leaves in the cache of torch's allocator."""
 
 
 @pytest.fixture(
@@ -35,7 +38,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     kind, tp = request.param
     directory = tmp_path_factory.mktemp("model")
     make_model(kind, 0).save_pretrained(directory)
-    engine = start_engine("vllm", directory, "bfloat16", load_weights=False, tp=tp, gpu_memory_fraction=0.3)
+    engine = start_engine("vllm", directory, "bfloat16", load_weights=False, tp=tp, **SMALL)
     yield engine, HFTrainer(make_model(kind, 1), engine, BUCKETS, 2)
     engine.shutdown()
 
@@ -54,6 +57,56 @@ def test_weights_that_come_to_a_waking_engine_are_the_trainers(started: Any) -> 
         # at least 4.
         assert largest_gap(engine, trainer.model, version) < 0.5
         trainer.perturb(version)
+
+
+def test_memory_of_an_update_is_free_before_the_kv_cache_wakes(started: Any, report: Callable[[str], None]) -> None:
+    """The four points of a step (observe.memory_report). The trainer of this test is on the CPU."""
+    engine, trainer = started
+    used = {}
+
+    def measure(point: str) -> None:
+        used[point] = [memory.used_bytes for memory in engine.call("device_memory")]
+
+    measure("generating")
+    assert engine.call(put_to_sleep) > 0
+    measure("asleep")
+    engine.call("wake_up", "weights")
+    measure("weights awake")
+    engine.call(fill_cache)
+    measure("cache filled")
+    trainer.publish(9)
+    measure("updated")
+    engine.call("wake_up", "kv_cache")
+    measure("KV cache awake")
+    report(", ".join(f"{point} {max(each) / 2**30:.2f} GiB" for point, each in used.items()))
+    for rank, awake in enumerate(used["weights awake"]):
+        assert used["asleep"][rank] < awake < used["generating"][rank]
+        assert used["cache filled"][rank] > awake + CACHED // 2
+        # Communicators and workspaces that the first update creates stay.
+        assert used["updated"][rank] < awake + CACHED // 4
+        assert used["KV cache awake"][rank] > used["updated"][rank]
+
+
+def fill_cache(engine: Any) -> None:
+    """Leave memory in the cache of torch's allocator on every rank. Runs in the engine's process."""
+    engine._engine.model_executor.collective_rpc(allocate_and_free)
+
+
+def allocate_and_free(worker: Any) -> None:
+    torch.empty(CACHED, dtype=torch.uint8, device="cuda")
+
+
+def test_long_prompts_with_seeds_are_computed_in_pieces(started: Any) -> None:
+    """vLLM would rewind the random generators of prompts that are not complete."""
+    engine, trainer = started
+    sleep_and_sync(engine, trainer, 10)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, VOCABULARY, size=30).astype(np.int32) for _ in range(8)]
+    requests = [GenerationRequest(str(i), p, i, SamplingOptions(8, temperature=1.0)) for i, p in enumerate(prompts)]
+    assert sum(len(prompt) for prompt in prompts) > PASS_TOKENS
+    together = engine.generate(requests)
+    assert sorted(together) == [str(i) for i in range(8)]
+    assert all(len(done.token_ids) == len(done.logp) > 0 for done in together.values())
 
 
 def uses_graphs(engine: Any) -> bool:

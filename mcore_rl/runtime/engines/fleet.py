@@ -22,7 +22,7 @@ from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import drain_spans
 from mcore_rl.runtime.roles.places import kill_all
 from mcore_rl.runtime.stops import STOPS
-from mcore_rl.types import Metric, Span, Total, merge_metrics
+from mcore_rl.types import DeviceMemory, Metric, Span, Total, merge_metrics
 from mcore_rl.weights.transports.topology import Endpoint
 
 T = TypeVar("T")
@@ -283,6 +283,11 @@ class Fleet:
         """Restore "weights" or "kv_cache" on every engine."""
         self._on_every_engine(lambda process: process.call(EngineProcess.wake_up, part))
         self.asleep = part != "kv_cache"  # the KV cache is restored last
+
+    def device_memory(self) -> list[DeviceMemory | None]:
+        """Measure the memory of every engine rank's GPU; None for a rank on a CPU."""
+        by_engine = self._on_every_engine(lambda process: process.call(EngineProcess.device_memory))
+        return [memory for of_engine in by_engine for memory in of_engine]
 
     def start_asleep(self) -> None:
         """Restart lost engines and put them to sleep like the others."""

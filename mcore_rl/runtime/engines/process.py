@@ -34,7 +34,7 @@ from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.trajectory_store import FetchRequest, TrajectoryStore
-from mcore_rl.types import Grades, RolloutScalars, RolloutTask, SavedFile, Span, TrajectoryBuffers
+from mcore_rl.types import DeviceMemory, Grades, RolloutScalars, RolloutTask, SavedFile, Span, TrajectoryBuffers
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
@@ -220,6 +220,10 @@ class EngineProcess(RunProcess):
     def wake_up(self, part: str) -> None:
         with self.spans.span(f"wake up {part}"):
             self.loop.between_steps(lambda: self.loop.engine.wake_up(part))
+
+    @remote_method(concurrency_group="engine")
+    def device_memory(self) -> list[DeviceMemory | None]:
+        return self.loop.between_steps(self.receiver.device_memory)
 
     @remote_method(concurrency_group="engine")
     def endpoints(self) -> list[Endpoint]:

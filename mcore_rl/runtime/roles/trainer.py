@@ -23,6 +23,7 @@ from mcore_rl.types import (
     Batch,
     BatchHandle,
     BuffersRef,
+    DeviceMemory,
     LogpGap,
     Metric,
     RankShares,
@@ -131,6 +132,12 @@ class TrainerProcess(TrainedRankProcess):
                 reports.append(self.actor.update(batch, index))
         self.actor.gather_parameters()  # afterwards, ranks read their weights without collectives
         return reports
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Measure the memory of this rank's GPU; None on a CPU."""
+        from mcore_rl.processes.device_memory import device_memory
+
+        return device_memory()
 
     def endpoint(self) -> Endpoint:
         """Return the location from which this rank sends weights."""
@@ -258,6 +265,10 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
         arguments = [(handle.key, *own) for own in self.batch_refs(handle.batch)]
         metrics = self.call_each(TrainerProcess.recompute_logp, arguments).results()
         return with_metrics(replace(handle, is_sent=True), metrics)
+
+    def device_memory(self) -> list[DeviceMemory | None]:
+        """Measure the memory of every rank's GPU; None for a rank on a CPU."""
+        return self.call(TrainerProcess.device_memory).results()
 
     @staged(None, Phase.KEEP)
     def export_hf(self, directory: str, source: str) -> None:

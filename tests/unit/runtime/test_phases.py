@@ -22,7 +22,8 @@ class Device:
         self.of_engine: set[str] = set()
         self.weights_are_defined = False
         self.metrics: dict[str, object] = {}
-        self.stages = Stages(self.span, DevicePhases(self, self, record=self.metrics.update, span=self.span))
+        self.phases = DevicePhases(self, self, record=self.metrics.update, span=self.span)
+        self.stages = Stages(self.span, self.phases)
 
     def offload(self, parts: tuple[str, ...]) -> int:
         self.moves.append("offload " + "+".join(parts))
@@ -96,6 +97,21 @@ def test_phases_step_moves_memory_once_and_in_order() -> None:
         "sync",
     ]
     assert device.metrics == {"memory/offloaded_bytes": Total(3), "memory/engine_released_bytes": Total(2)}
+
+
+def test_phases_measure_memory_at_four_points_of_a_step() -> None:
+    device = Device()
+    device.publish()
+    device.run()
+    device.phases.at_point = lambda point: device.moves.append(f"measure {point}")
+    device.moves.clear()
+    for call in (device.update, device.publish, device.run):
+        call()
+    assert device.moves == [
+        *("sleep", "measure asleep", "update"),
+        *("offload grads+optimizer", "wake weights", "measure weights_awake", "sync"),
+        *("measure updated", "offload params+grads+optimizer", "wake kv_cache", "measure kv_cache_awake", "generate"),
+    ]
 
 
 def test_phases_never_overlap() -> None:
