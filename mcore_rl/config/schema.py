@@ -185,8 +185,8 @@ class WeightsConfig:
     num_buckets: int = setting(2, minimum=1)
     """Number of buckets in a staging buffer: trainer ranks fill one while engines read the previous ones."""
     transport: str = setting("auto", choices=("auto", "shared_memory", "cuda_ipc", "network"))
-    """Transport of weights to an engine rank. auto: cuda_ipc if it shares a GPU with a trainer rank, shared_memory if
-    it shares a host, else network. The other values require one transport."""
+    """Transport of weights to an engine rank. auto: cuda_ipc if it shares a GPU with a trainer rank, network if both
+    have GPUs, shared_memory if it shares a host, else network. The other values require one transport."""
     verify_every: int = setting(0, minimum=0, unit="syncs")
     """Compare every tensor of every engine with the trainer's at each N-th weight sync; 0: never."""
 

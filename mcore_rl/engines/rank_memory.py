@@ -16,6 +16,7 @@ from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.shard_map import Box, ShardMap
 from mcore_rl.weights.transports.hosts import this_host
+from mcore_rl.weights.transports.nccl_group import nccl_version
 from mcore_rl.weights.transports.segments import device_uuid
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison, compare, require_planned
@@ -36,7 +37,7 @@ class RankMemory:
 
     def endpoint(self) -> Endpoint:
         """Return this rank's endpoint for weight updates."""
-        return Endpoint(this_host(), os.environ.get("VLLM_HOST_IP", "127.0.0.1"), device_uuid())
+        return Endpoint(this_host(), os.environ.get("VLLM_HOST_IP", "127.0.0.1"), device_uuid(), nccl_version())
 
     def connect_weights(self, connection: Connection, first_rank: int) -> None:
         """Connect to the weight sync and record the parts of tensors that this rank keeps.
@@ -50,6 +51,8 @@ class RankMemory:
             raise WeightSyncError(
                 f"the engine's layout is {self._layout}, but the sync was planned for {plan.engine_layout}"
             )
+        if hasattr(self, "_receiver"):  # not the first connection
+            self._receiver.close()
         receiver = connect_engine_rank(connection, first_rank + self.rank)
         shard_map = ShardMap(plan.rows, self._layout)
         boxes = shard_map.boxes(self.rank)

@@ -114,4 +114,5 @@ def transport(weights: WeightsConfig, cluster: ClusterConfig, *, cuda: bool) -> 
         return weights.transport
     if cluster.placement == "colocated":
         return "cuda_ipc" if cuda else "shared_memory"
-    return "shared_memory" if cluster.nodes == 1 else "network"
+    # Between the GPUs of a node, too, NCCL moves the weights.
+    return "network" if cuda or cluster.nodes > 1 else "shared_memory"

@@ -21,6 +21,7 @@ from mcore_rl.weights.connection import Connection, check_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.link import Rendezvous, open_store
+from mcore_rl.weights.transports.nccl_group import announce_loss
 from mcore_rl.weights.transports.topology import Topology
 from mcore_rl.weights.verify import Comparison, require_equal
 
@@ -135,9 +136,11 @@ class SlicePublisher:
         def marked() -> T:
             try:
                 return call()
-            except WorkerDiedError:
-                # A transfer group cannot continue without one of its members.
+            except WorkerDiedError as error:
+                # A transfer group cannot continue without one of its members. Those that wait for it between GPUs
+                # would notice its loss only after their timeout.
                 self._broken = True
+                announce_loss(self.store, self._generation, str(error))
                 raise
 
         return self.engines.retry_on_engine_loss(marked)

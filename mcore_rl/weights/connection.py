@@ -116,21 +116,21 @@ def connect_engine_rank(connection: Connection, engine_rank: int) -> SliceReceiv
     memory = connection.segment(number).memory if number in connection.segments else None
     member = plan.topology.member(engine_rank)
     channels = connection.channels(member)
-    link = channels.link
-    link.handshake(plan.peers(member, incoming.messages))
+    channels.handshake(plan.peers(member, incoming.messages), *plan.gpu_peers(member, incoming.messages))
     messages: MessageReceiver
     if memory is None:
         messages = NetworkReceiver(channels.of(number), number, incoming, plan)
     else:
-        messages = MappedReceiver(MappedBuffer(number, plan, incoming, memory, link))
-    return SliceReceiver(messages, incoming, plan.num_rounds, link, number)
+        messages = MappedReceiver(MappedBuffer(number, plan, incoming, memory, channels.link))
+    return SliceReceiver(messages, incoming, plan.num_rounds, channels, number)
 
 
 def check_plan(plan: SyncPlan) -> None:
-    """Check that every row fits in a bucket and that the engine's layout divides the model.
+    """Check that every row fits in a bucket, that the engine's layout divides the model, and that NCCL can connect.
 
     Raises: ConfigError.
     """
+    plan.topology.check_versions()
     try:
         if plan.num_rounds > MAX_ROUNDS:
             raise ConfigError(

@@ -32,8 +32,8 @@ import torch
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.messages import Slice, views
 from mcore_rl.weights.sync_plan import IncomingMessages
-from mcore_rl.weights.transports.interface import MessageReceiver
-from mcore_rl.weights.transports.link import Link, MessageKind, MessageTag
+from mcore_rl.weights.transports.interface import Channels, MessageReceiver
+from mcore_rl.weights.transports.link import MessageKind, MessageTag
 from mcore_rl.weights.verify import DIGEST_BYTES
 
 LoadBox = Callable[[str, tuple[int, ...], torch.Tensor], None]
@@ -44,12 +44,12 @@ class SliceReceiver:
     """Receives updates and passes their slices to the engine. `buffer`: number of this rank's staging buffer."""
 
     def __init__(
-        self, messages: MessageReceiver, incoming: IncomingMessages, num_rounds: int, link: Link, buffer: int
+        self, messages: MessageReceiver, incoming: IncomingMessages, num_rounds: int, channels: Channels, buffer: int
     ) -> None:
         self.num_rounds = num_rounds
         self._messages = messages
         self._incoming = incoming
-        self._link = link
+        self._channels = channels
         self._buffer = buffer
         self._state = "attached"
         self._next = 0
@@ -113,6 +113,10 @@ class SliceReceiver:
         with self._broken_on_error():
             return self._digests()
 
+    def close(self) -> None:
+        """Free the connections between GPUs. Afterwards this object cannot be used."""
+        self._channels.close()
+
     def _digests(self) -> list[tuple[Slice, bytes]]:
         by_sender: dict[int, list[Slice]] = {}
         for sync_round in sorted(self._incoming.rounds):
@@ -121,7 +125,7 @@ class SliceReceiver:
         digests = []
         for sender, slices in by_sender.items():
             rows = torch.zeros(len(slices), DIGEST_BYTES, dtype=torch.uint8)
-            self._link.receive(rows, sender, MessageTag(MessageKind.DIGESTS, self._buffer, 0)).wait()
+            self._channels.link.receive(rows, sender, MessageTag(MessageKind.DIGESTS, self._buffer, 0)).wait()
             digests += [(each, row.numpy().tobytes()) for each, row in zip(slices, rows, strict=True)]
         return digests
 
@@ -132,7 +136,7 @@ class SliceReceiver:
     @contextmanager
     def _broken_on_error(self) -> Iterator[None]:
         try:
-            with self._link.closing_on_loss():
+            with self._channels.closing_on_loss():
                 yield
         except BaseException:
             self._state = "broken"

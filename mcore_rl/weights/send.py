@@ -62,8 +62,13 @@ class WeightSender:
         Raises: PeerLostError.
         """
         incoming = (each.incoming.messages for each in self._mapped.values())
-        messages = chain.from_iterable((*self._outgoing.values(), *incoming))
-        self._link.handshake(self._plan.peers(self._rank, messages))
+        messages = list(chain.from_iterable((*self._outgoing.values(), *incoming)))
+        peers = self._plan.peers(self._rank, messages)
+        self._channels.handshake(peers, *self._plan.gpu_peers(self._rank, messages))
+
+    def close(self) -> None:
+        """Free the connections between GPUs. Afterwards this object cannot be used."""
+        self._channels.close()
 
     @torch.no_grad()
     def send(self, tensors: Mapping[str, torch.Tensor], span: Span = nullcontext) -> npt.NDArray[np.int64]:
@@ -72,7 +77,7 @@ class WeightSender:
         tensors: this rank's parameters by canonical mcore name.
         Raises: PeerLostError; WeightSyncError for a missing tensor or a shape that differs from the plan.
         """
-        with self._link.closing_on_loss():
+        with self._channels.closing_on_loss():
             sent = np.zeros(len(self._plan.topology.buffers), np.int64)
             for sender in self._senders.values():
                 sender.begin()
@@ -113,7 +118,7 @@ class WeightSender:
         for each, place in sorted(places, key=lambda pair: pair[0].mcore_name):
             computed = digest(part_of(each, tensors, each.shape).to(each.dtype))
             place.copy_(torch.frombuffer(bytearray(computed), dtype=torch.uint8))
-        with self._link.closing_on_loss():
+        with self._channels.closing_on_loss():
             pending = [
                 self._link.send(digests[number], topology.member(reader), MessageTag(MessageKind.DIGESTS, number, 0))
                 for number in slices

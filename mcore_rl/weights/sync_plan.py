@@ -122,6 +122,20 @@ class SyncPlan:
                 pairs.add((sender, source))
         return {one if other == member else other for one, other in pairs if member in (one, other)}
 
+    def gpu_peers(self, member: int, messages: Iterable[Message]) -> tuple[set[int], set[int]]:
+        """Return the members to which a member sends messages between GPUs, and those from which it receives them.
+
+        `messages`: as in `peers`.
+        """
+        targets, sources = set(), set()
+        for number, sender in {(message.receiver, message.sender) for message in messages}:
+            buffer = self.topology.buffers[number]
+            if number in self.topology.gpu_buffers and sender not in buffer.writers:
+                target = self.topology.target(number)
+                targets |= {target} if sender == member else set()
+                sources |= {sender} if target == member else set()
+        return targets, sources
+
     def _arguments(self) -> tuple[Placement, ShardMap, RankLocations, int]:
         # The locations are of staging buffers instead of engine ranks: engines that share a buffer receive once.
         rows = self.rows

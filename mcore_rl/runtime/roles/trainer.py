@@ -141,10 +141,11 @@ class TrainerProcess(TrainedRankProcess):
 
     def endpoint(self) -> Endpoint:
         """Return the location from which this rank sends weights."""
+        from mcore_rl.weights.transports.nccl_group import nccl_version
         from mcore_rl.weights.transports.segments import device_uuid
         from mcore_rl.weights.transports.topology import Endpoint
 
-        return Endpoint(this_host(), ray.util.get_node_ip_address(), device_uuid())
+        return Endpoint(this_host(), ray.util.get_node_ip_address(), device_uuid(), nccl_version())
 
     def sync_plan(self, engine: EngineLayout, topology: Topology, bucket_bytes: int, num_slots: int) -> SyncPlan:
         """Compute the plan of weight syncs, which is the same on every rank."""
@@ -154,6 +155,8 @@ class TrainerProcess(TrainedRankProcess):
         """Create the staging buffers that this rank owns. Returns their names by buffer number."""
         from mcore_rl.weights.connection import TrainerSetup
 
+        if hasattr(self, "_sender"):  # not the first connection
+            self._sender.close()
         self._setup = TrainerSetup(plan, self.actor.rank)
         return self._setup.create_buffers()
 

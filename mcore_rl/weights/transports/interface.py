@@ -6,11 +6,14 @@ rounds later.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
+from mcore_rl.errors import PeerLostError
 from mcore_rl.weights.slices.messages import Message
 from mcore_rl.weights.transports.link import Link, MessageTag
 
@@ -41,6 +44,16 @@ class Channel(Protocol):
         """Start all queued transfers of a round. Every process launches the rounds in the same order."""
 
 
+class GpuChannel(Channel, Protocol):
+    """Channel between GPUs. It has no connections to close, so its processes end it by an announcement."""
+
+    def handshake(self, targets: Collection[int], sources: Collection[int]) -> None: ...
+
+    def abandon(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Channels:
     """Channels of a process to all peers: gloo for control messages and host memory, NCCL for messages between GPUs.
@@ -49,7 +62,7 @@ class Channels:
     """
 
     link: Link
-    gpu: Channel | None = None
+    gpu: GpuChannel | None = None
     gpu_buffers: frozenset[int] = frozenset()
 
     @property
@@ -59,6 +72,33 @@ class Channels:
     def of(self, buffer: int) -> Channel:
         """Return the channel for messages to staging buffer number `buffer`."""
         return self.gpu if self.gpu is not None and buffer in self.gpu_buffers else self.link
+
+    def handshake(self, peers: Collection[int], targets: Collection[int], sources: Collection[int]) -> None:
+        """Connect to all peers. `targets`, `sources`: members to which and from which this process sends weights
+        between GPUs.
+
+        Collective: all members.
+        Raises: PeerLostError.
+        """
+        self.link.handshake(peers)
+        if self.gpu is not None:
+            self.gpu.handshake(targets, sources)
+
+    @contextmanager
+    def closing_on_loss(self) -> Iterator[None]:
+        """End all connections if a peer is lost inside the block; see Link.closing_on_loss."""
+        with self.link.closing_on_loss():
+            try:
+                yield
+            except PeerLostError as error:
+                if self.gpu is not None:
+                    self.gpu.abandon(str(error))
+                raise
+
+    def close(self) -> None:
+        """Free the connections between GPUs, which take memory there, before new ones are made."""
+        if self.gpu is not None:
+            self.gpu.close()
 
 
 class ReceivedMessage(NamedTuple):

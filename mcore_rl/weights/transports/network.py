@@ -57,9 +57,8 @@ class NetworkSender:
         return memory
 
     def send(self, sync_round: int, message: Message) -> None:
-        buffer = self._topology.buffers[message.receiver]
-        target = self._topology.member(buffer.readers[0]) if buffer.owner is None else buffer.owner
         tag = MessageTag(MessageKind.WEIGHTS, message.receiver, sync_round)
+        target = self._topology.target(message.receiver)
         pending = self._channel.send(self._acquired.pop(message.receiver), target, tag)
         self._pending.setdefault(sync_round, []).append(pending)
 

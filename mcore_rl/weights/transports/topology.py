@@ -3,8 +3,11 @@
 A pure function of the hosts and GPUs of all processes. An engine rank's buffer is
 
     on a trainer rank's GPU     GPU memory that both map (cuda_ipc)
+    on a GPU of its own         private memory of the engine rank, to which every trainer rank sends (network)
     on a trainer rank's host    host memory that both map (shared_memory)
-    elsewhere                   private memory of the engine rank, to which every trainer rank sends (network)
+    elsewhere                   private memory of the engine rank, as above
+
+Between GPUs of one host NCCL uses NVLink if it is there. It connects the processes only if each has its own GPU.
 
 Trainer ranks that do not map a shared buffer send to its owner, which is one of the trainer ranks that map it.
 """
@@ -27,11 +30,13 @@ SHARED_RESOURCE = {CUDA_IPC: "a GPU", SHARED_MEMORY: "memory"}
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Host and network address of a process of a sync. `device`: UUID of its GPU, "" without one."""
+    """Host and network address of a process of a sync. `device`: UUID of its GPU, "" without one. `nccl`: version of
+    its NCCL library."""
 
     host: Host
     address: str
     device: str = ""
+    nccl: str = ""
 
 
 MemoryDomain = tuple[tuple[str, int], str]
@@ -103,8 +108,7 @@ class Topology:
         # Buffers that some trainer rank does not map: only these receive messages.
         sent_to = [number for number, each in enumerate(self.buffers) if len(each.writers) < len(self.trainers)]
         receivers = [self.engines[self.buffers[n].readers[0]] for n in sent_to if self.buffers[n].owner is None]
-        devices = [endpoint.device for endpoint in (*self.trainers, *receivers)]
-        if "" in devices or len(set(devices)) < len(devices):
+        if not _have_own_gpus([*self.trainers, *receivers]):
             return frozenset()
         return frozenset(number for number in sent_to if self.buffers[number].kind != SHARED_MEMORY)
 
@@ -114,6 +118,22 @@ class Topology:
         buffers = [self.buffers[number] for number in sorted(self.gpu_buffers)]
         receivers = [self.member(buffer.readers[0]) for buffer in buffers if buffer.owner is None]
         return (*range(len(self.trainers)), *receivers) if buffers else ()
+
+    def check_versions(self) -> None:
+        """Check that all processes that send or receive between GPUs have the same NCCL.
+
+        Raises: ConfigError. NCCL itself would end the connection with an invalid usage.
+        """
+        processes, versions = (*self.trainers, *self.engines), dict[str, str]()
+        for member in self.gpu_members:
+            versions.setdefault(processes[member].nccl, self.name(member))
+        if len(versions) > 1:
+            found = ", ".join(f"{version} ({name})" for version, name in versions.items())
+            raise ConfigError(
+                f"weights.transport={self.transport}: trainer ranks and engine ranks have different versions of NCCL, "
+                f"which do not connect: {found}; install one version of nvidia-nccl-cu13 in both environments (pip "
+                "install --no-deps), or set weights.transport=shared_memory if all ranks are on one host"
+            )
 
     @property
     def locations(self) -> RankLocations:
@@ -138,6 +158,11 @@ class Topology:
         """Return the number of an engine rank in the transfer group, where the trainer ranks come first."""
         return len(self.trainers) + engine_rank
 
+    def target(self, number: int) -> int:
+        """Return the member that receives messages of trainer ranks that do not map buffer `number`."""
+        buffer = self.buffers[number]
+        return self.member(buffer.readers[0]) if buffer.owner is None else buffer.owner
+
     def name(self, member: int) -> str:
         """Return the name of a member of the transfer group, for messages."""
         if member < len(self.trainers):
@@ -152,8 +177,7 @@ class Topology:
 
         Raises: ConfigError if weights.transport requires shared memory and there is none.
         """
-        kinds = [CUDA_IPC, SHARED_MEMORY] if self.transport == "auto" else [self.transport]
-        for kind in kinds:
+        for kind in self._kinds(where):
             if kind == NETWORK or (kind == CUDA_IPC and not where.device):
                 continue
             writers = self._trainers_at.get(self._domain(where, kind), ())
@@ -165,6 +189,23 @@ class Topology:
                 f"the engine ranks on {where.host.name}; set it to auto or network"
             )
         return NETWORK, ()
+
+    def _kinds(self, where: Endpoint) -> list[str]:
+        """Return the kinds of memory to look for, nearest first."""
+        if self.transport != "auto":
+            return [self.transport]
+        # From one GPU to another, NCCL is faster than two copies through the host's memory.
+        return [CUDA_IPC] if where.device and self._one_gpu_each else [CUDA_IPC, SHARED_MEMORY]
+
+    @cached_property
+    def _one_gpu_each(self) -> bool:
+        """True if NCCL can connect the trainer ranks with the engine ranks that share neither GPU nor host memory with
+        them: each has its own GPU."""
+        receivers = [
+            engine for engine in self.engines
+            if self._domain(engine, CUDA_IPC if engine.device else SHARED_MEMORY) not in self._trainers_at
+        ]  # fmt: skip
+        return _have_own_gpus([*self.trainers, *receivers])
 
     @cached_property
     def _trainers_at(self) -> dict[MemoryDomain, tuple[int, ...]]:
@@ -189,3 +230,8 @@ class Topology:
             # An engine with a rank that shares no memory has buffers of its own.
             groups.setdefault(engine if NETWORK in kinds else (tuple(kinds), domains), []).append(engine)
         return list(groups.values())
+
+
+def _have_own_gpus(endpoints: Sequence[Endpoint]) -> bool:
+    devices = [endpoint.device for endpoint in endpoints]
+    return "" not in devices and len(set(devices)) == len(devices)

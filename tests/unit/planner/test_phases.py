@@ -11,7 +11,7 @@ from mcore_rl.planner.colocated import ColocatedModels, ColocatedRank, Colocated
 from mcore_rl.planner.engine import ASLEEP_BYTES, EngineRank
 from mcore_rl.planner.phases import Phases, rank_phases
 from mcore_rl.planner.state import RankState
-from mcore_rl.planner.sync import staging_bytes
+from mcore_rl.planner.sync import staging_bytes, transport
 from mcore_rl.planner.verdict import _remedy
 from model_converters.mapping.layout import TrainLayout
 
@@ -109,3 +109,17 @@ def test_windows_on_a_gpu(transport: str, placement: str, ranks: int, slots: int
     config.weights.transport, config.weights.bucket_mib = transport, 64.0
     for cuda, size in ((True, slots * 64 * 2**20), (False, 0)):
         assert staging_bytes(config.weights, config.cluster, ranks, cuda=cuda) == size
+
+
+@pytest.mark.parametrize(
+    ("placement", "nodes", "on_gpus", "on_cpus"),
+    [
+        ("colocated", 1, "cuda_ipc", "shared_memory"),
+        ("disaggregated", 1, "network", "shared_memory"),  # between the GPUs of a node
+        ("disaggregated", 2, "network", "network"),
+    ],
+)
+def test_transport_of_auto_depends_on_devices(placement: str, nodes: int, on_gpus: str, on_cpus: str) -> None:
+    config = Config()
+    config.cluster.nodes, config.cluster.placement = nodes, placement
+    assert [transport(config.weights, config.cluster, cuda=cuda) for cuda in (True, False)] == [on_gpus, on_cpus]

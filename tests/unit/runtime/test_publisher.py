@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import ray
+from torch.distributed import PrefixStore
 
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.runtime.engines.fleet import Fleet
@@ -16,6 +17,7 @@ from mcore_rl.runtime.phases import Stages
 from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.hosts import Host
+from mcore_rl.weights.transports.link import open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from mcore_rl.weights.verify import Comparison
 from tests.unit.runtime.engines import Engine, Process, Watch
@@ -32,8 +34,9 @@ class Run:
         self.watch.engines = [_Engine(number, self) for number in range(num_engines)]
         self.fleet = Fleet([*self.watch.engines], cast(Any, self.watch), max_restarts, note=str)
         endpoints = [Endpoint(Host("here", ("", 0)), "127.0.0.1")] * (num_engines + 1)
-        plan, store = _Plan(Topology((endpoints[0],), tuple(endpoints[1:]), 1)), SimpleNamespace(host="here", port=1)
-        self.publisher = SlicePublisher(_Trainers(), self.fleet, plan, store)  # type: ignore[arg-type]
+        plan = _Plan(Topology((endpoints[0],), tuple(endpoints[1:]), 1))
+        self.store = open_store("127.0.0.1")
+        self.publisher = SlicePublisher(_Trainers(), self.fleet, plan, self.store)  # type: ignore[arg-type]
         self.publisher.publish(1)
         self.events.clear()
 
@@ -129,6 +132,9 @@ def test_engine_lost_in_publish_is_connected_again_and_compared() -> None:
     run = Run()
     run.fates["send", 1] = "dies"
     run.publisher.publish(2)
+    # Members that wait for the dead engine in NCCL read this.
+    assert PrefixStore("weights/1/nccl", run.store).get("lost") == b"a process died"
+    assert not PrefixStore("weights/2/nccl", run.store).check(["lost"])
     assert run.events == ["send", "meet", "send", "compare"]
     assert (run.fleet.version, run.fleet.num_restarts, run.without_weights) == (2, 1, [])
 

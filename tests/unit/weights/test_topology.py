@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -25,12 +27,53 @@ def test_buffers_shared_gpu_uses_cuda_ipc() -> None:
     assert buffers("A0 A1", "A0 A1 A0 A1", 2) == [StagingBuffer((i, i + 2), "cuda_ipc", (i,), i) for i in range(2)]
 
 
-def test_buffers_other_gpu_of_host_uses_shared_memory() -> None:
-    assert buffers("A0 A1", "A2 A3", 2) == [
+def test_buffers_other_gpus_of_host_use_network() -> None:
+    """Between GPUs of a node the messages take NVLink, not the host's memory."""
+    assert buffers("A0 A1 A2 A3", "A4 A5 A6 A7", 4) == [StagingBuffer((rank,)) for rank in range(4)]
+    assert buffers("A0 A1", "A2 A3", 1) == [StagingBuffer((0,)), StagingBuffer((1,))]
+    assert buffers("A0 A1", "A0 A2", 2) == [StagingBuffer((0,), "cuda_ipc", (0,), 0), StagingBuffer((1,))]
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "size"),
+    [
+        ("A0 A1", "A A", 2),  # engine ranks without a GPU
+        ("A A", "A2 A3", 2),  # trainer ranks without a GPU
+        ("A0 A0", "A2 A3", 2),  # NCCL does not connect two ranks on one GPU
+        ("A0 A1", "A2 A2", 2),
+    ],
+)
+def test_buffers_of_host_without_nccl_use_shared_memory(trainers: str, engines: str, size: int) -> None:
+    assert buffers(trainers, engines, size) == [
         StagingBuffer((0,), "shared_memory", (0, 1), 0),
         StagingBuffer((1,), "shared_memory", (0, 1), 1),
     ]
-    assert buffers("A0 A1", "A2 A3", 1) == [StagingBuffer((0, 1), "shared_memory", (0, 1), 0)]
+
+
+def test_buffers_required_shared_memory_between_gpus_is_used() -> None:
+    (buffer,) = buffers("A0 A1", "A2 A3", transport="shared_memory")
+    assert buffer == StagingBuffer((0, 1), "shared_memory", (0, 1), 0)
+
+
+def with_nccl(endpoints: tuple[Endpoint, ...], version: str) -> tuple[Endpoint, ...]:
+    return tuple(replace(endpoint, nccl=version) for endpoint in endpoints)
+
+
+@pytest.mark.parametrize(("engines", "transport"), [("A2 A3", "auto"), ("B0 B1", "auto"), ("B0 B1", "network")])
+def test_check_versions_different_nccl_names_both_and_remedy(engines: str, transport: str) -> None:
+    trainers = with_nccl(at("A0 A1"), "2.29.7")
+    Topology(trainers, with_nccl(at(engines), "2.29.7"), 2, transport).check_versions()
+    with pytest.raises(ConfigError) as caught:
+        Topology(trainers, with_nccl(at(engines), "2.30.7"), 2, transport).check_versions()
+    message = str(caught.value)
+    for part in ("2.29.7 (trainer rank 0 on A)", "2.30.7 (rollout engine 0, rank 0 on", "nvidia-nccl-cu13"):
+        assert part in message
+
+
+@pytest.mark.parametrize(("engines", "transport"), [("A0 A1", "auto"), ("A2 A3", "shared_memory"), ("B B", "auto")])
+def test_check_versions_of_ranks_outside_nccl_may_differ(engines: str, transport: str) -> None:
+    trainers, others = with_nccl(at("A0 A1"), "2.29.7"), with_nccl(at(engines), "2.30.7")
+    Topology(trainers, others, 2, transport).check_versions()
 
 
 def test_buffers_host_without_trainers_uses_network() -> None:

@@ -1,0 +1,174 @@
+"""NCCL process group of the GPUs of a weight sync: construction, waits for its work, and its end after a loss."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.errors import PeerLostError
+from mcore_rl.weights.transports.link import Rendezvous
+
+ENVIRONMENT = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""Variables of torch (2.13) while it constructs the group, which is when it reads them. They leave out the watchdog
+thread. The watchdog ends the whole process when a collective fails or times out, and that may happen before `wait`
+raises the error. Without error handling alone, the watchdog still makes the monitor thread of the process's first group
+(Megatron's or the engine's) abort the process eight minutes later."""
+TIMEOUT_FACTOR = 10
+"""Timeout of the group, in multiples of the timeout of a wait: only the wait decides that a peer is lost."""
+MAX_CTAS = 4
+"""Maximum CUDA thread blocks, and therefore channels, of the group. NCCL allocates buffers by peer and channel, and
+four channels carry more than one network card."""
+SECONDS_BETWEEN_CHECKS = 1.0
+"""Time between two looks at the store during a wait."""
+_POLL_SECONDS = 0.001
+_ARRIVED, _COMPLETE, _LOST = "arrived", "complete", "lost"
+"""Keys of the store: the number of members that have arrived, whether all have, and the reason of a loss."""
+
+
+def nccl_version() -> str:
+    """Return the version of the NCCL library in this process, such as 2.29.7; "" without CUDA."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
+
+
+def announce_loss(store: dist.Store, generation: int, reason: str) -> None:
+    """End the waits of all members of transfer group number `generation`: each raises a PeerLostError with `reason`.
+
+    NCCL does not notice that a process on the same node has died.
+    """
+    _announce(dist.PrefixStore(_prefix(generation), store), reason)
+
+
+class NcclGroup:
+    """NCCL process group on `device`, as rank `rank` of `size`.
+
+    The group cannot be used after the loss of a member: all members create a new one, with a new rendezvous.
+
+    Collective: all members.
+    Raises: PeerLostError if a member is missing.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, rank: int, size: int, device: torch.device, *, timeout_seconds: float
+    ) -> None:
+        timeout = timedelta(seconds=timeout_seconds)
+        self._device = device
+        self._ended = False
+        try:
+            store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
+            self._store = dist.PrefixStore(_prefix(rendezvous.generation), store)
+            self._await_members(size, timeout)
+            self._group = process_group(self._store, rank, size, device, timeout)
+            # The first operation of a group creates its communicator, and all members must take part in it.
+            self._group.allreduce([torch.zeros(1, device=device)]).wait(timeout)
+        except RuntimeError as error:
+            raise PeerLostError(f"the {size} GPUs of a sync did not connect through NCCL: {error}") from None
+
+    def send(self, memory: torch.Tensor, rank: int) -> None:
+        self._group.send([memory], rank, 0)
+
+    def receive(self, memory: torch.Tensor, rank: int) -> None:
+        self._group.recv([memory], rank, 0)
+
+    def launch(self, operations: Sequence[Callable[[], None]]) -> dist.Work:
+        """Call `operations`, which send and receive, and start them as one NCCL group."""
+        self._require_alive()
+        self._group._start_coalescing(self._device)
+        for operation in operations:
+            operation()
+        return self._group._end_coalescing(self._device)
+
+    def wait(self, work: dist.Work, timeout_seconds: float) -> None:
+        """Block until `work` is complete.
+
+        Raises: PeerLostError if a member announced a loss; RuntimeError if NCCL fails or the time is over.
+        """
+        start = checked = time.monotonic()
+        # Work.wait(timeout) does the same, but it does not look at the store.
+        while not self._ended and not work.is_completed():
+            now = time.monotonic()
+            if now - start > timeout_seconds:
+                raise RuntimeError(f"no answer through NCCL in {timeout_seconds:g} s")
+            if now - checked > SECONDS_BETWEEN_CHECKS:
+                checked = now
+                _raise_announced(self._store)
+            time.sleep(_POLL_SECONDS)
+        self._require_alive()
+        # Raises errors of NCCL, and makes the current stream wait for NCCL's.
+        work.wait(timedelta(seconds=timeout_seconds))
+
+    def abandon(self, reason: str) -> None:
+        """Announce a loss to all members and end the group. Further calls do nothing."""
+        if not self._ended:
+            # The store is gone if the driver has died, and the loss of the peer is the error to report.
+            with suppress(RuntimeError):
+                _announce(self._store, reason)
+            self.close()
+
+    def close(self) -> None:
+        """End the group and its kernels, without its other members. Further calls do nothing.
+
+        A kernel that waits for a lost peer would occupy the GPU forever, and every synchronization would hang.
+        """
+        if not self._ended:
+            self._ended = True
+            with suppress(RuntimeError):  # NCCL did not end the communicator in time
+                self._group.abort()
+
+    def _await_members(self, size: int, timeout: timedelta) -> None:
+        # NCCL would wait for a missing member without a timeout.
+        if self._store.add(_ARRIVED, 1) == size:
+            self._store.set(_COMPLETE, "")
+        self._store.wait([_COMPLETE], timeout)
+        _raise_announced(self._store)
+
+    def _require_alive(self) -> None:
+        if self._ended:
+            raise PeerLostError("this NCCL group has ended, and its members must connect again")
+
+
+def process_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Construct a process group on NCCL that leaves the handling of errors to its caller. `timeout`: of a wait."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT_FACTOR * timeout
+    options.config.min_ctas, options.config.max_ctas = 1, MAX_CTAS
+    with _environment(ENVIRONMENT):
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    group = dist.ProcessGroup(store, rank, size)
+    group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
+    return group
+
+
+def _prefix(generation: int) -> str:
+    return f"weights/{generation}/nccl"
+
+
+def _announce(store: dist.Store, reason: str) -> None:
+    store.compare_set(_LOST, "", reason)  # the first reason stays
+    store.set(_COMPLETE, "")  # members that still wait for others look at the reason, too
+
+
+def _raise_announced(store: dist.Store) -> None:
+    if store.check([_LOST]):
+        raise PeerLostError(f"the weight sync has lost a process: {store.get(_LOST).decode()}")
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
