@@ -36,7 +36,7 @@ from mcore_rl.weights.transports.hosts import this_host
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.step.objective import RankBatch
-    from mcore_rl.weights.connection import Connection
+    from mcore_rl.weights.connection import Connection, TrainerSetup
     from mcore_rl.weights.slices.engine_layout import EngineLayout
     from mcore_rl.weights.sync_plan import SyncPlan
     from mcore_rl.weights.transports.topology import Endpoint, Topology
@@ -49,6 +49,9 @@ class TrainerProcess(TrainedRankProcess):
     def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
         super().__init__(name, logs, peers)
         self._held: HeldBatch[RankBatch] = HeldBatch()
+        self._setups: list[TrainerSetup] = []
+        """The setup of the current connection last. Earlier ones keep their staging buffers until engines have unmapped
+        them."""
 
     def _build(self, context: SetUpContext, rank: int, world_size: int, address: str) -> None:
         from mcore_rl.megatron.roles.actor import MegatronActor
@@ -157,21 +160,25 @@ class TrainerProcess(TrainedRankProcess):
 
         if hasattr(self, "_sender"):  # not the first connection
             self._sender.close()
-        self._setup = TrainerSetup(plan, self.actor.rank)
-        return self._setup.create_buffers()
+        self._setups.append(TrainerSetup(plan, self.actor.rank))
+        return self._setups[-1].create_buffers()
 
     def connect_weights(self, connection: Connection) -> None:
         """Join the transfer group. Collective: all processes of the sync."""
         with self.spans.span("connect weights"):
-            self._sender = self._setup.connect(connection)
+            self._sender = self._setups[-1].connect(connection)
 
     @remote_method(concurrency_group="watch")
     def unlink_buffers(self) -> None:
         """Remove the names of the staging buffers, even while this rank waits in `connect_weights`."""
-        self._setup.unlink()
+        for setup in self._setups:
+            setup.unlink()
 
     def send_weights(self) -> npt.NDArray[np.int64]:
         """Send one update. Returns the bytes that this rank sent to each staging buffer."""
+        # All engines have connected, so none maps the buffers of an earlier connection. CUDA does not define what
+        # happens to mappings of freed memory.
+        del self._setups[:-1]
         return self._sender.send(self.actor.tensors(), self.spans.span)
 
     def send_digests(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -210,3 +211,29 @@ class RecordedCritic:
         return {"updated": Mean(1.0, 1)}
 
     def gather_parameters(self) -> None: ...
+
+
+def test_buffers_of_lost_connection_live_until_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine unmaps the earlier buffers when it connects again; to free mapped GPU memory is undefined in CUDA."""
+    setups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    class Setup:
+        def __init__(self, plan: int, rank: int) -> None:
+            setups[plan] = self
+
+        def create_buffers(self) -> dict[int, str]:
+            return {}
+
+        def connect(self, connection: object) -> SimpleNamespace:
+            return SimpleNamespace(send=lambda *_: None, close=lambda: None)
+
+    monkeypatch.setattr("mcore_rl.weights.connection.TrainerSetup", Setup)
+    process: Any = TrainerProcess("rank")
+    process.actor = SimpleNamespace(rank=0, tensors=dict)
+    for plan in range(3):  # the second connection fails before its first update
+        process.create_buffers(plan)
+        process.connect_weights(None)
+        assert list(setups) == ([0], [0, 1], [0, 1, 2])[plan]
+        if plan != 1:
+            process.send_weights()
+            assert list(setups) == [plan]
