@@ -31,9 +31,8 @@ check: lint type ## lint, types and unit tests except slow ones: the inner loop
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m 'not slow' tests/unit $(ARGS)
 
 gpu: EXTRA := $(shell command -v nvidia-smi >/dev/null && echo gpu || echo cpu)
-gpu: setup ## run the tests and benchmarks that need a GPU; without one, list their requirements; ARGS as for test
-	@code=0; $(PY) -m pytest tests/gpu -q -ra --no-fold-skipped $(ARGS) || code=$$?; \
-	$(PY) -m benchmarks --gpu --save || code=$$?; exit $$code
+gpu: setup ## run the tests and benchmarks that need a GPU, in stages; without one, list their requirements; ARGS='--stages vllm runs' selects
+	@$(PY) -m tests.gpu $(ARGS)
 
 sglang: setup ## create .venv-sglang, the environment of rollout.engine=sglang
 	@scripts/setup_sglang.sh

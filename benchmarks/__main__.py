@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,11 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.smallest:
         os.environ[SMALLEST] = "1"
     names = options.names or [name for name, benchmark in BENCHMARKS.items() if benchmark.gpu or not options.gpu]
-    outcomes = [_run(name) for name in names]
+    outcomes = [run_benchmark(name) for name in names]
     machine = look(gpu=any(BENCHMARKS[outcome.benchmark].gpu for outcome in outcomes if outcome.results))
     print(render(machine.line, outcomes))
     measured = any(outcome.results for outcome in outcomes)
-    for path in [options.json, _results_path(machine) if options.save and measured else None]:
+    for path in [options.json, results_path(machine) if options.save and measured else None]:
         if path is not None:
             write_json(path, machine, outcomes)
             print(f"\nresults: {path}")
@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(outcome.reason and not outcome.skipped for outcome in outcomes))
 
 
-def _run(name: str) -> BenchmarkOutcome:
+def run_benchmark(name: str) -> BenchmarkOutcome:
+    """Run one benchmark in a process of its own; skip it if it needs a GPU that is missing."""
     benchmark = BENCHMARKS[name]
     if benchmark.gpu and not num_gpus():
         return BenchmarkOutcome(name, reason=NO_GPU, skipped=True)
@@ -49,10 +50,18 @@ def _run(name: str) -> BenchmarkOutcome:
     return outcome
 
 
-def write_json(path: Path, machine: Machine, outcomes: Sequence[BenchmarkOutcome]) -> None:
-    """Write all results, with a description of the machine."""
+def write_json(
+    path: Path,
+    machine: Machine,
+    outcomes: Sequence[BenchmarkOutcome],
+    tests: Sequence[Mapping[str, object]] = (),
+) -> None:
+    """Write all results, with a description of the machine. `tests`: outcomes of GPU tests, which are left out if there
+    are none."""
     about = {name: value for name, value in asdict(machine).items() if name in ("device", "driver", "versions")}
     content = {"machine": machine.line, **about, "benchmarks": [_as_json(outcome) for outcome in outcomes]}
+    if tests:
+        content["tests"] = list(tests)
     path.parent.mkdir(parents=True, exist_ok=True)
     with durable_write(path) as file:
         file.write(json.dumps(content, indent=1, default=float).encode())  # float: numpy numbers
@@ -63,7 +72,8 @@ def _as_json(outcome: BenchmarkOutcome) -> dict[str, object]:
     return {**asdict(outcome), "results": results}
 
 
-def _results_path(machine: Machine) -> Path:
+def results_path(machine: Machine) -> Path:
+    """Return the file of this day's results on this device."""
     return ROOT / "benchmarks" / "results" / f"{machine.date}-{machine.slug}.json"
 
 

@@ -1,4 +1,5 @@
-"""Skips GPU tests that this machine cannot run, with the missing requirement; requirements are markers of the tests.
+"""Orders GPU tests by stage, and skips those that this machine cannot run, with the missing requirement; requirements
+are markers of the tests.
 
 MCORE_RL_GPU_TESTS_ON=cpu runs the tests that need only torch and megatron-core on the CPU, to debug them without a GPU.
 Tests that measure a GPU's own memory (`cuda(only=True)`) or need TransformerEngine, vLLM or SGLang for CUDA stay
@@ -17,16 +18,19 @@ import pytest
 from mcore_rl.config.rules.engine_support import sglang_python, sglang_version
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.installed import TRANSFORMER_ENGINE, version_of
+from tests.gpu.outcomes import FIGURE
+from tests.gpu.stages import place_of
 
 ON_CPU = os.environ.get("MCORE_RL_GPU_TESTS_ON") == "cpu"
-FIGURE = "figure"
-"""Property of a test that the summary prints."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents and (missing := what_is_missing(item)):
+    places = [place for place, item in enumerate(items) if here in item.path.parents]
+    ordered = sorted((items[place] for place in places), key=lambda item: place_of(item.path.name))
+    for place, item in zip(places, ordered, strict=True):
+        items[place] = item
+        if missing := what_is_missing(item):
             item.add_marker(pytest.mark.skip(reason="; ".join(missing)))
 
 

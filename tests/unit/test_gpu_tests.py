@@ -14,6 +14,7 @@ CUDA = "needs a CUDA device"
 NEEDS = {
     "test_transformer_engine.py": f"{CUDA}; needs transformer-engine",
     "test_train.py": f"{CUDA}; needs transformer-engine; needs vLLM for CUDA",
+    "test_disaggregated.py": "needs 2 GPUs, this machine has 0; needs transformer-engine; needs vLLM for CUDA",
     "test_ranks.py": "needs 2 GPUs, this machine has 0",
     "test_visible_devices.py": "needs 2 GPUs, this machine has 0; needs vLLM for CUDA",
 }
