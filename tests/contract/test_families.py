@@ -91,8 +91,6 @@ def exported_model(directory: Path, family: str, fields: Fields, replaced: Field
 def test_family_from_export_and_after_updates_is_exact(process: RemoteEngine, case: str, tmp_path: Path) -> None:
     family, fields, replaced, layout = CASES[case]
     if process.kind == "sglang":
-        if FAMILIES[family].absent_for_engines:
-            pytest.skip("refused by config.rules.engine_support")
         fields = fields | {"mlp_only_layers": []} if family == "qwen3_moe" else fields  # it has no dense layers
     model = exported_model(tmp_path, family, fields, replaced, layout)
     engine = process.start(tmp_path / "exported")

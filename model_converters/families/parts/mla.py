@@ -38,7 +38,7 @@ attention if a field of ABSENT_FOR_ENGINES is present, even with null."""
 _MCORE, _HF = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
 # Fields that `rotary` accepts and yarn does not have.
 _NOT_YARN = ("attention_factor", "high_freq_factor", "low_freq_factor")
-_YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+_YARN_DEFAULTS: dict[str, object] = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
 def latent_sizes(config: HFConfig) -> TransformerArguments:
@@ -156,15 +156,17 @@ def _position_arguments(name: str, scaling: HFConfig) -> TransformerArguments:
 
 
 def rotation_for_engines(config: HFConfig) -> dict[str, object]:
-    """Return rope_parameters for inference engines without optional yarn fields that are null or 0.
+    """Return rope_parameters for inference engines with defaults for optional yarn fields that are null or 0.
 
-    transformers treats these as absent; vLLM computes with 0 and fails for null.
+    transformers treats these as absent; engines compute with 0 and fail for null. SGLang merges the returned fields
+    into config.json, so leaving them out would not remove them.
     """
     _, found = rope_section(config)
-    unset = [key for key in _YARN_OPTIONAL if key in found and not found[key]]
-    if found["rope_type"] != "yarn" or not unset:
+    defaults = {key: value for key, value in _YARN_DEFAULTS.items() if key in found and not found[key]}
+    without_factor = {key: value for key, value in found.items() if key != "attention_factor" or value}
+    if found["rope_type"] != "yarn" or found == without_factor | defaults:
         return {}
-    return {"rope_parameters": {key: value for key, value in found.items() if key not in unset}}
+    return {"rope_parameters": without_factor | defaults}
 
 
 def _mscales(name: str, scaling: HFConfig) -> tuple[float, float]:

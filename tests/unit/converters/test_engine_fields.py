@@ -52,9 +52,18 @@ def test_field_that_only_engines_read_gets_its_neutral_value(name: str) -> None:
     ("name", "changes", "expected"),
     [
         ("glm4_moe", {"partial_rotary_factor": None}, {"partial_rotary_factor": 1.0}),
-        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": None}}, {"mscale": ...}),
-        ("kimi_k2", {"rope_parameters": YARN | {"beta_fast": None, "beta_slow": 0}}, {"beta_fast": ...}),
-        ("deepseek_v2", {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0}}, {"mscale_all_dim": ...}),
+        (
+            "deepseek_v3",
+            {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": None}},
+            {"mscale": 1.0, "mscale_all_dim": 0.0},
+        ),
+        (
+            "kimi_k2",
+            {"rope_parameters": YARN | {"beta_fast": None, "beta_slow": 0}},
+            {"beta_fast": 32.0, "beta_slow": 1.0},
+        ),
+        ("deepseek_v2", {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0}}, {"mscale": 1.0}),
+        ("deepseek_v2", {"rope_parameters": YARN | {"attention_factor": None}}, {"attention_factor": ...}),
     ],
 )
 def test_rotation_that_engines_read_differently_is_overridden(
