@@ -30,6 +30,7 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE  # noqa: E402
 from sglang.srt.runtime_context import get_exec  # noqa: E402
 
 from mcore_rl.engines.sglang import weights  # noqa: E402
+from mcore_rl.engines.sglang.devices import Cpu  # noqa: E402
 from mcore_rl.engines.sglang.scheduler import SteppedScheduler  # noqa: E402
 from mcore_rl.errors import ConfigError  # noqa: E402
 from mcore_rl.weights.slices.shard_map import Box  # noqa: E402
@@ -41,7 +42,7 @@ class Rank:
     """A rank of SGLang, and the HF tensors of its model."""
 
     def __init__(self, settings: Any, tensors: Tensors) -> None:
-        scheduler = SteppedScheduler(settings)
+        scheduler = SteppedScheduler(settings, Cpu(settings))
         self.loader = scheduler._loader
         self.model: Any = scheduler._scheduler.tp_worker.model_runner.model
         self.tensors = tensors

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.settings import EngineSettings
-from mcore_rl.engines.sglang.engine import _server_arguments
+from mcore_rl.engines.sglang.arguments import server_arguments
 from mcore_rl.engines.sglang.settings import RankSettings
 from tests.contract.engines import SGLANG, WITH_SGLANG
 from tests.contract.hf_trainer import hf_tensors
@@ -36,7 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     settings = EngineSettings(
         directory / "model", rollout, dtype="float32", seed=1, timeout_seconds=60, load_weights=False
     )
-    arguments = _server_arguments(settings) | {"enforce_shared_experts_fusion": True}
+    arguments = server_arguments(settings, "cpu") | {"enforce_shared_experts_fusion": True}
     rank = RankSettings(arguments, 1, 1 << 24, init_method=f"file://{directory}/meeting")
     (directory / "settings").write_bytes(pickle.dumps(rank))
     environment = os.environ | {

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.settings import EngineSettings
+from mcore_rl.engines.sglang.layout_arguments import layout_arguments
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import GenerationRequest
 from mcore_rl.weights.engine_config import engine_overrides
+from mcore_rl.weights.slices.engine_layout import EngineLayout
 
 SPARE_TOKENS = 6
 """Tokens added to SGLang's context length. It truncates responses two tokens before the end of the context, and rejects
@@ -31,14 +33,14 @@ def server_arguments(settings: EngineSettings, device: str) -> dict[str, object]
         "disable_overlap_schedule": True,  # with overlap a step returns the previous batch
         "context_length": config.max_prompt_tokens + config.max_response_tokens + SPARE_TOKENS,
         "max_running_requests": config.max_concurrent_requests,
-        "tp_size": config.tp,
-        "ep_size": config.tp if config.expert_parallel else 1,
         "random_seed": settings.seed,
         "log_level": "error",
         "enable_return_routed_experts": settings.capture_routing,
     }
     if config.max_batched_tokens is not None:
         arguments["chunked_prefill_size"] = config.max_batched_tokens
+    layout = EngineLayout(config.tp, expert_parallel=config.expert_parallel)
+    arguments |= layout_arguments(layout, settings.hosts.num, cuda=device == "cuda")
     return arguments | (_on_cpu() if device == "cpu" else _on_cuda(config))
 
 
