@@ -12,6 +12,7 @@ import torch
 
 from mcore_rl.errors import WeightSyncError
 from tests.contract.engines import MARKS, RemoteEngine
+from tests.contract.expert_layouts import layouts_read_wrongly
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, break_update, check_greedy, check_recovery, check_silent_rank
 from tests.selection import on_demand_unless
@@ -152,6 +153,12 @@ def break_points(trainer: HFTrainer) -> list[int]:
     """Return rounds at the first bucket, in the embedding, within and between layers, and at the last bucket."""
     num_buckets = trainer.plan.num_rounds
     return [0, 1, *range(4, num_buckets - 1, max(1, num_buckets // 5)), num_buckets - 1, num_buckets]
+
+
+def test_compare_reads_experts_in_the_layouts_of_gpus(session: Session) -> None:
+    if session.engine.kind != "vllm":
+        pytest.skip("layouts of vLLM's kernels")
+    assert session.engine.call(layouts_read_wrongly) == []
 
 
 def test_update_after_broken_update_is_complete(session: Session) -> None:

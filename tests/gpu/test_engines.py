@@ -12,6 +12,7 @@ import torch
 
 from mcore_rl.types import GenerationRequest, SamplingOptions
 from tests.contract.engines import PASS_TOKENS, RemoteEngine, start_engine
+from tests.contract.expert_layouts import layouts_read_wrongly
 from tests.contract.hf_trainer import HFTrainer
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -57,6 +58,12 @@ def test_weights_that_come_to_a_waking_engine_are_the_trainers(started: Any) -> 
         # at least 4.
         assert largest_gap(engine, trainer.model, version) < 0.5
         trainer.perturb(version)
+
+
+def test_experts_in_the_layouts_of_all_gpus_are_read_back(started: Any) -> None:
+    """With the installed FlashInfer, whose kernels vLLM selects on Blackwell."""
+    engine, _ = started
+    assert engine.call(layouts_read_wrongly) == []
 
 
 def test_memory_of_an_update_is_free_before_the_kv_cache_wakes(started: Any, report: Callable[[str], None]) -> None:

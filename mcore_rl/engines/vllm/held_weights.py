@@ -2,12 +2,12 @@
 
 On CPU vLLM keeps linear weights only inside oneDNN, packed, and expert weights permuted. A product with the identity
 returns a packed weight exactly, because every sum has a single nonzero term. The permutation of the experts is found by
-packing element numbers.
+packing element numbers. On GPUs the layout of experts depends on the kernels that vLLM has selected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import torch
@@ -32,7 +32,10 @@ from mcore_rl.engines.held_weights import (
     read_module,
     unknown_layout,
 )
+from mcore_rl.engines.vllm.expert_blocks import block_rows, from_blocks
 from mcore_rl.errors import WeightSyncError
+
+ReadMatrix = Callable[[torch.Tensor], torch.Tensor]
 
 _PROBE_ROWS = 1024
 """Columns of a weight that one product reads, which bounds the extra memory."""
@@ -122,23 +125,42 @@ def _weight(module: LinearBase | VocabParallelEmbedding) -> torch.Tensor:
 
 
 def _experts(module: RoutedExperts, name: str) -> Iterator[Held]:
-    prefix, method, isa = name.removesuffix(".routed_experts"), module.quant_method, None
-    if method.unquantized_backend is UnquantizedMoeBackend.CPU:
-        experts = method.moe_kernel.fused_experts
-        if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
-            raise unknown_layout(prefix, type(experts).__name__)
-        isa = experts.isa
-    elif method.unquantized_backend not in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON):
-        raise unknown_layout(prefix, f"experts of vLLM's {method.unquantized_backend.value}")
+    prefix = name.removesuffix(".routed_experts")
+    read_gate_up, read_down = _expert_readers(module, prefix)
     # The kernels pad the intermediate size, separately for gate and up.
     inner = module.moe_config.intermediate_size_per_partition_unpadded
     gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
     for own, expert in enumerate(_own_experts(module)):
-        gate_up = _unpacked(module.w13_weight[own], isa)
+        gate_up = read_gate_up(module.w13_weight[own].detach())
         padded = gate_up.shape[0] // 2
         yield f"{prefix}.{expert}.{gate}.weight", gate_up[:inner]
         yield f"{prefix}.{expert}.{up}.weight", gate_up[padded : padded + inner]
-        yield f"{prefix}.{expert}.{down}.weight", _unpacked(module.w2_weight[own], isa)[:, :inner]
+        yield f"{prefix}.{expert}.{down}.weight", read_down(module.w2_weight[own].detach())[:, :inner]
+
+
+def _expert_readers(module: RoutedExperts, prefix: str) -> tuple[ReadMatrix, ReadMatrix]:
+    """Return the functions that convert one expert's matrices, gate and up together and down, from the layout of the
+    module's kernels to rows and columns as in the checkpoint.
+
+    Raises: WeightSyncError for an unknown layout.
+    """
+    method = module.quant_method
+    backend = method.unquantized_backend
+    if backend is UnquantizedMoeBackend.CPU:
+        experts = method.moe_kernel.fused_experts
+        if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
+            raise unknown_layout(prefix, type(experts).__name__)
+        isa = experts.isa
+        return lambda matrix: _unpacked(matrix, isa), lambda matrix: _unpacked(matrix, isa)
+    if backend in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON):
+        return lambda matrix: matrix, lambda matrix: matrix
+    if backend is UnquantizedMoeBackend.FLASHINFER_CUTLASS:  # up before gate
+        return lambda matrix: torch.cat(matrix.chunk(2)[::-1]), lambda matrix: matrix
+    if backend is UnquantizedMoeBackend.FLASHINFER_TRTLLM:
+        gate_up, down = module.w13_weight, module.w2_weight
+        rows = block_rows(tuple(gate_up.shape[1:]), tuple(down.shape[1:]), gate_up.device)
+        return lambda matrix: from_blocks(matrix, rows[0]), lambda matrix: from_blocks(matrix, rows[1])
+    raise unknown_layout(prefix, f"experts of vLLM's {backend.value}")
 
 
 def _own_experts(module: RoutedExperts) -> list[int]:
@@ -149,15 +171,13 @@ def _own_experts(module: RoutedExperts) -> list[int]:
     return sorted((expert for expert, place in enumerate(own) if place >= 0), key=own.__getitem__)
 
 
-def _unpacked(packed: torch.Tensor, isa: str | None) -> torch.Tensor:
-    """Undo the kernel's permutation of one expert's matrix.
+def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
+    """Undo the CPU kernel's permutation of one expert's matrix.
 
     Shapes: packed [rows, columns] with elements permuted by the kernel's layout.
     """
-    if isa is None:
-        return packed.detach()
     order = _packing_order(tuple(packed.shape), packed.dtype, isa)
-    return torch.empty_like(packed).view(-1).index_copy_(0, order, packed.detach().reshape(-1)).view(packed.shape)
+    return torch.empty_like(packed).view(-1).index_copy_(0, order, packed.reshape(-1)).view(packed.shape)
 
 
 @lru_cache(maxsize=8)
