@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, AlgorithmConfig, is_supervised
 from mcore_rl.config.episodes import SINGLE_TURN, WITH_ENVIRONMENT, WITH_TOOLS
 from mcore_rl.config.fields import reject_unless_default, written
@@ -29,6 +31,7 @@ MAX_STOP_CHARACTERS = 256
 """MAX_STOPS and MAX_STOP_CHARACTERS bound the work per sampled token."""
 _TRUNCATES = "samples from fewer tokens than the full softmax that the trainer computes"
 _PENALISES = "changes the probabilities of earlier tokens, unlike the softmax that the trainer computes"
+STARTUP_PLAN = "VLLM_ENABLE_STARTUP_PLAN"
 ASYNCHRONOUS_KEYS = ("max_staleness_hard", "swap", "partial_tokens", "replay_schedule")
 
 
@@ -164,6 +167,21 @@ def check_sampling_keys(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> N
         name, reason = found
         raise ConfigError(
             f"rollout.{name}={getattr(rollout, name):g} {reason}. Validation may use rollout.validation_{name}"
+        )
+
+
+def check_startup_plan(config: Config) -> None:
+    """Raise ConfigError if vLLM would reuse the size of its KV cache from an earlier start on GPUs that it shares.
+
+    vLLM compares the free memory only. Trainer ranks, whose memory is not allocated yet, may need more than then.
+    """
+    vllm_starts = not is_supervised(config.algorithm) and config.rollout.engine == "vllm"
+    if os.environ.get(STARTUP_PLAN, "0") in ("", "0") or not vllm_starts:
+        return
+    if config.cluster.placement == "colocated" and config.cluster.uses_cuda:
+        raise ConfigError(
+            f"{STARTUP_PLAN}={os.environ[STARTUP_PLAN]} makes vLLM reuse an earlier start's size of the KV cache, "
+            "but with cluster.placement=colocated it depends on what the trainer ranks leave free; unset that variable"
         )
 
 

@@ -15,7 +15,7 @@ from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
 from mcore_rl.config.rules.engine_support import EXPERT_COUNTS, check_sglang_model, yarn_section
 from mcore_rl.config.rules.models import check_graders, check_lora, check_reference, check_rewards
 from mcore_rl.config.rules.observe import check_profile, check_trajectories
-from mcore_rl.config.rules.rollout import check_episodes, check_sampling_keys, check_staleness
+from mcore_rl.config.rules.rollout import check_episodes, check_sampling_keys, check_staleness, check_startup_plan
 from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from mcore_rl.errors import ConfigError
 
@@ -60,6 +60,7 @@ def validate_keys(config: Config, *, run_here: bool = True) -> None:
     check_trajectories(config.observe, config.algorithm)
     if run_here:
         _check_run_dir(config.run)
+        check_startup_plan(config)
     _check_training(policy, config.cluster)
 
 
