@@ -128,6 +128,7 @@ def shares(model: Any) -> list[RankShare]:
 def config(directory: str | Path, parallel: dict[str, Any], tokens_per_microbatch: int) -> Config:
     made = Config()
     made.model.hf_path = str(directory)
+    made.model.dtype = "float32"  # auto is bfloat16 on GPUs
     made.rollout.temperature = TEMPERATURE
     made.algorithm.entropy_coefficient = ENTROPY_COEFFICIENT
     loss = made.algorithm.policy_loss

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.cpu.registry import FIXES, without
+from mcore_rl.megatron.cpu.registry import FIXES, Fix, without
 from tests.distributed.built import build, run_without
 from tests.distributed.launch import RankFailedError, launch
 from tests.tiny_models import tiny_fields
@@ -195,6 +196,18 @@ def test_jit_fuser_does_not_compile() -> None:
     assert not hasattr(bias_dropout_add_fused_train, "_torchdynamo_orig_callable")
     with without("jit_fuser"):
         assert jit.jit_fuser is torch.compile
+
+
+def test_torch_adam_replaces_fused_adam_of_installed_package() -> None:
+    from megatron.core import optimizer
+
+    assert optimizer.Adam is torch.optim.AdamW
+    # As with TransformerEngine, which this environment lacks.
+    fused = ModuleType("megatron.core.optimizer")
+    vars(fused).update(Adam=object, USING_PYTORCH_OPTIMIZER=False)
+    FIXES["torch_adam"].apply(Fix("torch_adam", "optimizer", len), fused)
+    assert fused.Adam is torch.optim.AdamW
+    assert fused.USING_PYTORCH_OPTIMIZER  # selects torch's arguments
 
 
 def test_router_gemm_in_float32_needs_no_transformer_engine() -> None:

@@ -136,10 +136,10 @@ def save_and_resume(rank: int, directory: str, checkpoint: str) -> tuple[Scales,
 
 
 def _scales(actor: Any) -> Scales:
-    """Return the largest operand entries that each module has recorded."""
+    """Return the scales of each module's operands."""
     states = {name: getattr(module, "fp8_meta", {}) for name, module in actor.chunks[0].named_modules()}
     return {
-        name: state["scaling_fwd"].amax_history.amax(0).tolist()
+        name: state["scaling_fwd"].scale.tolist()
         for name, state in states.items()
         if "scaling_fwd" in state
     }

@@ -16,13 +16,12 @@ pytestmark = pytest.mark.cuda
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    """Return exit code and output of `python -m ...`."""
+    """Return exit code and standard output of `python -m ...`."""
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )

@@ -9,9 +9,11 @@ from tests.te.simulation import VERSION, install
 
 install()
 
+from mcore_rl.megatron.cpu.registry import FIXES  # noqa: E402
 from mcore_rl.megatron.model import model  # noqa: E402
 from mcore_rl.resolved.installed import Installed  # noqa: E402
 
 ENGINE = Installed(cuda=True, capability=(9, 0), transformer_engine=VERSION, flash_attention="2.8.3")
 
 model.here = lambda: ENGINE
+del FIXES["torch_adam"]  # the simulated FusedAdam works on the CPU

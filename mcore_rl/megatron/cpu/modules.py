@@ -76,3 +76,11 @@ def _latent_attention(this: Fix, module: ModuleType) -> None:
     """Set HAVE_TE correctly. Without TransformerEngine it is True, although TELinear is a mock that isinstance
     rejects."""
     this.patch(module, "HAVE_TE", isinstance(module.TELinear, type))
+
+
+@fix("torch_adam", "optimizer")
+def _torch_adam(this: Fix, module: ModuleType) -> None:
+    """Use torch's AdamW. If TransformerEngine or apex is installed, for example on a login node, the optimizer uses
+    their FusedAdam, which needs a GPU."""
+    this.patch(module, "Adam", torch.optim.AdamW)
+    this.patch(module, "USING_PYTORCH_OPTIMIZER", True)
