@@ -52,8 +52,9 @@ class Engine(Protocol):
         Raises: DataError or ConfigError if a request cannot be generated (then none is added).
         """
 
-    def step(self) -> tuple[list[Delta], list[Completion]]:
-        """Run one engine step. Returns new tokens and finished requests; both are empty if nothing is running.
+    def step(self, limit: int = 1) -> tuple[list[Delta], list[Completion]]:
+        """Run one engine step, or up to `limit` steps until a request finishes: no request gets more than `limit`
+        tokens. Returns new tokens and finished requests; both are empty if nothing is running.
 
         Raises: WeightSyncError while a weight update is incomplete; WorkerDiedError.
         """

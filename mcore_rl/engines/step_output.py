@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Tokens that a step added to one request, identified by the engine's own id.
+    """Tokens that one or several steps added to a request, identified by the engine's own id.
 
     finish_reason: see Completion; None while the request is running.
     """
@@ -16,3 +16,7 @@ class StepOutput:
     token_ids: list[int]
     logp: list[float]
     finish_reason: str | None
+
+    def followed_by(self, later: StepOutput) -> StepOutput:
+        """Return the result of this step and a later one of the same request."""
+        return StepOutput(self.engine_id, self.token_ids + later.token_ids, self.logp + later.logp, later.finish_reason)

@@ -85,8 +85,9 @@ class SteppedEngine(ABC):
         """
 
     @abstractmethod
-    def _run_step(self) -> list[StepOutput]:
-        """Run one forward pass. Returns the results of the requests that got tokens or finished."""
+    def _run_step(self, limit: int) -> list[StepOutput]:
+        """Run one forward pass, or up to `limit` passes until a request finishes. Returns the results of the requests
+        that got tokens or finished, one per request."""
 
     @abstractmethod
     def _cancel(self, engine_ids: Sequence[str]) -> None: ...
@@ -119,14 +120,16 @@ class SteppedEngine(ABC):
             self.abort(ids)
             raise
 
-    def step(self) -> tuple[list[Delta], list[Completion]]:
+    def step(self, limit: int = 1) -> tuple[list[Delta], list[Completion]]:
         """Implement ports.Engine.step."""
         if not self._running:
             return [], []
         self._require_awake()
         self._require_complete()
+        if any(active.stops is not None for active in self._running.values()):
+            limit = 1  # stop strings are found between two passes
         version, deltas, reasons, stopped = self.weight_version, [], {}, []
-        for whole in self._run_step():
+        for whole in self._run_step(limit):
             active = self._running[whole.engine_id]
             output = _until_stop(whole, active.stops)
             # The engine does not evaluate stop strings, so a request that one ends must be cancelled.

@@ -110,7 +110,7 @@ class RemoteEngine:
             "eos_token_ids": [1],
             "seed": 1,
             "name": "the engine",
-            "timeout_seconds": 120,
+            "timeout_seconds": 300,  # the first calls on a GPU compile kernels
             "load_weights": load_weights,
             "capture_routing": capture_routing,
             "decode": one_character_per_token,

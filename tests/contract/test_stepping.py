@@ -83,6 +83,38 @@ def test_step_deltas_add_up_to_completions(engine: RemoteEngine, undisturbed: di
         assert_same(engine, completion, undisturbed[completion.request_id])
 
 
+def steps_of_four(engine: Any) -> tuple[list[Delta], list[Completion]]:
+    """Run up to four steps per call inside the engine's process, until no request is running."""
+    deltas, completions = [], []
+    while engine.num_running:
+        more, ended = engine.step(4)
+        deltas += more
+        completions += ended
+    return deltas, completions
+
+
+def test_step_with_limit_returns_the_tokens_and_experts_of_single_steps(
+    engine: RemoteEngine, undisturbed: dict[str, Completion]
+) -> None:
+    """Requests end one after the other, and each ends its call: SGLang forgets their experts in the next step."""
+    lengths = {request.request_id: TOKENS - i for i, request in enumerate(make_requests())}
+    requests = [
+        replace(each, sampling=replace(each.sampling, max_response_tokens=lengths[each.request_id]))
+        for each in make_requests()
+    ]
+    engine.call("submit", requests)
+    deltas, completions = engine.call(steps_of_four)
+    assert len(completions) == len(requests)
+    for completion in completions:
+        name, expected = completion.request_id, undisturbed[completion.request_id]
+        assert completion.token_ids.tolist() == expected.token_ids[: lengths[name]].tolist()
+        assert completion.routed_experts is not None
+        assert expected.routed_experts is not None
+        rows = len(completion.routed_experts)
+        np.testing.assert_array_equal(completion.routed_experts, expected.routed_experts[:rows])
+    assert max(len(delta.token_ids) for delta in deltas) == (4 if engine.kind == "sglang" else 1)
+
+
 def test_submit_while_others_run_changes_no_response(engine: RemoteEngine, undisturbed: dict[str, Completion]) -> None:
     requests, completions = make_requests(), []
     for request in reversed(requests):

@@ -7,8 +7,10 @@ Run in this order, a failure shows its cause: start and one update; sampling; a 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -204,3 +206,26 @@ def abort_and_sleep(engine: Any, requests: list[GenerationRequest]) -> int:
     engine.step()
     engine.abort(engine.running_ids)
     return int(engine.sleep(keep_weights=True))
+
+
+def test_several_steps_per_call_finish_all_requests(started: Any, report: Callable[[str], None]) -> None:
+    engine, _ = started
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(2, VOCABULARY, size=8).astype(np.int32) for _ in range(32)]
+    requests = [GenerationRequest(str(i), p, i, SamplingOptions(24, temperature=0.0)) for i, p in enumerate(prompts)]
+    engine.generate(requests)  # compiles kernels
+    lengths = {}
+    for limit in (1, 4):
+        lengths[limit], seconds = engine.call(run_timed, requests, limit)
+        report(f"{limit} steps per call: {1e3 * seconds / 24:.2f} ms per step of 32 requests")
+    assert lengths[1] == lengths[4] == [24] * 32
+
+
+def run_timed(engine: Any, requests: list[GenerationRequest], limit: int) -> tuple[list[int], float]:
+    """Run requests without end of sequence. Returns their lengths and the seconds. Runs in the engine's process."""
+    engine._settings = replace(engine._settings, eos_token_ids=())
+    engine.submit(requests)
+    began, lengths = time.perf_counter(), []
+    while engine.num_running:
+        lengths += [len(completion.token_ids) for completion in engine.step(limit)[1]]
+    return lengths, time.perf_counter() - began

@@ -70,7 +70,7 @@ class SglangEngine(RankEngine):
 
     def _empty_prefix_cache(self, recompute: bool) -> bool:
         while not self.num_running and not self._ranks.call("is_idle")[0]:
-            self._ranks.call("step")  # finished and aborted requests leave in the next step
+            self._ranks.call("steps", 1)  # finished and aborted requests leave in the next step
         return all(self._ranks.call("reset_prefix_cache", recompute))
 
     def _add(self, added: Mapping[str, ActiveRequest]) -> None:
@@ -81,9 +81,9 @@ class SglangEngine(RankEngine):
         token_ids = entry.request.token_ids.tolist() + entry.token_ids
         return NewRequest(engine_id, token_ids, parameters, salt=f"version {self.weight_version}")
 
-    def _run_step(self) -> list[StepOutput]:
+    def _run_step(self, limit: int) -> list[StepOutput]:
         # SGLang steps an aborted request once more.
-        return [output for output in self._ranks.call("step")[0] if output.engine_id in self._running]
+        return [output for output in self._ranks.call("steps", limit)[0] if output.engine_id in self._running]
 
     def _cancel(self, engine_ids: Sequence[str]) -> None:
         self._ranks.call("abort", list(engine_ids))

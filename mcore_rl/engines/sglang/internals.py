@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
     TokenizedGenerateReqInput,
 )
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import SpawnRanks, publish
@@ -41,6 +42,7 @@ CALLS: tuple[Call, ...] = (
     (Scheduler.process_batch_result, 3, ()),
     (Scheduler.process_input_requests, 2, ()),
     (Scheduler.on_idle, 1, ()),
+    (Req.finished, 1, ()),
     (Scheduler.is_fully_idle, 1, ()),
     (Scheduler.collect_inflight_reqs, 1, ()),
     (Scheduler.flush_cache, 1, ("empty_cache",)),

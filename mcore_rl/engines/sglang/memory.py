@@ -105,7 +105,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield parameters, and tensors that are plain attributes of modules, such as w_kc of latent attention."""
     for module in model.modules():
         yield from module.parameters(recurse=False)
-        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+        yield from (each for each in vars(module).values() if isinstance(each, torch.Tensor) and not each.is_meta)
 
 
 def kv_caches(scheduler: Scheduler) -> list[torch.Tensor]:

@@ -162,8 +162,23 @@ class SteppedScheduler(RankMemory):
         for engine_id in engine_ids:
             self._scheduler.process_input_requests([AbortReq(rid=engine_id)])
 
+    def steps(self, limit: int) -> list[StepOutput]:
+        """Run up to `limit` batches, until a request finishes. Returns one output per request with new tokens.
+
+        All ranks stop after the same batch: they sample the same tokens. Only rank 0 has outputs.
+        """
+        merged: dict[str, StepOutput] = {}
+        for _ in range(limit):
+            for output in self._step():
+                if (earlier := merged.setdefault(output.engine_id, output)) is not output:
+                    merged[output.engine_id] = earlier.followed_by(output)
+            batch = self._scheduler.last_batch
+            if batch is None or any(request.finished() for request in batch.reqs):
+                break
+        return list(merged.values())
+
     @torch.inference_mode()
-    def step(self) -> list[StepOutput]:
+    def _step(self) -> list[StepOutput]:
         """Run one batch: the body of Scheduler.event_loop_normal."""
         scheduler = self._scheduler
         plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)

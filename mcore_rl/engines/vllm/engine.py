@@ -108,7 +108,8 @@ class VllmEngine(RankEngine):
                 )
             )
 
-    def _run_step(self) -> list[StepOutput]:
+    def _run_step(self, limit: int) -> list[StepOutput]:
+        # One pass per call: rank 0 is in this process, so calls cost nothing.
         with self._ranks.waiting("execute_model"):
             outputs = self._core.get_output().outputs
         if torch.cuda.is_available():

@@ -36,6 +36,11 @@ class PausedRequests:
         """True if a paused request could continue with the current weights."""
         return any(not request.spans for request in self._paused.values())
 
+    @property
+    def fewest_left(self) -> float:
+        """Smallest number of tokens that a running request may sample before it pauses; inf without limits."""
+        return min((limited.left for limited in self._running.values()), default=math.inf)
+
     def add(self, requests: Sequence[GenerationRequest], version: int) -> list[str]:
         """Register running requests with weights of `version`; returns the ids of requests that must pause at once."""
         full = []

@@ -28,7 +28,7 @@ class FakeRanks:
 
     def call(self, method: str, *arguments: object) -> list[Any]:
         self.calls.append((method, *arguments))
-        if method == "step":
+        if method == "steps":
             self.busy -= 1
             return [[], []]
         return [not self.busy if method in ("is_idle", "reset_prefix_cache") else 5] * 2
@@ -57,7 +57,7 @@ def test_sleep_steps_until_idle_and_releases_parts_that_are_awake(monkeypatch: p
     assert engine.sleep(keep_weights=False) == 10
     assert ranks.calls == [
         ("is_idle",),
-        ("step",),
+        ("steps", 1),
         ("is_idle",),
         ("reset_prefix_cache", False),
         ("release", ["kv_cache", "weights"], False),

@@ -31,7 +31,7 @@ class FakeEngine(SteppedEngine):
     def _add(self, added: dict[str, ActiveRequest]) -> None:  # type: ignore[override]
         self.added += [entry.request.request_id for entry in added.values()]
 
-    def _run_step(self) -> list[StepOutput]:
+    def _run_step(self, limit: int) -> list[StepOutput]:
         self.before_pass()
         self.num_passes += 1
         outputs = []

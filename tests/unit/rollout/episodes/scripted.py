@@ -62,7 +62,7 @@ class ScriptedEngine(SteppedEngine):
             text = self._say(self._tokenizer.decode(entry.request.token_ids.tolist()))
             self._parts[engine_id] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _run_step(self) -> list[StepOutput]:
+    def _run_step(self, limit: int) -> list[StepOutput]:
         self.passing.set()
         self.go.wait(30)
         if self.fails is not None:

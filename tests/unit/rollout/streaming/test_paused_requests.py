@@ -16,7 +16,7 @@ import pytest
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.rollout.journal import TokenJournal, read_journal
-from mcore_rl.rollout.loop import ENDED, EngineLoop
+from mcore_rl.rollout.loop import ENDED, STEPS_PER_CALL, EngineLoop
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
 from tests.unit.rollout.fake_engine import VOCABULARY, FakeEngine
 
@@ -36,10 +36,12 @@ class VersionedEngine(FakeEngine):
     def __init__(self, slots: int = 4, swaps: Sequence[int] = ()) -> None:
         super().__init__(slots)
         self.swaps, self.ran = swaps, list[tuple[int, list[str]]]()
+        self.limits: list[int] = []
         self.loop: EngineLoop
 
-    def _run_step(self) -> list[StepOutput]:
-        outputs, entries = super()._run_step(), list(self._running.values())[: self.slots]
+    def _run_step(self, limit: int) -> list[StepOutput]:
+        self.limits.append(limit)
+        outputs, entries = super()._run_step(limit), list(self._running.values())[: self.slots]
         self.ran.append((self.weight_version, [entry.request.request_id for entry in entries]))
         found = []
         for output, entry in zip(outputs, entries, strict=True):
@@ -105,6 +107,16 @@ def test_loop_token_limit_per_version_pauses_a_response() -> None:
     assert sum(len(names) for _, names in engine.ran) == 80, "nothing is drawn twice"
     assert engine.loop.tokens_carried_over == 8 + 13
     assert begun == [1] * 3
+
+
+def test_loop_steps_per_call_end_at_the_smallest_token_limit() -> None:
+    """Otherwise a call with several steps would sample more tokens than allowed. This engine runs one step per call."""
+    engine, heard = VersionedEngine(slots=2), Heard()
+    serve(engine).submit([request("long", 5, 3), request("other", 9)], heard.put)
+    completed(heard, 2)
+    engine.loop.stop()
+    assert engine.limits[:3] == [3, 2, 1]
+    assert engine.limits[3:9] == [STEPS_PER_CALL] * 6, "the other has no limit"
 
 
 @pytest.mark.parametrize("seed", range(8))
