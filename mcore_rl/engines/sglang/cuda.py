@@ -45,7 +45,9 @@ class Gpu:
         """Do nothing: mem_fraction_static determines the size of the KV cache."""
 
     def adapt(self, scheduler: Scheduler) -> None:
-        # The start has used the default stream, and all later work uses another one.
+        """Change nothing."""
+
+    def settle(self) -> None:
         torch.cuda.synchronize()
 
     def stream(self, scheduler: Scheduler) -> AbstractContextManager[object]:

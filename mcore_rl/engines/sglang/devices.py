@@ -36,6 +36,9 @@ class Device(Protocol):
     def adapt(self, scheduler: Scheduler) -> None:
         """Change a new scheduler, whose event loop is never run."""
 
+    def settle(self) -> None:
+        """Wait for the device's work of the start, which has used another stream than later calls."""
+
     def stream(self, scheduler: Scheduler) -> AbstractContextManager[object]:
         """Return a context for all calls of a rank after its start: the device runs their work in order."""
 
@@ -67,6 +70,9 @@ class Cpu:
         # On CPU there is no stream to synchronize, and no overlapping batch that the barrier would protect.
         scheduler.schedule_stream.synchronize = lambda: None
         scheduler._war_barrier_enabled = False
+
+    def settle(self) -> None:
+        """Do nothing."""
 
     def stream(self, scheduler: Scheduler) -> AbstractContextManager[object]:
         return nullcontext()

@@ -65,7 +65,9 @@ def _scheduler(settings: RankSettings) -> SteppedScheduler:
     device.import_sglang()
     from mcore_rl.engines.sglang.scheduler import SteppedScheduler
 
-    return SteppedScheduler(settings, device)
+    scheduler = SteppedScheduler(settings, device)
+    device.settle()
+    return scheduler
 
 
 def _gpu(settings: RankSettings) -> Gpu:
