@@ -17,6 +17,7 @@ from mcore_rl.engines.sglang.processes import RankProcesses, start_rank
 from mcore_rl.engines.sglang.settings import GpuMemory, NewRequest, RankSettings
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
+from mcore_rl.errors import ConfigError
 from mcore_rl.processes.child import kill_all
 
 
@@ -39,9 +40,15 @@ class SglangEngine(RankEngine):
             device=device,
             num_hosts=settings.hosts.num,
         )
-        self._ranks = RankProcesses(
-            ranks, settings.name, settings.timeout_seconds, settings.hosts, memory_arguments=self._memory_arguments
-        )
+        try:
+            self._ranks = RankProcesses(
+                ranks, settings.name, settings.timeout_seconds, settings.hosts, memory_arguments=self._memory_arguments
+            )
+        except ConfigError as error:
+            if "mem-fraction-static" in str(error):  # SGLang names its own option
+                key = settings.names.key("gpu_memory_fraction")
+                raise ConfigError(f"{key} ({config.gpu_memory_fraction:g}) is too small: {error}") from error
+            raise
         self.vocab_size = self._ranks.vocab_size
 
     def shutdown(self) -> None:

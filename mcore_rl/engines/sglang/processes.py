@@ -73,7 +73,7 @@ class RankProcesses:
             self.vocab_size = vocab_size
         except CallFailedError as error:
             self.end()
-            raise ConfigError(f"SGLang cannot run this: {_reason(error.traceback)}") from None
+            raise ConfigError(f"SGLang cannot run this: {_reason(error.traceback)}") from error
         except BaseException:
             self.end()
             raise

@@ -10,10 +10,12 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.engines.sglang.settings import RankSettings, disable_nagle
+from mcore_rl.errors import McoreRLError
 from mcore_rl.parent_death import die_with
 from mcore_rl.processes import served
 from mcore_rl.processes.stacks import write_child_stacks
@@ -35,7 +37,15 @@ class Rank:
         self._scheduler: SteppedScheduler | None = None
 
     def call(self, call: tuple[str, tuple[Any, ...]]) -> object:
-        method, arguments = call
+        try:
+            return self._call(*call)
+        except McoreRLError:
+            raise
+        except Exception:
+            traceback.print_exc()  # the engine receives only its end
+            raise
+
+    def _call(self, method: str, arguments: tuple[Any, ...]) -> object:
         if method == MEASURE:
             return _gpu(*arguments).measure()
         if method == START:

@@ -52,6 +52,15 @@ def test_start_gives_all_ranks_the_fraction_of_the_smallest_free_memory(monkeypa
         start(monkeypatch, "cuda", gpu_memory_fraction=0.4)
 
 
+def test_start_without_room_for_the_cache_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConfigError("SGLang cannot run this: ValueError: raise --mem-fraction-static above 0.4")
+
+    monkeypatch.setattr(FakeRanks, "__init__", fail)
+    with pytest.raises(ConfigError, match=r"^rollout\.gpu_memory_fraction \(0\.6\) is too small: SGLang cannot run"):
+        start(monkeypatch, "cuda")
+
+
 def test_sleep_steps_until_idle_and_releases_parts_that_are_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ranks = start(monkeypatch, "cuda")
     assert engine.sleep(keep_weights=False) == 10
