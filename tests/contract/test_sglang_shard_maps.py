@@ -56,6 +56,12 @@ CASES = {
     "slices of experts TP8, key-value heads copied": Case("Qwen3-235B-A22B", EngineLayout(8), (0, 3, 7)),
     "whole experts TP8 EP8": Case("Qwen3-235B-A22B", EngineLayout(8, expert_parallel=True), (0, 3, 7)),
     "attention DP8 EP8 DeepEP": Case("Qwen3-235B-A22B", EngineLayout(dp=8, expert_parallel=True), (0, 7)),
+    "latent TP32": Case("DeepSeek-V3", EngineLayout(32), (0, 31)),
+    "latent TP32, shared expert fused": Case(
+        "DeepSeek-V3", EngineLayout(32), (0, 31), {"enforce_shared_experts_fusion": True}
+    ),
+    "latent TP32 EP32": Case("DeepSeek-V3", EngineLayout(32, expert_parallel=True), (0, 31)),
+    "latent attention DP32 EP32 DeepEP": Case("DeepSeek-V3", EngineLayout(dp=32, expert_parallel=True), (0, 31)),
     "shared experts TP8": Case("GLM-4.5", EngineLayout(8), (0, 7)),
     "shared experts TP8 EP8": Case("GLM-4.5", EngineLayout(8, expert_parallel=True), (0, 7)),
     "shared experts attention DP8 EP8 DeepEP": Case("GLM-4.5", EngineLayout(dp=8, expert_parallel=True), (0, 7)),

@@ -54,38 +54,49 @@ def missing_engine(algorithm: AlgorithmConfig, rollout: RolloutConfig, judge: Ju
     )
 
 
-def check_sglang_model(role: EngineRole, hf: dict[str, Any]) -> None:
-    """Reject models that SGLang cannot compute on CPU, or computes wrongly: it treats every layer of Qwen3-MoE as one
-    with experts, and silently pads heads and MLPs that its ranks do not divide.
+def check_sglang_model(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> None:
+    """Reject models that SGLang computes wrongly: it treats every layer of Qwen3-MoE as one with experts, and on CPU it
+    silently pads heads and MLPs that its ranks do not divide. Reject what would fail in its start, too.
 
+    cuda: False if the device is not known yet.
     Raises: ConfigError.
     """
-    engine = role.key("engine")
+    engine, fraction = role.key("engine"), role.section.gpu_memory_fraction
     if role.section.engine != "sglang":
         return
     if hf.get("model_type") == "qwen3_moe" and (hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1):
         raise ConfigError(f"{engine}=sglang cannot run a qwen3_moe with dense layers (mlp_only_layers); set it to vllm")
-    if hf.get("kv_lora_rank") and yarn_section(hf)[1] is None:
+    if hf.get("kv_lora_rank") and yarn_section(hf)[1] is None and not cuda:
         raise ConfigError(
-            f"{engine}=sglang cannot run latent attention (kv_lora_rank) without YaRN on CPU; set it to vllm"
+            f"{engine}=sglang cannot run latent attention (kv_lora_rank) without YaRN on CPU; set it to vllm, or "
+            "cluster.device to cuda"
+        )
+    if cuda and fraction == 1:
+        raise ConfigError(
+            f"{role.key('gpu_memory_fraction')}=1 leaves SGLang no memory for activations and CUDA graphs, which it "
+            "does not count as its own; lower it"
         )
     if role.section.tp > 1:
-        _check_sglang_ranks(role, hf)
+        _check_sglang_ranks(role, hf, cuda=cuda)
 
 
-def _check_sglang_ranks(role: EngineRole, hf: dict[str, Any]) -> None:
+def _check_sglang_ranks(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> None:
     tp, key, engine = role.section.tp, role.key("tp"), role.key("engine")
-    limits = {"num_attention_heads": tp, "num_key_value_heads": tp, **dict.fromkeys(MLP_SIZES, SGLANG_MLP_ROWS * tp)}
+    limits: dict[str, int] = {}
+    if not cuda:
+        limits |= {"num_attention_heads": tp, "num_key_value_heads": tp}
+        limits |= dict.fromkeys(MLP_SIZES, SGLANG_MLP_ROWS * tp)
     if role.section.expert_parallel:
         limits |= dict.fromkeys(EXPERT_COUNTS, tp)
         if not hf.get("n_shared_experts"):  # their size is a multiple of moe_intermediate_size, and they are divided
-            del limits["moe_intermediate_size"]
+            limits.pop("moe_intermediate_size", None)
+    where, remedy = ("", "") if cuda else (" on CPU", ", or use GPUs (cluster.device=cuda)")
     for name, multiple in limits.items():
         size = hf.get(name)
         if size and size % multiple:
             raise ConfigError(
-                f"{key}={tp}: SGLang on CPU needs {name} to be a multiple of {multiple}, and the model has {size}; "
-                f"lower it, or set {engine}=vllm"
+                f"{key}={tp}: SGLang{where} needs {name} to be a multiple of {multiple}, and the model has {size}; "
+                f"lower it, or set {engine}=vllm{remedy}"
             )
 
 
@@ -99,10 +110,12 @@ def yarn_section(hf: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
 
 def cannot_run(config: Config) -> list[str]:
     """Return what this version lacks to run the configuration, each starting with its key; [] if nothing."""
-    if config.cluster.device != "cuda":
+    judge = config.judge
+    if config.cluster.device != "cuda" or judge.hf_path is None or is_supervised(config.algorithm):
         return []
-    keys = _sglang_keys(config.algorithm, config.rollout, config.judge)
-    return [f"{key}=sglang runs on CPUs: cluster.device=cuda needs {key}=vllm" for key in keys]
+    if (judge.engine or config.rollout.engine) == "sglang":
+        return ["judge.engine=sglang runs on CPUs: cluster.device=cuda needs judge.engine=vllm"]
+    return []
 
 
 def _sglang_keys(algorithm: AlgorithmConfig, rollout: RolloutConfig, judge: JudgeConfig) -> list[str]:

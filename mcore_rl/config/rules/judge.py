@@ -58,7 +58,8 @@ def validate_judge(judge: JudgeConfig, rollout: RolloutConfig, model: ModelConfi
         )
     if has_judge_engines(judge):
         role = EngineRole.judge(judge, rollout, model)
-        check_engine_sizes(role, read_hf_config(role.model, role.checkpoint))
+        # The device matters to SGLang only, which does not run judges on GPUs.
+        check_engine_sizes(role, read_hf_config(role.model, role.checkpoint), cuda=False)
 
 
 def template_text(judge: JudgeConfig) -> str:

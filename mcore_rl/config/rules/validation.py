@@ -31,7 +31,8 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     """
     validate_keys(config, run_here=run_here)
     # Last, since it reads a file of the model.
-    check_engine_sizes(EngineRole.rollout(config.rollout, config.model), read_hf_config(config.model))
+    role, cuda = EngineRole.rollout(config.rollout, config.model), config.cluster.device == "cuda"
+    check_engine_sizes(role, read_hf_config(config.model), cuda=cuda)
 
 
 def validate_keys(config: Config, *, run_here: bool = True) -> None:
@@ -221,8 +222,8 @@ def _check_run_dir(run: RunConfig) -> None:
         raise ConfigError(f"run.dir={path}: {parent} is not writable; set run.dir to a place that is")
 
 
-def check_engine_sizes(role: EngineRole, hf: dict[str, Any]) -> None:
-    """Require that the engine can divide and run a model with these sizes.
+def check_engine_sizes(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> None:
+    """Require that the engine can divide and run a model with these sizes. `cuda`: False if the device is not known.
 
     Raises: ConfigError naming the key.
     """
@@ -236,7 +237,7 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any]) -> None:
         raise ConfigError(
             f"{role.key('tp')}={tp} must divide the model's {groups} key-value heads, or be a multiple of them"
         )
-    check_sglang_model(role, hf)
+    check_sglang_model(role, hf, cuda=cuda)
     if rollout.expert_parallel:
         key, experts = role.key("expert_parallel"), max(hf.get(count) or 0 for count in EXPERT_COUNTS)
         if not experts:

@@ -21,7 +21,7 @@ def translate_rollout(run: SlimeRun) -> None:
     """Translate sampling, limits, validation and dynamic sampling."""
     source, draft = run.source, run.draft
     draft.apply(source, ROWS)
-    draft.changes.append("slime generates with SGLang, which runs on CPUs in this version: rollout.engine is vllm here")
+    draft.set("rollout.engine", "sglang", "slime's only engine")
     if source.flag("sglang-disable-cuda-graph"):
         draft.take(source, "rollout.enforce_eager", True, "sglang-disable-cuda-graph")
     sizes, flags = (

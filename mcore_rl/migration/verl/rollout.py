@@ -46,11 +46,10 @@ def translate_rollout(run: VerlRun) -> None:
 def _translate_engine(run: VerlRun) -> None:
     source, draft = run.source, run.draft
     name = source.text(f"{ROLLOUT}.name")
-    if name not in (None, "vllm"):
-        draft.changes.append(
-            f"{ROLLOUT}.name={name}: rollout.engine is vllm here"
-            + (", since SGLang runs on CPUs in this version" if name == "sglang" else "")
-        )
+    if name == "sglang":
+        draft.take(source, "rollout.engine", name, f"{ROLLOUT}.name")
+    elif name not in (None, "vllm"):
+        draft.changes.append(f"{ROLLOUT}.name={name}: rollout.engine is vllm here")
     quantization = source.text(f"{ROLLOUT}.quantization")
     if quantization is not None:
         draft.changes.append(f"{ROLLOUT}.quantization={quantization}: engines compute in model.dtype here")

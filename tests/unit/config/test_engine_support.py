@@ -71,17 +71,16 @@ def sglang_everywhere() -> Config:
     return config
 
 
-def test_cannot_run_judge_engine_has_the_rollout_limits() -> None:
+def test_cannot_run_rejects_sglang_on_gpus_for_judges_only() -> None:
     config = sglang_everywhere()
-    assert cannot_run(config) == []
     config.rollout.expert_parallel = True
     assert cannot_run(config) == []
     config.cluster.device = "cuda"
-    assert cannot_run(config) == ["rollout.engine=sglang runs on CPUs: cluster.device=cuda needs rollout.engine=vllm"]
+    assert cannot_run(config) == ["judge.engine=sglang runs on CPUs: cluster.device=cuda needs judge.engine=vllm"]
+    config.judge.engine = "vllm"
+    assert cannot_run(config) == []
     config.rollout.engine, config.judge.engine = "vllm", "sglang"
-    assert [problem.rpartition(": ")[2] for problem in cannot_run(config)] == [
-        "cluster.device=cuda needs judge.engine=vllm"
-    ]
+    assert len(cannot_run(config)) == 1
     config.judge.engine = None
     assert cannot_run(config) == []
     config.judge.engine, config.judge.hf_path = "sglang", None  # a judge that is not there
@@ -112,9 +111,9 @@ def test_check_sglang_model_silently_changed_model_is_rejected(
     config = Config()
     config.rollout.engine, config.rollout.tp = "sglang", tp
     with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
-        check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes)
+        check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes, cuda=False)
     config.rollout.engine = "vllm"
-    check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes)
+    check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes, cuda=False)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,33 @@ def test_check_sglang_model_whole_experts_are_not_divided(changes: dict[str, Any
     config = Config()
     config.rollout.engine, config.rollout.tp, config.rollout.expert_parallel = "sglang", 2, True
     with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
-        check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes)
+        check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes, cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 8, "intermediate_size": 40}, None),  # two key-value heads: replicated
+        ({"kv_lora_rank": 512}, None),
+        ({"num_experts": 8}, None),
+        ({"num_experts": 6}, r"^rollout\.tp=4: SGLang needs num_experts to be a multiple of 4, and the model has 6"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"^rollout\.engine=sglang cannot run a qwen3_moe"),
+    ],
+)
+def test_check_sglang_model_on_gpus_pads_nothing(changes: dict[str, Any], said: str | None) -> None:
+    config = Config()
+    config.rollout.engine, config.rollout.tp, config.rollout.expert_parallel = "sglang", 4, True
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes, cuda=True)
+
+
+def test_check_sglang_model_needs_memory_beside_its_fraction() -> None:
+    config = Config()
+    config.rollout.engine, config.rollout.gpu_memory_fraction = "sglang", 1.0
+    role = EngineRole.rollout(config.rollout, config.model)
+    check_sglang_model(role, DIVIDED, cuda=False)
+    with pytest.raises(ConfigError, match=r"^rollout\.gpu_memory_fraction=1 leaves SGLang no memory for activations"):
+        check_sglang_model(role, DIVIDED, cuda=True)
 
 
 def test_missing_engine_of_the_judge_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
