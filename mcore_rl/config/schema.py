@@ -155,7 +155,8 @@ class RolloutConfig(SamplingConfig, EpisodeConfig, StalenessConfig):
     The run stops before its first step if it is exceeded. auto: 1e-3 with model.dtype=float32, 0.05 with bfloat16, 0.2
     with actor.fp8; null: no comparison."""
     gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)
-    """Fraction of a GPU's memory that an engine rank uses for weights, workspace and KV cache."""
+    """Fraction of a GPU's memory that an engine rank uses for weights, workspace and KV cache. With SGLang, workspace
+    and CUDA graphs take memory in addition."""
     enforce_eager: bool = False
     """Run the engine without CUDA graphs and compilation, which are never used on CPU: it starts faster and decodes
     more slowly."""

@@ -25,7 +25,7 @@ from mcore_rl.config.schema import ClusterConfig, Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.megatron.model.value_model import ValueModel
-from mcore_rl.planner.engine import ASLEEP_BYTES, engine_rank, longest_sequence
+from mcore_rl.planner.engine import engine_rank, longest_sequence
 from mcore_rl.planner.model_size import bound_rows
 from mcore_rl.planner.stages import execution_of, planned_stages
 from mcore_rl.planner.state import RankState
@@ -147,7 +147,7 @@ def _judge_rank(role: EngineRole, hf_config: dict[str, object], cluster: Cluster
             f"judge.gpu_memory_fraction={role.section.gpu_memory_fraction:g} (judge.kv_cache_gib on CPU) leaves no "
             "room for one question and its answer; raise it, or judge.tp"
         )
-    return ColocatedRank(resident=ASLEEP_BYTES, working=engine.total_bytes, host_bytes=engine.weights_bytes)
+    return ColocatedRank(resident=engine.asleep_bytes, working=engine.total_bytes, host_bytes=engine.weights_bytes)
 
 
 def value_model_ranks(role: ModelRole, config: Config, *, trained: bool, cuda: bool) -> tuple[ColocatedRank, ...]:

@@ -7,6 +7,9 @@ KV cache per token and layer: 2 x max(groups / tp, 1) x head size for grouped-qu
 kv_lora_rank + the rotary part on every rank. On GPUs the cache gets rollout.gpu_memory_fraction of the memory minus
 weights and workspace. The workspace is the hidden states of a batch in the widest layer, plus two float32 copies of the
 logits of running sequences. On CPU the cache is rollout.kv_cache_gib, and the workspace is not counted.
+
+SGLang's fraction contains only weights and KV cache: workspace and CUDA graphs use the memory beside it. Its graphs
+keep their memory during sleep.
 """
 
 from __future__ import annotations
@@ -22,24 +25,35 @@ from model_converters.mapping.table import BoundRow
 
 MIB, GIB = 2**20, 2**30
 ASLEEP_BYTES = GIB
-"""Memory of a sleeping engine: CUDA graphs and buffers outside its memory pools."""
+"""Memory of a sleeping engine: buffers outside its memory pools, and vLLM's CUDA graphs."""
+SGLANG_GRAPHS_BYTES = 4 * GIB
+"""Upper bound of SGLang's CUDA graphs; 1 to 4 GiB with its default batch sizes, not measured here."""
 DEFAULT_BATCHED_TOKENS = 8192
 """vLLM's default of max_num_batched_tokens for a server on current GPUs."""
 
 
 @dataclass(frozen=True)
 class EngineRank:
-    """Bytes of one engine rank. `sequences` is the number of full-length sequences that the KV cache holds."""
+    """Bytes of one engine rank.
+
+    `sequences` is the number of full-length sequences that the KV cache holds. `graphs_bytes` are CUDA graphs that keep
+    their memory during sleep.
+    """
 
     weights_bytes: int
     workspace_bytes: int
     kv_cache_bytes: int
     kv_bytes_per_token: int
     sequences: float
+    graphs_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.workspace_bytes + max(self.kv_cache_bytes, 0)
+        return self.weights_bytes + self.workspace_bytes + self.graphs_bytes + max(self.kv_cache_bytes, 0)
+
+    @property
+    def asleep_bytes(self) -> int:
+        return ASLEEP_BYTES + self.graphs_bytes
 
 
 def engine_rank(
@@ -54,13 +68,16 @@ def engine_rank(
     """Compute the bytes of an engine's fullest rank. kv_cache_bytes is negative if weights and workspace do not fit."""
     weights = engine_weights(rows, rollout.tp, element_bytes)
     workspace = _workspace(rollout, arguments, element_bytes) if cuda else 0
+    sglang = rollout.engine == "sglang"
+    graphs = SGLANG_GRAPHS_BYTES if cuda and sglang and not rollout.enforce_eager else 0
     if cuda:
         budget = rollout.gpu_memory_fraction * cluster.gpu_memory_gib * GIB
-        cache = int(budget) - weights - workspace
+        cache = int(budget) - weights - (0 if sglang else workspace)
     else:
         cache = int(rollout.kv_cache_gib * GIB)
     per_token = kv_bytes_per_token(arguments.transformer, rollout.tp, element_bytes)
-    return EngineRank(weights, workspace, cache, per_token, max(cache, 0) / (per_token * longest_sequence(rollout)))
+    sequences = max(cache, 0) / (per_token * longest_sequence(rollout))
+    return EngineRank(weights, workspace, cache, per_token, sequences, graphs)
 
 
 def longest_sequence(rollout: RolloutConfig) -> int:

@@ -2,12 +2,12 @@
 
 | phase | trainer rank | colocated engine rank | other models |
 |---|---|---|---|
-| generate | state that is not offloaded | weights, workspace, KV cache | state that is not offloaded |
+| generate | state that is not offloaded | weights, workspace, KV cache, CUDA graphs | state that is not offloaded |
 | score | state that is not offloaded | asleep | forward pass of the reward model, or the judge awake |
 | logp | weights, state that is not offloaded, one forward pass | asleep | weights of the reference |
 | critic | weights, state that is not offloaded | asleep | update of the critic |
 | update | all state, activations | asleep | state that is not offloaded |
-| sync | weights, state that is not offloaded | weights | state that is not offloaded |
+| sync | weights, state that is not offloaded | weights, CUDA graphs | state that is not offloaded |
 
 With `actor.offload.*`, parameters and optimizer state move to host memory. Gradients are dropped. With
 actor.optimizer.cpu_offload the optimizer state is in host memory all the time. On CPU, ranks and engines are separate
@@ -22,7 +22,7 @@ from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.planner.activations import StageActivations
 from mcore_rl.planner.colocated import ALONE, ColocatedModels, ColocatedRank
-from mcore_rl.planner.engine import ASLEEP_BYTES, GIB, EngineRank
+from mcore_rl.planner.engine import GIB, EngineRank
 from mcore_rl.planner.state import RankState
 
 RESERVE_BYTES = 3 * GIB
@@ -68,7 +68,7 @@ def rank_phases(
     """
     # Between updates, and while the model is not used at all.
     kept, resident = state.kept_bytes(offload), state.resident_bytes(offload)
-    asleep = ASLEEP_BYTES if shared else 0
+    asleep = engine.asleep_bytes if shared else 0
     reference = state.weights_bytes if models.reference else 0
     others = models.resident + (0 if models.reference_leaves else reference)
 
@@ -83,7 +83,7 @@ def rank_phases(
         "critic": at_work(models.critic, state.weights_bytes + kept),
         # The activations are freed before the optimizer step.
         "update": state.total_bytes + max(int(activations.total_bytes), state.piece_bytes) + asleep + others,
-        "sync": state.weights_bytes + kept + others + (engine.weights_bytes if shared else 0),
+        "sync": state.weights_bytes + kept + others + (engine.weights_bytes + engine.graphs_bytes if shared else 0),
     }
     return Phases(
         {name: size for name, size in by_name.items() if size or name not in ("score", "critic")},

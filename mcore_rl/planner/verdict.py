@@ -113,7 +113,8 @@ def _engine_errors(
         return
     # The cache must hold one sequence of full length, or the engine could never finish it.
     longest = longest_sequence(rollout) * engine.kv_bytes_per_token
-    fixed = engine.weights_bytes + engine.workspace_bytes
+    sglang = rollout.engine == "sglang"  # its fraction does not contain the workspace
+    fixed = engine.weights_bytes + (0 if sglang else engine.workspace_bytes)
     if cluster.device == "cpu":
         yield (
             f"rollout.kv_cache_gib={rollout.kv_cache_gib:g} does not hold one sequence of "
@@ -122,8 +123,8 @@ def _engine_errors(
     else:
         yield (
             f"rollout.gpu_memory_fraction={rollout.gpu_memory_fraction:g} leaves no room for one sequence: an "
-            f"engine rank needs {fixed / GIB:.1f} GiB for weights and workspace and {longest / GIB:.2f} GiB of KV "
-            f"cache; raise rollout.tp or rollout.gpu_memory_fraction"
+            f"engine rank needs {fixed / GIB:.1f} GiB for weights{'' if sglang else ' and workspace'} and "
+            f"{longest / GIB:.2f} GiB of KV cache; raise rollout.tp or rollout.gpu_memory_fraction"
         )
 
 

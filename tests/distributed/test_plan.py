@@ -142,10 +142,18 @@ def test_plan_suggests_layouts_for_deepseek_v3_on_128_gpus(capsys: pytest.Captur
 
 
 def test_plan_table_marks_what_fits_but_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, output = run(capsys, SMALL_RECIPE, "rollout.engine=sglang")
+    judge = "{hf_path: configs/models/Qwen3-30B-A3B, template: '{prompt} {response}', engine: sglang}"
+    code, _, output = run(capsys, SMALL_RECIPE, f"judge={judge}")
     assert code == 3
-    assert "cannot run yet: rollout.engine=sglang runs on CPUs" in " ".join(output.split())
+    assert "cannot run yet: judge.engine=sglang runs on CPUs" in " ".join(output.split())
     assert output.rstrip().endswith("fits, cannot run yet")
+
+
+def test_plan_of_sglang_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, plan, output = run(capsys, SMALL_RECIPE, "rollout.engine=sglang", "rollout.expert_parallel=true", "--json")
+    assert code == 0, output
+    assert plan["cannot_run"] == []
+    assert plan["engine"]["graphs_bytes"] == 4 * GIB
 
 
 def test_slurm_with_job_that_does_not_fit_renders_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from mcore_rl.config import load_config
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import in_flight
-from mcore_rl.planner.engine import engine_weights, kv_bytes_per_token
+from mcore_rl.planner.engine import GIB, EngineRank, engine_rank, engine_weights, kv_bytes_per_token
 from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank
 from mcore_rl.planner.workload import batch_arithmetic, forward_flops, step_flops
 from mcore_rl.resolved.layout import model_arguments
@@ -58,6 +60,24 @@ def test_an_engine_of_one_rank_holds_the_model(deepseek: Config) -> None:
     rows = bound_rows(hf_config, torch.bfloat16)
     biases = 58 * 256  # biases of the routers: not parameters, but weights of the engine
     assert engine_weights(rows, 1, 2) == 2 * (model_size(hf_config, rows).total + biases)
+
+
+def test_engine_rank_of_sglang_has_workspace_and_graphs_beside_its_fraction(deepseek: Config) -> None:
+    hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
+    rows, arguments = bound_rows(hf_config, torch.bfloat16), model_arguments(hf_config)
+
+    def rank(**changes: object) -> EngineRank:
+        rollout = replace(deepseek.rollout, **changes)  # type: ignore[arg-type]
+        return engine_rank(rollout, deepseek.cluster, rows, arguments, element_bytes=2, cuda=True)
+
+    vllm, sglang, eager = rank(), rank(engine="sglang"), rank(engine="sglang", enforce_eager=True)
+    fraction = int(0.6 * 96 * GIB)
+    assert vllm.total_bytes == fraction
+    assert sglang.weights_bytes + sglang.kv_cache_bytes == fraction
+    assert sglang.total_bytes == fraction + vllm.workspace_bytes + 4 * GIB
+    assert sglang.sequences == pytest.approx(sglang.kv_cache_bytes / (61 * 576 * 2 * 10240))
+    assert [each.asleep_bytes for each in (vllm, sglang, eager)] == [GIB, 5 * GIB, GIB]
+    assert eager.total_bytes == sglang.total_bytes - 4 * GIB
 
 
 def test_flop_of_a_token(deepseek: Config) -> None:

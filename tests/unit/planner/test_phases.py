@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mcore_rl.config.models import ActorConfig, OffloadConfig
@@ -36,6 +38,13 @@ def test_a_policy_alone() -> None:
         "sync": 180 + 1000,
     }
     assert alone.host_bytes == 0
+
+
+def test_graphs_of_an_engine_stay_in_all_phases() -> None:
+    engine = replace(ENGINE, graphs_bytes=5000)
+    found = rank_phases(OffloadConfig(), STATE, ACTIVATIONS, engine, shared=True)
+    alone = rank_phases(OffloadConfig(), STATE, ACTIVATIONS, ENGINE, shared=True)
+    assert found.by_name == {name: size + 5000 for name, size in alone.by_name.items()}
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
