@@ -25,6 +25,7 @@ from model_converters.families import family_for
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "models"
+CONFIGS = ROOT / "configs"
 INDEX = """\
 # Models
 
@@ -67,7 +68,7 @@ second table; rewards and checkpoints take no time. A synchronous step is the su
 class PlannedRecipe:
     """A recipe with its plan.
 
-    name: file in configs/.
+    name: file in configs/; a file in configs/sglang/ is merged into the file of the same name in configs/.
     about: its first comment.
     hf_config: config.json of the model.
     """
@@ -81,16 +82,20 @@ class PlannedRecipe:
     @classmethod
     def read(cls, name: str) -> PlannedRecipe:
         """Read and plan a recipe. Paths in it are relative to the repository."""
-        path = ROOT / "configs" / name
         with chdir(ROOT):
-            config = load_config(str(path), [], needs_data=False)
+            config = load_config(recipe_files(name), needs_data=False)
             hf_config, plan = read_hf_config(config.model), make_plan(config)
-        return cls(name, first_comment(path.read_text(encoding="utf-8")), config, hf_config, plan)
+        return cls(name, first_comment((CONFIGS / name).read_text(encoding="utf-8")), config, hf_config, plan)
 
     @property
     def gpus(self) -> str:
         cluster = self.config.cluster
         return f"{cluster.nodes * cluster.gpus_per_node} x {cluster.gpu_memory_gib:g} GB"
+
+
+def recipe_files(name: str) -> list[str]:
+    """Return the files that a command gets for a recipe, relative to the repository."""
+    return [f"configs/{each}" for each in dict.fromkeys((Path(name).name, name))]
 
 
 def first_comment(text: str) -> str:
@@ -106,10 +111,11 @@ def first_comment(text: str) -> str:
 def recipes_by_model() -> dict[str, list[str]]:
     """Return the recipes for GPUs of each model directory in configs/models/."""
     found: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
-        config = load_config(str(path), [], needs_data=False)
+    for path in (*sorted(CONFIGS.glob("*.yaml")), *sorted(CONFIGS.glob("sglang/*.yaml"))):
+        name = str(path.relative_to(CONFIGS))
+        config = load_config([ROOT / file for file in recipe_files(name)], needs_data=False)
         if config.cluster.device == "cuda":
-            found.setdefault(Path(config.model.hf_path).name, []).append(path.name)
+            found.setdefault(Path(config.model.hf_path).name, []).append(name)
     return dict(sorted(found.items()))
 
 
@@ -191,7 +197,7 @@ LAYOUT: dict[str, Column] = {
     "layers of first, last stage": lambda recipe: _ends(recipe),
     "recompute": lambda recipe: recipe.config.actor.recompute,
     "in host memory": lambda recipe: _away(recipe),
-    "engines": lambda recipe: f"{recipe.config.rollout.num_engines} x tp {recipe.config.rollout.tp}",
+    "engines": lambda recipe: _engines(recipe),
 }
 SYNC: dict[str, Column] = {
     "per engine rank": lambda recipe: _gib(recipe.plan.sync.bytes_per_engine_rank),
@@ -240,7 +246,7 @@ def _start(recipes: Sequence[PlannedRecipe]) -> Iterator[str]:
     yield "`DIR` is the downloaded checkpoint ([SLURM](../slurm.md) describes the job, [data](../data.md) the files):"
     yield ""
     for recipe in recipes:
-        yield f"    mcore-rl plan configs/{recipe.name}"
+        yield f"    mcore-rl plan {' '.join(recipe_files(recipe.name))}"
     yield ""
     yield f"    mcore-rl slurm configs/{recipes[0].name} model.hf_path=DIR data.train=train.jsonl \\"
     yield "        data.val=test.jsonl slurm.partition=gpu > job.sbatch && sbatch job.sbatch"
@@ -265,6 +271,13 @@ def _ends(recipe: PlannedRecipe) -> str:
     stages = recipe.plan.layout.stage_layers(sizes["num_layers"])
     first, last = (sum(map(len, chunks)) for chunks in (stages[0], stages[-1]))
     return f"{first}, {last}"
+
+
+def _engines(recipe: PlannedRecipe) -> str:
+    rollout = recipe.config.rollout
+    name = {"vllm": "vLLM", "sglang": "SGLang"}[rollout.engine]
+    experts = ", whole experts" if rollout.expert_parallel else ""
+    return f"{rollout.num_engines} x {name}, tp {rollout.tp}{experts}"
 
 
 def _away(recipe: PlannedRecipe) -> str:

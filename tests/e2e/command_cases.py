@@ -126,6 +126,9 @@ MODEL_CASES = {
     f"mcore-rl plan configs/{path.name}": Case(codes=PLAN_OK, says="fits", on_demand=True)
     for path in sorted((ROOT / "configs").glob("*.yaml"))
     if not path.name.endswith("_cpu.yaml")
+} | {
+    f"mcore-rl plan configs/{path.name} configs/sglang/{path.name}": Case(codes=PLAN_OK, says="fits", on_demand=True)
+    for path in sorted((ROOT / "configs" / "sglang").glob("*.yaml"))
 }
 STARTED_RECIPES = (
     "dapo_deepseek_v3_671b",

@@ -46,7 +46,7 @@ def test_every_file_is_there() -> None:
 
 def test_every_recipe_of_the_table_is_a_file() -> None:
     recipes = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`\w+\.yaml`[^|]*)\|", recipes, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`[\w/]+\.yaml`[^|]*)\|", recipes, flags=re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     assert len(named) > 10
     assert [name for name in named if not (ROOT / "configs" / name).is_file()] == []

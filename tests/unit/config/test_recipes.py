@@ -19,7 +19,9 @@ from model_converters.families import family_for
 from model_converters.families.parts.mtp import without_mtp
 
 ROOT = Path(__file__).parents[3]
-RECIPES = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+SGLANG = [f"sglang/{path.name}" for path in sorted((ROOT / "configs" / "sglang").glob("*.yaml"))]
+"""Files that are merged into the recipe of the same name."""
+RECIPES = [*sorted(path.name for path in (ROOT / "configs").glob("*.yaml")), *SGLANG]
 LARGE = [name for name in RECIPES if not name.endswith("_cpu.yaml")]
 ASYNC = {
     "deepseek_v3_async.yaml": "dapo_deepseek_v3_671b.yaml",
@@ -93,13 +95,13 @@ def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(name: str) -> Config:
-    path = f"configs/{name}"
+    files = [f"configs/{each}" for each in dict.fromkeys((Path(name).name, name))]
     # The demo creates its models; GSM8K's files are given on the command line.
     missing = {
         "demo": ["model.hf_path=configs/models/gsm8k_tiny"],
         "gsm8k": ["data.train=train.jsonl"],
     }
-    return load_config(path, missing.get(name.partition("_")[0], []))
+    return load_config(files, missing.get(name.partition("_")[0], []))
 
 
 def texts(node: Any) -> list[str]:
@@ -191,6 +193,18 @@ def test_async_recipes_differ_in_async_keys_only(name: str) -> None:
     assert set(differences(sibling, values)) - {"rollout.num_engines"} == {
         *("rollout.nodes", "rollout.gpu_memory_fraction", "rollout.max_staleness", "rollout.max_staleness_hard"),
     }
+
+
+def test_sglang_recipes_change_engine_keys_only() -> None:
+    keys = {name: set(yaml.safe_load((ROOT / "configs" / name).read_text())["rollout"]) for name in SGLANG}
+    assert keys == {
+        "sglang/dapo_deepseek_v3_671b.yaml": {"engine", "expert_parallel"},
+        "sglang/qwen3_235b_a22b.yaml": {"engine", "expert_parallel", "gpu_memory_fraction"},
+    }
+    for name in SGLANG:
+        assert set(yaml.safe_load((ROOT / "configs" / name).read_text())) == {"run", "rollout"}
+        rollout = recipe(name).rollout
+        assert (rollout.engine, rollout.expert_parallel) == ("sglang", True)
 
 
 def test_async_recipes_have_separate_engine_nodes() -> None:
