@@ -10,14 +10,18 @@ import pytest
 
 from mcore_rl import cli
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+SGLANG = [f"sglang/{path.name}" for path in sorted((CONFIGS / "sglang").glob("*.yaml"))]
+"""Files that are given after the recipe of the same name."""
 ON_DEMAND = {
+    *SGLANG,
     *(f"deepseek_v3_{gpus}_gpus.yaml" for gpus in (96, 128, 512)),
     *("dapo_full_deepseek_v3_671b.yaml", "kimi_k2.yaml", "qwen3_235b_a22b.yaml"),
     *("deepseek_v3_async.yaml", "qwen3_235b_a22b_async.yaml"),
 }
 """Recipes that take ten seconds each; the other recipes cover all of their features."""
 RECIPE = "configs/dapo_deepseek_v3_671b.yaml"
-RECIPES = sorted({path.name for path in (Path(__file__).parents[2] / "configs").glob("*.yaml")} - {Path(RECIPE).name})
+RECIPES = sorted({path.name for path in CONFIGS.glob("*.yaml")} - {Path(RECIPE).name}) + SGLANG
 SMALL_RECIPE = "configs/qwen3_30b_a3b.yaml"
 GIB = 2**30
 
@@ -97,7 +101,8 @@ def test_plan_table_equals_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_of_recipes_fits(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
     # The demos' model is made by `make demo`.
     model = ["model.hf_path=configs/models/gsm8k_tiny"] if recipe.startswith("demo_") else []
-    code, plan, output = run(capsys, f"configs/{recipe}", *model, "--json")
+    files = [f"configs/{name}" for name in dict.fromkeys((Path(recipe).name, recipe))]
+    code, plan, output = run(capsys, *files, *model, "--json")
     assert code == 0, plan.get("errors") or output
     assert plan["fits"] is True
     assert (plan["asynchronous"] is not None) == ("_async" in recipe)

@@ -10,12 +10,12 @@ from model_converters.errors import LayoutError
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Sizes of an engine's parallel axes in vLLM's rank order: rank = tp + TP * (pp + PP * dp).
+    """Sizes of an engine's parallel axes in the rank order of vLLM and SGLang: rank = tp + TP * (pp + PP * dp).
 
     dp is attention data parallelism: its ranks hold the same attention weights. The experts are divided among all
     ranks of a stage: whole experts with `expert_parallel`, otherwise slices of every expert.
 
-    Source: vllm.distributed.parallel_state, FusedMoEParallelConfig (0.32).
+    Source: vllm.distributed.parallel_state, FusedMoEParallelConfig (0.32); sglang.srt.runtime_context (0.5.23).
     Raises: LayoutError.
     """
 

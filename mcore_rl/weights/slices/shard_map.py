@@ -25,7 +25,7 @@ from model_converters.mapping.table import FINAL_NORM, BoundRow, Row, bind
 from model_converters.mapping.transforms import GroupedQKV, Shape, Vocabulary
 
 VOCABULARY_PADDING = 64
-"""vLLM pads the number of vocabulary rows to a multiple of this before it divides them."""
+"""vLLM and SGLang pad the number of vocabulary rows to a multiple of this before they divide them."""
 
 IntArray = npt.NDArray[np.int64]
 Box = tuple[Shape, Shape]
@@ -105,7 +105,7 @@ class ShardMap:
     def owner(self, bound: BoundRow) -> int:
         """Return the expert-parallel rank that has the expert. The remainder goes to the first ranks, one expert each.
 
-        Source: vllm's determine_expert_map, "linear" (0.32).
+        Source: vllm's determine_expert_map, "linear" (0.32). SGLang has no remainder.
         """
         assert bound.expert is not None
         each, rest = divmod(bound.row.num_experts, self.layout.expert_ranks)

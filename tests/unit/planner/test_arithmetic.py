@@ -62,7 +62,7 @@ def test_an_engine_of_one_rank_holds_the_model(deepseek: Config) -> None:
     assert engine_weights(rows, 1, 2) == 2 * (model_size(hf_config, rows).total + biases)
 
 
-def test_engine_rank_of_sglang_has_workspace_and_graphs_beside_its_fraction(deepseek: Config) -> None:
+def test_engine_rank_of_sglang_adds_workspace_and_graphs(deepseek: Config) -> None:
     hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
     rows, arguments = bound_rows(hf_config, torch.bfloat16), model_arguments(hf_config)
 
