@@ -16,6 +16,7 @@ NEEDS = {
     "test_train.py": f"{CUDA}; needs transformer-engine; needs vLLM for CUDA",
     "test_disaggregated.py": "needs 2 GPUs, this machine has 0; needs transformer-engine; needs vLLM for CUDA",
     "test_ranks.py": "needs 2 GPUs, this machine has 0",
+    "test_weight_sync.py": "needs 2 GPUs, this machine has 0",
     "test_visible_devices.py": "needs 2 GPUs, this machine has 0; needs vLLM for CUDA",
 }
 """Skip reasons of files whose tests need more than one GPU, or something else."""
