@@ -206,6 +206,7 @@ SYNC: dict[str, Column] = {
     "transport": lambda recipe: f"`{recipe.plan.sync.transport}`",
     "across hosts, all ranks": lambda recipe: _gib(recipe.plan.sync.bytes_crossing_hosts),
     "busiest sender": lambda recipe: _gib(recipe.plan.sync.busiest_sender_bytes),
+    "peers of a rank": lambda recipe: f"{recipe.plan.sync.max_peers}",
     "groups within a host": lambda recipe: _groups_within_a_host(recipe),
 }
 STEPS: dict[str, Column] = {

@@ -69,7 +69,7 @@ def _summary(plan: Plan) -> Table:
     )
     moved = (
         f"{_gib(sync.bytes_per_engine_rank)} per engine rank (floor {_gib(sync.floor_bytes_per_engine_rank)}), "
-        f"{sync.buckets} buckets, {sync.transport}{_across(sync)}"
+        f"{sync.buckets} buckets, {sync.transport}, at most {sync.max_peers} peers per rank{_across(sync)}"
     )
     rows = [
         ("trainer ranks", f"{layout.world_size}: {shown}"),

@@ -11,7 +11,7 @@ from mcore_rl.planner.engine import GIB, MIB
 from mcore_rl.resolved.layout import conversion_errors
 from mcore_rl.resolved.placement import RunPlacement, Slot, place
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.routes import RankLocations
+from mcore_rl.weights.slices.senders import RankLocations
 from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.slices.totals import count as count_totals
 from model_converters.mapping.layout import TrainLayout
@@ -25,8 +25,8 @@ class WeightSync:
 
     `bytes_per_engine_rank`: received by the fullest rank. `floor_bytes_per_engine_rank`: the lower bound, which is the
     size of its weights. `slots_bytes`: staging buffers in one host's memory. `busiest_sender_bytes`: sent to other
-    devices. `seconds`: time between hosts at plan.network_gib_per_second; None if that is not set or nothing crosses
-    hosts.
+    devices. `max_peers`: largest number of other GPUs (on CPU: ranks) with which one exchanges weights. `seconds`: time
+    between hosts at plan.network_gib_per_second; None if that is not set or nothing crosses hosts.
     """
 
     bytes_per_engine_rank: int
@@ -37,6 +37,7 @@ class WeightSync:
     slots_bytes: int
     bytes_crossing_hosts: int
     busiest_sender_bytes: int
+    max_peers: int
     seconds: float | None
 
 
@@ -70,6 +71,7 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
         slots_bytes=min(weights.num_buckets, totals.buckets) * bucket_bytes * num_buffers if on_host else 0,
         bytes_crossing_hosts=int(totals.sent_across.sum()),
         busiest_sender_bytes=int(totals.sent.max()),
+        max_peers=int(totals.peers.max()),
         seconds=busiest / (bandwidth * GIB) if bandwidth is not None and busiest else None,
     )
 

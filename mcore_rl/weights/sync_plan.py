@@ -13,7 +13,7 @@ import torch
 
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Message, received_by, sent_by
-from mcore_rl.weights.slices.routes import RankLocations
+from mcore_rl.weights.slices.senders import RankLocations
 from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.transports.topology import Topology
 from model_converters.families import family_for

@@ -13,7 +13,8 @@ from math import prod
 import numpy as np
 import torch
 
-from mcore_rl.weights.slices.routes import RankLocations, Route, SliceRouter
+from mcore_rl.weights.slices.routes import Route, SliceRouter
+from mcore_rl.weights.slices.senders import RankLocations
 from mcore_rl.weights.slices.shard_map import IntArray, ShardMap
 from model_converters.mapping.placement import Placement
 from model_converters.mapping.transforms import Shape

@@ -1,19 +1,18 @@
-"""Routes of a weight sync: the trainer rank that sends each slice to each engine rank.
-
-A holder on the engine rank's device is preferred, then one on its host, then the holder that has sent the fewest bytes
-to other hosts so far.
-"""
+"""Routes of a weight sync: the trainer rank that sends each slice to each engine rank (senders.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from mcore_rl.weights.slices.senders import RankLocations, choose_senders
 from mcore_rl.weights.slices.shard_map import (
+    WHOLE,
     Consumers,
     IntArray,
     Portion,
@@ -25,26 +24,6 @@ from mcore_rl.weights.slices.shard_map import (
 )
 from model_converters.mapping.placement import Holding, Placement, segments_of
 from model_converters.mapping.table import Row
-
-
-@dataclass(frozen=True, eq=False)
-class RankLocations:
-    """Host and device numbers of all ranks. Device numbers are unique across hosts; -1 is a rank without a GPU.
-
-    Shapes: int64 [trainer ranks] and [engine ranks].
-    """
-
-    trainer_hosts: IntArray
-    trainer_devices: IntArray
-    engine_hosts: IntArray
-    engine_devices: IntArray
-
-    @classmethod
-    def of(cls, trainers: Sequence[tuple[int, int]], engines: Sequence[tuple[int, int]]) -> RankLocations:
-        """Create from the (host, device) pairs of all trainer ranks and of all engine ranks, engine by engine."""
-        hosts_and_devices = [np.array(ranks, np.int64).reshape(-1, 2).T for ranks in (trainers, engines)]
-        (hosts, devices), (engine_hosts, engine_devices) = hosts_and_devices
-        return cls(hosts, devices, engine_hosts, engine_devices)
 
 
 class RunOverlap(NamedTuple):
@@ -92,10 +71,8 @@ class SliceRouter:
         self._shard_map = shard_map
         self._locations = locations
         self._num_engines = len(locations.engine_hosts) // shard_map.layout.num_ranks
-        # By range of holders: the holder for each engine rank (a cache), and the bytes that each holder has sent to
-        # other hosts so far.
-        self._near: dict[range, IntArray] = {}
-        self._sent: dict[range, IntArray] = {}
+        self._sent = np.zeros(len(locations.trainer_hosts), np.int64)
+        """Bytes that each trainer rank has sent so far where there was a choice."""
         self._receivers: dict[tuple[Consumers, bytes], tuple[IntArray, IntArray]] = {}
 
     def routes(self, piece: RowPiece) -> Iterator[Route]:
@@ -127,39 +104,38 @@ class SliceRouter:
     def _senders(self, holders: range, receivers: IntArray, num_bytes: IntArray) -> IntArray:
         if len(holders) == 1:
             return np.full(len(receivers), holders[0])
-        if holders not in self._near:
-            self._near[holders] = self._nearest(holders)
-            self._sent[holders] = np.zeros(len(holders), np.int64)
-        # Indexing with an array copies, so the assignment below does not change the cached holders.
-        senders = self._near[holders][receivers]
-        far = np.flatnonzero(senders < 0)
-        if len(far):
-            # No holder on these receivers' hosts.
-            sent = self._sent[holders]
-            # Assign receivers round-robin, beginning with the holder that has sent the fewest bytes.
-            order = np.argsort(sent, kind="stable")[np.arange(len(far)) % len(holders)]
-            senders[far] = holders.start + holders.step * order
-            sent += np.bincount(order, weights=num_bytes[far], minlength=len(holders)).astype(np.int64)
+        candidates = self._choices[holders][receivers]
+        if candidates.shape[1] == 1:
+            return candidates[:, 0]
+        # Of several senders, the one that has sent the fewest bytes. Receivers of this piece that share a sender do not
+        # see each other's bytes; the next piece evens that out.
+        rows = np.arange(len(receivers))
+        senders = candidates[rows, self._sent[candidates].argmin(axis=1)]
+        self._sent += np.bincount(senders, weights=num_bytes, minlength=len(self._sent)).astype(np.int64)
         return senders
 
-    def _nearest(self, holders: range) -> IntArray:
-        """Return a holder for every engine rank: on its device, else on its host (round-robin), else -1."""
-        locations = self._locations
-        on_device = {
-            int(locations.trainer_devices[rank]): rank for rank in holders if locations.trainer_devices[rank] >= 0
-        }
-        on_host: dict[int, list[int]] = {}
-        for rank in holders:
-            on_host.setdefault(int(locations.trainer_hosts[rank]), []).append(rank)
-        last_used: dict[int, int] = {}
-        nearest = []
-        for host, device in zip(locations.engine_hosts.tolist(), locations.engine_devices.tolist(), strict=True):
-            sender = on_device.get(device, -1)
-            if sender < 0 and host in on_host:
-                index = last_used[host] = last_used.get(host, -1) + 1
-                sender = on_host[host][index % len(on_host[host])]
-            nearest.append(sender)
-        return np.array(nearest)
+    @cached_property
+    def _choices(self) -> dict[range, IntArray]:
+        """Possible senders by range of holders, which are few for every engine rank."""
+        return choose_senders(self._bytes_of_holders(), self._locations, self._shard_map.layout.num_ranks)
+
+    def _bytes_of_holders(self) -> dict[range, IntArray]:
+        """Return the bytes that every engine rank receives from each range of holders."""
+        # Layers and experts share sizes: count them before adding.
+        numbers: Counter[tuple[range, int, Consumers]] = Counter()
+        sizes: dict[int, IntArray] = {}
+        for bound in self._shard_map.rows:
+            consumers = self._shard_map.consumers(bound)
+            for holding in self._placement.holdings(bound):
+                trainer_shard = Portion(holding.shard, holding.num_shards)
+                of_shards = _overlap_bytes(bound.row, WHOLE, trainer_shard, consumers.num_shards, bound.dtype.itemsize)
+                sizes[id(of_shards)] = of_shards
+                numbers[holding.ranks, id(of_shards), consumers] += 1
+        found: dict[range, IntArray] = {}
+        for (holders, of_shards_id, consumers), number in numbers.items():
+            of_engine = found.setdefault(holders, np.zeros(self._shard_map.layout.num_ranks, np.int64))
+            of_engine[consumers.ranks] += number * sizes[of_shards_id][consumers.shards]
+        return {holders: np.tile(of_engine, self._num_engines) for holders, of_engine in found.items()}
 
 
 @lru_cache(maxsize=1 << 16)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_rl.weights.slices.routes import RankLocations, SliceRouter
+from mcore_rl.weights.slices.routes import SliceRouter
+from mcore_rl.weights.slices.senders import BoolArray, RankLocations
 from mcore_rl.weights.slices.shard_map import WHOLE, IntArray, ShardMap, piece_bytes
 from model_converters.mapping.placement import Placement
 
@@ -18,6 +19,9 @@ class Totals:
     received: bytes that each engine rank receives; received_across: the part that comes from other hosts.
     sent: bytes that each trainer rank sends to other devices; sent_across: the part that goes to other hosts.
     needed: bytes that each rank of one engine keeps, computed from the engine's layout only.
+    peers: number of other devices with which each device exchanges weights: the devices of the trainer ranks, then of
+    the engine ranks. An engine rank on a trainer rank's device counts as that trainer rank, and its own entry is 0. A
+    rank without a device counts as one.
     """
 
     received: IntArray
@@ -25,6 +29,7 @@ class Totals:
     sent: IntArray
     sent_across: IntArray
     needed: IntArray
+    peers: IntArray
     buckets: int
 
 
@@ -37,6 +42,7 @@ def count(placement: Placement, shard_map: ShardMap, locations: RankLocations, b
     num_engine_ranks, num_trainer_ranks = len(locations.engine_hosts), len(locations.trainer_hosts)
     received, received_across = np.zeros((2, num_engine_ranks), np.int64)
     sent, sent_across = np.zeros((2, num_trainer_ranks), np.int64)
+    pairs = np.zeros((num_trainer_ranks, num_engine_ranks), bool)
     buckets = 0
     for bucket, piece in shard_map.pieces(bucket_bytes):
         buckets = bucket + 1
@@ -44,11 +50,27 @@ def count(placement: Placement, shard_map: ShardMap, locations: RankLocations, b
             received[route.receivers] += route.num_bytes  # receivers of a route are distinct, so += is safe
             devices = locations.trainer_devices[route.senders]
             away = (devices < 0) | (devices != locations.engine_devices[route.receivers])
+            pairs[route.senders[away], route.receivers[away]] = True
             sent += _by_rank(route.senders[away], route.num_bytes[away], num_trainer_ranks)
             apart = locations.trainer_hosts[route.senders] != locations.engine_hosts[route.receivers]
             sent_across += _by_rank(route.senders[apart], route.num_bytes[apart], num_trainer_ranks)
             received_across[route.receivers[apart]] += route.num_bytes[apart]
-    return Totals(received, received_across, sent, sent_across, _needed(shard_map), buckets)
+    peers = _num_peers(pairs, locations)
+    return Totals(received, received_across, sent, sent_across, _needed(shard_map), peers, buckets)
+
+
+def _num_peers(pairs: BoolArray, locations: RankLocations) -> IntArray:
+    """Count the partners of each device. pairs[t, e]: trainer rank t sends to engine rank e on another device."""
+    num_trainer_ranks, num_engine_ranks = pairs.shape
+    rank_of_device = {device: rank for rank, device in enumerate(locations.trainer_devices.tolist()) if device >= 0}
+    targets = np.array([
+        rank_of_device.get(device, num_trainer_ranks + rank)
+        for rank, device in enumerate(locations.engine_devices.tolist())
+    ])  # fmt: skip
+    together = np.zeros((num_trainer_ranks + num_engine_ranks,) * 2, bool)
+    senders, receivers = np.nonzero(pairs)
+    together[senders, targets[receivers]] = True
+    return (together | together.T).sum(axis=1)
 
 
 def _needed(shard_map: ShardMap) -> IntArray:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.weights.slices.routes import RankLocations
+from mcore_rl.weights.slices.senders import RankLocations
 from mcore_rl.weights.transports.hosts import Host
 
 CUDA_IPC, SHARED_MEMORY, NETWORK = "cuda_ipc", "shared_memory", "network"

@@ -40,4 +40,4 @@ def sides_of(config: Config, *, flops: StepFlops = FLOPS, engine: EngineRank = E
 
 
 def sync_of(seconds: float | None, crossing: int = 1) -> WeightSync:
-    return WeightSync(0, 0, 1, "network", crossing, 0, crossing, crossing, seconds)
+    return WeightSync(0, 0, 1, "network", crossing, 0, crossing, crossing, 1, seconds)

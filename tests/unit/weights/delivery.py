@@ -10,7 +10,7 @@ import torch
 from mcore_rl.weights.receive import first_index
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Message, received_by, sent_by
-from mcore_rl.weights.slices.routes import RankLocations
+from mcore_rl.weights.slices.senders import RankLocations
 from mcore_rl.weights.slices.shard_map import ShardMap
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement

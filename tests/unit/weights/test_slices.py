@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.routes import RankLocations
+from mcore_rl.weights.slices.senders import RankLocations
 from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.slices.totals import count
 from model_converters.errors import LayoutError
