@@ -87,17 +87,17 @@ def test_device_segment_other_format_names_both_sides(gpus: FakeGpus) -> None:
 
 def test_device_segment_failed_creation_frees_memory(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.library.fake_fail(b"cudaIpcGetMemHandle", 1, 1)
-    with pytest.raises(WeightSyncError, match="cudaIpcGetMemHandle: invalid argument"):
+    with pytest.raises(WeightSyncError, match="cudaIpcGetMemHandle: invalid argument") as failed:
         FakeSegment.create(10)
-    assert gpus.library.fake_memories() == 0
+    assert gpus.library.fake_memories() == 0, failed  # although the traceback refers to the memory's objects
 
     def fail(*_: object) -> torch.Tensor:
         raise TypeError("no tensor")
 
     monkeypatch.setattr(gpus, "as_tensor", fail)
-    with pytest.raises(TypeError, match="no tensor"):
+    with pytest.raises(TypeError, match="no tensor") as failed_view:
         FakeSegment.create(10)
-    assert gpus.library.fake_memories() == 0
+    assert gpus.library.fake_memories() == 0, failed_view
 
 
 def test_device_segment_full_gpu_empties_cache_then_names_keys(gpus: FakeGpus) -> None:
