@@ -20,8 +20,8 @@ import psutil
 import torch
 
 from mcore_rl.errors import ConfigError, WeightSyncError
-from mcore_rl.weights.transports.device_memory import DeviceArray, DeviceMemory, Gpus, TorchGpus
 from mcore_rl.weights.transports.hosts import remove_abandoned
+from mcore_rl.weights.transports.ipc_memory import DeviceArray, Gpus, IpcMemory, TorchGpus
 
 PREFIX = "mcore_rl"
 SHARED_MEMORY = Path("/dev/shm")
@@ -117,7 +117,7 @@ class DeviceSegment:
 
     gpus: ClassVar[Gpus] = TorchGpus()
 
-    def __init__(self, name: str, memory: DeviceMemory, number: int) -> None:
+    def __init__(self, name: str, memory: IpcMemory, number: int) -> None:
         self.name = name
         self._memory = memory
         array = DeviceArray(memory)
@@ -135,7 +135,7 @@ class DeviceSegment:
         runtime = gpus.runtime
         with gpus.selected(number), ExitStack() as undo:
             pointer = _allocate(gpus, number, num_bytes)
-            memory = DeviceMemory(pointer, num_bytes, partial(_on, gpus, number, runtime.free))
+            memory = IpcMemory(pointer, num_bytes, partial(_on, gpus, number, runtime.free))
             undo.callback(memory.close)
             handle = DeviceHandle(gpus.uuid(number), num_bytes, runtime.export(pointer).hex(), runtime.versions)
             segment = cls(json.dumps(asdict(handle)), memory, number)
@@ -170,7 +170,7 @@ class DeviceSegment:
                     f"{shared.versions}; this process has {runtime.versions}. Containers must share IPC and PID "
                     "namespaces (--ipc=host --pid=host); otherwise set weights.transport=shared_memory"
                 ) from None
-            memory = DeviceMemory(pointer, shared.num_bytes, partial(_on, gpus, number, runtime.close))
+            memory = IpcMemory(pointer, shared.num_bytes, partial(_on, gpus, number, runtime.close))
             undo.callback(memory.close)
             segment = cls(name, memory, number)
             undo.pop_all()

@@ -1,4 +1,4 @@
-/* Calls of the CUDA runtime that mcore_rl.weights.transports.device_memory uses, on host memory.
+/* Calls of the CUDA runtime that mcore_rl.weights.transports.ipc_memory uses, on host memory.
  *
  * As with a driver, the memory has no name: a handle is a process id and a descriptor of that process. A handle can be
  * opened several times, but not by the process that made it, and only while the GPU that holds the memory is current.

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from mcore_rl.weights.transports.device_memory import CudaRuntime, DeviceArray, Gpus
+from mcore_rl.weights.transports.ipc_memory import CudaRuntime, DeviceArray, Gpus
 from mcore_rl.weights.transports.segments import DeviceSegment
 
 SONAME = "libcudart.so.97"

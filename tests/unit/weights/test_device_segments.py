@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mcore_rl.errors import ConfigError, WeightSyncError
-from mcore_rl.weights.transports.device_memory import CudaRuntime
+from mcore_rl.weights.transports.ipc_memory import CudaRuntime
 from tests.unit.weights.fake_gpus import FakeGpus, FakeSegment, compiled
 from tests.unit.weights.segment_process import SegmentProcess
 

@@ -142,7 +142,7 @@ class CudaRuntime:
             raise WeightSyncError(f"{name}: {text} (CUDA error {status})")
 
 
-class DeviceMemory:
+class IpcMemory:
     """GPU memory that this process has allocated or mapped. `release(pointer)` is called once: by `close`, or when
     nothing refers to the object any more."""
 
@@ -169,7 +169,7 @@ class DeviceArray:
     https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
     """
 
-    def __init__(self, memory: DeviceMemory) -> None:
+    def __init__(self, memory: IpcMemory) -> None:
         self.memory = memory
         self.__cuda_array_interface__ = {
             "shape": (memory.num_bytes,),
