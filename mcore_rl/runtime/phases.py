@@ -82,7 +82,8 @@ class DevicePhases:
             return
         if self._phase is Phase.SYNC:
             self.at_point("updated")
-        self._phase = phase
+        # None until the memory is moved: after an error, entering the phase again must not leave out what failed.
+        self._phase = None
         if phase in (Phase.REPLACE, Phase.KEEP):
             self._put_to_sleep(keep_weights=phase is Phase.KEEP)
             # Before REPLACE engines may still have them in host memory, but the sync replaces them.
@@ -104,6 +105,7 @@ class DevicePhases:
             self._wake("weights")
             self._wake("kv_cache")
             self.at_point("kv_cache_awake")
+        self._phase = phase
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -125,6 +127,10 @@ class DevicePhases:
         self.at_point("asleep")
 
     def _wake(self, part: str) -> None:
+        if not self._awake and self.engines.failed():
+            # An engine that died in its sleep starts awake and measures the free memory: not beside trainer state.
+            self._offload(ALL_STATE)
+            self.engines.start_asleep()
         if part not in self._awake:
             with self.span("engine_wake_up"):
                 self.engines.wake_up(part)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from mcore_rl.config.schema import Config
+from mcore_rl.errors import WorkerDiedError
 from mcore_rl.runtime.phases import DevicePhases, Phase, Stages, shares_device, staged
 from mcore_rl.types import Total
 
@@ -21,6 +22,8 @@ class Device:
         self.of_trainer: set[str] = {"params", "grads", "optimizer"}
         self.of_engine: set[str] = set()
         self.weights_are_defined = False
+        self.is_lost = False
+        self.sleep_error: Exception | None = None
         self.metrics: dict[str, object] = {}
         self.phases = DevicePhases(self, self, record=self.metrics.update, span=self.span)
         self.stages = Stages(self.span, self.phases)
@@ -30,8 +33,20 @@ class Device:
         self.of_trainer -= set(parts)
         return 3 - len(self.of_trainer)
 
+    def failed(self) -> list[str]:
+        return ["engine 0"] if self.is_lost else []
+
+    def start_asleep(self) -> None:
+        self.moves.append("start asleep")
+        assert not self.of_trainer, f"an engine starts beside {self.of_trainer}"
+        assert not self.of_engine
+        self.is_lost = False
+
     def sleep(self, keep_weights: bool) -> int:
         assert "weights" in self.of_engine
+        if self.sleep_error is not None:
+            error, self.sleep_error = self.sleep_error, None
+            raise error
         self.moves.append("sleep, weights kept" if keep_weights else "sleep")
         freed, self.of_engine = len(self.of_engine), set()
         self.weights_are_defined &= keep_weights
@@ -127,6 +142,34 @@ def test_phases_never_overlap() -> None:
                 break
             getattr(device, call)()
             stale = call == "update" or (stale and call != "publish")
+
+
+@pytest.mark.parametrize("before", ["update", "save"])
+def test_engine_lost_while_asleep_starts_without_trainer_state(before: str) -> None:
+    device = Device()
+    device.publish()
+    device.run()
+    getattr(device, before)()
+    device.is_lost = True
+    device.moves.clear()
+    device.publish()
+    assert device.moves == [
+        *("offload grads+optimizer", "offload params+grads+optimizer", "start asleep", "wake weights", "sync"),
+    ]
+    device.run()
+    device.update()
+
+
+@pytest.mark.parametrize("call", ["update", "save"])
+def test_failed_sleep_is_repeated_before_trainers_load(call: str) -> None:
+    device = Device()
+    device.publish()
+    device.run()
+    device.sleep_error = WorkerDiedError("engine 0 died")
+    with pytest.raises(WorkerDiedError):
+        getattr(device, call)()
+    assert "params" not in device.of_trainer
+    getattr(device, call)()  # the fake asserts that the engine is asleep
 
 
 @pytest.mark.parametrize("phase", list(Phase))
