@@ -3,12 +3,14 @@ resumed run, each started as a user starts it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import metrics, train, write_task
+from tests.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.cuda(only=True), pytest.mark.te]
 
@@ -17,12 +19,18 @@ ON_A_GPU = (
     *("rollout.gpu_memory_fraction=0.3", "weights.verify_every=1", "model.check_logits=always"),
 )
 """One trainer rank and one engine share the GPU; every sync is verified."""
-ENGINES = [pytest.param("vllm", marks=pytest.mark.vllm)]
+ENGINES = [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=pytest.mark.sglang)]
+SIZES = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
+"""Sizes for which SGLang's kernels are compiled."""
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engine_and_trainer_agree_in_every_step(engine: str, tmp_path: Path, report: Callable[[str], None]) -> None:
     config, run_dir = write_task(tmp_path), tmp_path / "run"
+    if engine == "sglang":
+        fields = json.loads((tmp_path / "model" / "config.json").read_text())
+        names = {"vocab_size": fields["vocab_size"], "eos_token_id": fields["eos_token_id"]}
+        write_tiny_model(tmp_path / "model", "qwen3_moe", std=0.06, **SIZES, **names)
     text = train(config, run_dir, *ON_A_GPU, f"rollout.engine={engine}")
     rows = metrics(run_dir)
     assert max(rows) == 4, text[-3000:]

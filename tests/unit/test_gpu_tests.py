@@ -62,6 +62,8 @@ def test_each_test_says_what_it_needs() -> None:
             needed = devices if _has_vllm() else f"{devices}; needs vLLM for CUDA"
         elif file == "test_sglang.py":
             needed = f"{'needs 2 GPUs, this machine has 0' if TWO_RANKS.search(name) else CUDA}; needs SGLang for CUDA"
+        elif name.endswith("[sglang]"):
+            needed = NEEDS[file].replace("vLLM", "SGLang")
         else:
             needed = NEEDS.get(file, CUDA)
         if reason != needed:
