@@ -138,8 +138,4 @@ def save_and_resume(rank: int, directory: str, checkpoint: str) -> tuple[Scales,
 def _scales(actor: Any) -> Scales:
     """Return the scales of each module's operands."""
     states = {name: getattr(module, "fp8_meta", {}) for name, module in actor.chunks[0].named_modules()}
-    return {
-        name: state["scaling_fwd"].scale.tolist()
-        for name, state in states.items()
-        if "scaling_fwd" in state
-    }
+    return {name: state["scaling_fwd"].scale.tolist() for name, state in states.items() if "scaling_fwd" in state}

@@ -6,7 +6,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     # torch and kernels in one process
     "devices": ("test_profile.py", "test_logprobs.py", "test_noise.py", "test_transformer_engine.py"),
     # memory that processes share, and transfers between them
-    "connections": ("test_segments.py", "test_nccl.py"),
+    "connections": ("test_segments.py", "test_nccl.py", "test_weight_sync.py"),
     # Megatron ranks without engines
     "trainer": ("test_updates.py", "test_offload.py", "test_checkpoint.py", "test_ranks.py", "test_tools.py"),
     "vllm": ("test_engines.py",),
