@@ -21,7 +21,7 @@ from tests.contract.engines import MARKS
 
 REJECTED = {
     *("dual_chunk_attention_config", "is_causal", "compression_config", "per_layer_config", "is_heterogeneous"),
-    *("index_topk", "index_n_heads", "index_head_dim", "compress_ratios"),
+    *("index_topk", "index_n_heads", "index_head_dim", "compress_ratios", "rope_interleave"),
 }
 """Rejected by every family, or by the families whose engine code reads them."""
 SPARSE_ATTENTION = {
@@ -52,7 +52,7 @@ SPECULATION = {
     *("mtp_num_hidden_layers", "mtp_num_experts", "mtp_num_experts_per_tok", "mtp_local_extent"),
     *("mtp_local_layer_ids", "mtp_hybrid_override_pattern", "n_predict", "num_nextn_predict_layers"),
     *("sample_from_anchor", "dflash_config", "eagle_config", "eagle_aux_hidden_state_layer_ids"),
-    *("target_layer_count", "target_hidden_size", "configure_draft_model"),
+    *("target_layer_count", "target_hidden_size", "configure_draft_model", "mla_nope"),
 }
 """Read for draft models. target_layer_count counts layers of one kind; models with several kinds are rejected."""
 LENGTHS = {
@@ -85,12 +85,8 @@ SAME = {
 KNOWN = {
     *(*NEUTRAL, *SUBMODELS, *REJECTED, *SPARSE_ATTENTION, *OTHER_MODELS, *POOLING, *SPECULATION, *LENGTHS, *SAME),
 }
-LATENT = {name for name, family in FAMILIES.items() if family.absent_for_engines}
 CASES = [
-    pytest.param(engine, name, id=f"{engine}-{name}", marks=MARKS[engine])
-    for engine in MARKS
-    for name in FAMILIES
-    if engine == "vllm" or name not in LATENT  # refused by config.rules.engine_support
+    pytest.param(engine, name, id=f"{engine}-{name}", marks=MARKS[engine]) for engine in MARKS for name in FAMILIES
 ]
 
 
@@ -108,7 +104,7 @@ def used_by_transformers(name: str) -> frozenset[str]:
 def test_fields_read_by_engine_model_are_known(engine: str, name: str) -> None:
     assert root(engine) is not None
     found = fields_of_model(engine, FAMILIES[name].architecture)
-    assert {"hidden_size", "num_hidden_layers", "rms_norm_eps", "num_key_value_heads"} <= found.keys()
+    assert {"hidden_size", "num_hidden_layers", "rms_norm_eps", "num_attention_heads"} <= found.keys()
     unknown = {field: places for field, places in found.items() if field not in KNOWN | used_by_transformers(name)}
     assert not unknown
 

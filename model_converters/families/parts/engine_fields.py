@@ -47,6 +47,11 @@ NEUTRAL: HFConfig = {
     # Other names for rotary settings, and rotations of multimodal models.
     "rope_is_neox_style": True,
     **dict.fromkeys(("rotary_pct", "rotary_emb_fraction", "rotary_emb_base", "mrope_section", "xdrope_section")),
+    # Clamped activations, another choice of experts and another dtype of routers. 2 is SGLang's name of its default.
+    "swiglu_limit": None,
+    "num_hash_layers": 0,
+    "router_fp32": False,
+    "routing_method_type": 2,
     # Models that are not causal decoders with full attention.
     **dict.fromkeys(("is_encoder_decoder", "use_bidirectional_attention", "is_mm_prefix_lm"), False),
     **dict.fromkeys(("canvas_length", "index_topk", "compress_ratios")),
