@@ -6,8 +6,8 @@ SHELL := /usr/bin/env bash
 
 EXTRA ?= cpu
 HOSTS ?= 1
-ENGINE ?= vllm
 TASK ?= work3
+ENGINE ?= $(if $(filter latent,$(TASK)),sglang,vllm)
 MODE ?= sync
 # Test processes. Complete runs wait for their own processes now and then, so 2 cores can serve 3 of them.
 WORKERS ?= 3
@@ -21,7 +21,7 @@ help: ## list the targets
 setup: ## create .venv (the other targets do this too)
 	@EXTRA=$(EXTRA) scripts/setup.sh
 
-demo: setup $(filter sglang,$(ENGINE)) ## train a tiny MoE with DAPO, print the accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2 simulates two hosts; ENGINE=sglang; TASK=tool, TASK=game: several turns; MODE=async
+demo: setup $(filter sglang,$(ENGINE)) ## train a tiny MoE with DAPO, print the accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2 simulates two hosts; ENGINE=sglang; TASK=tool, TASK=game: several turns; TASK=latent: DeepSeek-V3 with SGLang; MODE=async
 	@$(PY) scripts/demo.py --task $(TASK) --mode $(MODE) --engine $(ENGINE) --hosts $(HOSTS) $(ARGS)
 
 test: setup ## run the test suite; ARGS='tests/unit -k packing' selects a part

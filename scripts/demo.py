@@ -37,12 +37,13 @@ WARM_START_CONFIG = "configs/demo_warm_start_cpu.yaml"
 
 @dataclass(frozen=True)
 class Demo:
-    """Task, its configuration, and its directories relative to the repository."""
+    """Task, its configuration with its engine, and its directories relative to the repository."""
 
     task: str
     config: str
     run: str
     warm_start_overrides: tuple[str, ...] = ()
+    engine: str = "vllm"
 
     @property
     def data(self) -> str:
@@ -71,6 +72,13 @@ DEMOS = {
     "work3": Demo("work3", "configs/demo_cpu.yaml", "runs/demo"),
     "think2": Demo("think2", "configs/demo_think_cpu.yaml", "runs/demo_think", ("trainer.steps=280",)),
     "work3 async": Demo("work3", "configs/demo_async_cpu.yaml", "runs/demo_async"),
+    "latent": Demo(
+        "latent",
+        "configs/demo_latent_cpu.yaml",
+        "runs/demo_latent",
+        ("trainer.steps=300", "actor.optimizer.lr=2e-3", "actor.optimizer.decay_steps=300"),
+        engine="sglang",
+    ),
     "tool": Demo("tool", "configs/demo_tool_cpu.yaml", "runs/demo_tool", ("rollout.max_prompt_tokens=24",)),
     "game": Demo(
         "game",
@@ -179,9 +187,10 @@ def closing(demo: Demo) -> str:
     return "\n".join(lines)
 
 
-def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str = "vllm", hosts: int = 1) -> None:
+def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str | None = None, hosts: int = 1) -> None:
     """Run all stages of a demo. With overrides, a finished run continues, because they may increase its steps.
 
+    engine: None for the demo's own.
     hosts: 2 simulates two hosts. Another engine and two hosts use separate run directories.
 
     Raises: ConfigError for invalid overrides, before the warm start.
@@ -190,7 +199,7 @@ def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str = "vllm",
     chosen, run = list(overrides), demo.run
     if hosts == 2:
         overrides, run = [*ON_TWO_HOSTS, *overrides], f"{run}_hosts"
-    if engine != "vllm":
+    if engine not in (None, demo.engine):
         overrides, run = [f"rollout.engine={engine}", *overrides], f"{run}_{engine}"
     if run != demo.run:
         overrides = [f"run.dir={run}", *overrides]
@@ -229,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--task", choices=sorted({demo.task for demo in DEMOS.values()}), default="work3")
     parser.add_argument("--mode", choices=("sync", "async"), default="sync", help="async: only with --task work3")
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help="inference engine")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), help="inference engine; default: the demo's")
     parser.add_argument(
         "--hosts", type=int, choices=(1, 2), default=1, help="2: two simulated hosts; needs root on Linux"
     )

@@ -1,9 +1,10 @@
-"""Tasks of the demo: problems, a small tokenizer and a tiny random Qwen3-MoE, generated from one seed.
+"""Tasks of the demo: problems, a small tokenizer and a tiny random model, generated from one seed.
 
-There are two single-turn tasks; episode_tasks has the multi-turn tasks. `work3`: 3-digit addition, digit by digit, then
-the answer after `#` (`347+285=` is continued by `7+5+0=12;4+8+1=13;3+2+1=6#632`). `think2`: 2-digit addition. Most of
-its warm-start targets are a wrong answer without working; a few show the working (`<7+5+0=12;3+8+1=12>#122`). Learning
-is therefore visible as growing length.
+There are three single-turn tasks; episode_tasks has the multi-turn tasks. `work3`: 3-digit addition, digit by digit,
+then the answer after `#` (`347+285=` is continued by `7+5+0=12;4+8+1=13;3+2+1=6#632`). `latent`: the same problems for
+a DeepSeek-V3; the models of other tasks are Qwen3-MoE. `think2`: 2-digit addition. Most of its warm-start targets are a
+wrong answer without working; a few show the working (`<7+5+0=12;3+8+1=12>#122`). Learning is therefore visible as
+growing length.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from episode_tasks import Problem
 from model_converters.durable_files import durable_write
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
+    from transformers import DeepseekV3Config, PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 ALPHABET = "0123456789+-*/=;|<>()#.,:? \n_"
 NUM_HELD_OUT = 256
@@ -80,47 +81,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return episode_tasks.word_tokenizer(ALPHABET)
 
 
-@dataclass(frozen=True)
-class DemoTask:
-    """Generator of a task, from a seed and the number of problems per split, and the sizes of its splits.
-
-    num_tokens: upper bound of the tokens of a target.
-    """
-
-    draw: Callable[[int, dict[str, int]], dict[str, list[Problem]]]
-    num_warm_start: int
-    num_train: int
-    tokenizer: Callable[[], PreTrainedTokenizerFast] = build_tokenizer
-    num_tokens: Callable[[str], int] = len
-
-
-TASKS = {
-    "work3": DemoTask(partial(additions, work3, 100, 1000), 16384, 8192),
-    "think2": DemoTask(partial(additions, think2, 10, 100), 4096, 3072),
-    "tool": DemoTask(episode_tasks.tool_rows, 16384, 4096, episode_tasks.tool_tokenizer, episode_tasks.num_tokens),
-    "game": DemoTask(episode_tasks.game_rows, 16384, 4096, episode_tasks.game_tokenizer, episode_tasks.num_tokens),
-}
-
-
-def problems(name: str, seed: int = 1) -> dict[str, list[Problem]]:
-    """Sample the splits `warm_start`, `train` and `val`. Validation problems are in no other split, except for games,
-    which all have the same prompt."""
-    task = TASKS[name]
-    sizes = {"val": NUM_HELD_OUT, "train": task.num_train, "warm_start": task.num_warm_start}
-    splits = task.draw(seed, sizes)
-    targets = [p.target for split in splits.values() for p in split]
-    longest = max(map(task.num_tokens, targets)) + 1  # with its end token
-    assert longest <= MAX_TARGET_TOKENS, f"{name}: a target takes {longest} tokens, the limit is {MAX_TARGET_TOKENS}"
-    return splits
-
-
-def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    """Write a jsonl file atomically."""
-    with durable_write(path) as file:
-        file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
-
-
-def model_config(vocabulary: int = 3 + len(ALPHABET)) -> Qwen3MoeConfig:
+def qwen3_moe_config(vocabulary: int) -> Qwen3MoeConfig:
     """Return a Qwen3-MoE configuration of 1.8 M parameters whose sizes are divisible by 2 on every parallel axis."""
     from transformers import Qwen3MoeConfig
 
@@ -146,18 +107,106 @@ def model_config(vocabulary: int = 3 + len(ALPHABET)) -> Qwen3MoeConfig:
     )
 
 
-def write_model(directory: Path, seed: int = 1, tokenizer: PreTrainedTokenizerFast | None = None) -> int:
-    """Write model and tokenizer as an HF checkpoint; returns the number of parameters."""
+def deepseek_v3_config(vocabulary: int) -> DeepseekV3Config:
+    """Return a DeepSeek-V3 configuration of 1.7 M parameters: latent attention, one dense layer, a shared expert."""
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.0,
+        num_nextn_predict_layers=0,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        dtype="float32",
+    )
+
+
+@dataclass(frozen=True)
+class DemoTask:
+    """Generator of a task, from a seed and the number of problems per split, and the sizes of its splits.
+
+    num_tokens: upper bound of the tokens of a target.
+    model: configuration of the model for a number of tokens.
+    """
+
+    draw: Callable[[int, dict[str, int]], dict[str, list[Problem]]]
+    num_warm_start: int
+    num_train: int
+    tokenizer: Callable[[], PreTrainedTokenizerFast] = build_tokenizer
+    num_tokens: Callable[[str], int] = len
+    model: Callable[[int], PretrainedConfig] = qwen3_moe_config
+
+
+TASKS = {
+    "work3": DemoTask(partial(additions, work3, 100, 1000), 16384, 8192),
+    "latent": DemoTask(partial(additions, work3, 100, 1000), 16384, 8192, model=deepseek_v3_config),
+    "think2": DemoTask(partial(additions, think2, 10, 100), 4096, 3072),
+    "tool": DemoTask(episode_tasks.tool_rows, 16384, 4096, episode_tasks.tool_tokenizer, episode_tasks.num_tokens),
+    "game": DemoTask(episode_tasks.game_rows, 16384, 4096, episode_tasks.game_tokenizer, episode_tasks.num_tokens),
+}
+
+
+def problems(name: str, seed: int = 1) -> dict[str, list[Problem]]:
+    """Sample the splits `warm_start`, `train` and `val`. Validation problems are in no other split, except for games,
+    which all have the same prompt."""
+    task = TASKS[name]
+    sizes = {"val": NUM_HELD_OUT, "train": task.num_train, "warm_start": task.num_warm_start}
+    splits = task.draw(seed, sizes)
+    targets = [p.target for split in splits.values() for p in split]
+    longest = max(map(task.num_tokens, targets)) + 1  # with its end token
+    assert longest <= MAX_TARGET_TOKENS, f"{name}: a target takes {longest} tokens, the limit is {MAX_TARGET_TOKENS}"
+    return splits
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    """Write a jsonl file atomically."""
+    with durable_write(path) as file:
+        file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def write_model(directory: Path, task: DemoTask, seed: int) -> int:
+    """Write a random model and the tokenizer of a task as an HF checkpoint; returns the number of parameters."""
     import torch
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = tokenizer or build_tokenizer()
+    tokenizer = task.tokenizer()
     # The caller's random state stays as it is.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3MoeForCausalLM(model_config(len(tokenizer)))
+        model = AutoModelForCausalLM.from_config(task.model(len(tokenizer)))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return int(model.num_parameters())
@@ -194,7 +243,7 @@ def prepare(directory: Path, name: str = "work3", seed: int = 1) -> bool:
         )
         for split in ("train", "val"):
             write_rows(staging / f"{split}.jsonl", ({"prompt": p.prompt, "answer": p.answer} for p in splits[split]))
-        num_parameters = write_model(staging / "model", seed, TASKS[name].tokenizer())
+        num_parameters = write_model(staging / "model", TASKS[name], seed)
         record = {"task": name, "seed": seed, "format": FORMAT, "parameters": num_parameters}
         # Last: a directory with this file is complete.
         (staging / COMPLETE).write_text(json.dumps(record) + "\n")

@@ -157,6 +157,7 @@ GUIDE_NOT_RUN = (
         'pip install "wandb>=0.31"': NotRun(Need.INSTALLATION),
         "wandb sync RUN_DIR/trackers/wandb/offline-run-*": NotRun(Need.NETWORK),
         "make demo ENGINE=sglang": NotRun(Need.SGLANG, "tests/unit/scripts/test_demo.py"),
+        "make demo TASK=latent": NotRun(Need.SGLANG, "tests/unit/scripts/test_demo.py"),
         "pip install --no-build-isolation --no-deps flash-attn==2.8.3": NotRun(Need.GPUS),
         "CPLUS_INCLUDE_PATH=/usr/local/cuda/include/cccl TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolation "
         "--no-deps git+https://github.com/deepseek-ai/DeepEP.git@9af0e0d0e74f3577af1979c9b9e1ac2cad0104ee": NotRun(

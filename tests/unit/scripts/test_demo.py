@@ -10,6 +10,7 @@ import demo_task
 import pytest
 import yaml
 
+ROOT = demo.ROOT
 WORK3 = demo.DEMOS["work3"]
 
 
@@ -36,12 +37,13 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def train(arguments: list[str]) -> None:
         made.append(arguments)
         if arguments[0] == demo.WARM_START_CONFIG:
-            exported = tmp_path / WORK3.exported
+            exported = tmp_path / arguments[-1].removeprefix("trainer.export_hf=")
             exported.mkdir()
             (exported / "config.json").write_text("{}")
             (exported / "model.safetensors").write_text("")
         else:
-            directory = next((each.removeprefix("run.dir=") for each in arguments if "run.dir=" in each), WORK3.run)
+            own = next(each.run for each in demo.DEMOS.values() if each.config == arguments[0])
+            directory = next((each.removeprefix("run.dir=") for each in arguments if "run.dir=" in each), own)
             write_run(tmp_path, 30, {0: 0.25, 30: 0.75}, directory)
 
     monkeypatch.setattr(demo, "ROOT", tmp_path)
@@ -87,6 +89,14 @@ def test_another_engine_has_a_run_of_its_own_from_the_same_warm_start(
     assert f"run directory  {WORK3.run}_sglang" in capsys.readouterr().out
     demo.main(["--engine", "sglang"])  # the run is complete
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("engine", [[], ["--engine", "sglang"]])
+def test_demo_with_its_own_engine_needs_no_override(calls: list[list[str]], tmp_path: Path, engine: list[str]) -> None:
+    latent = demo.DEMOS["latent"]
+    demo.main(["--task", "latent", *engine])
+    assert calls[1:] == [[latent.config]]
+    assert yaml.safe_load((ROOT / latent.config).read_text())["rollout"]["engine"] == latent.engine
 
 
 def test_an_interrupted_run_is_resumed_without_a_new_warm_start(calls: list[list[str]], tmp_path: Path) -> None:
