@@ -37,6 +37,7 @@ from mcore_rl.weights.transports.hosts import this_host
 if TYPE_CHECKING:
     from mcore_rl.megatron.step.objective import RankBatch
     from mcore_rl.weights.connection import Connection, TrainerSetup
+    from mcore_rl.weights.send import WeightSender
     from mcore_rl.weights.slices.engine_layout import EngineLayout
     from mcore_rl.weights.sync_plan import SyncPlan
     from mcore_rl.weights.transports.topology import Endpoint, Topology
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 @marks_errors
 class TrainerProcess(TrainedRankProcess):
     """One rank of the actor (policy)."""
+
+    _sender: WeightSender
+    """Sends weight updates; absent before the first connection."""
 
     def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
         super().__init__(name, logs, peers)
