@@ -42,6 +42,15 @@ def sample_tokens(probabilities: torch.Tensor, keys: torch.Tensor) -> torch.Tens
     keys: result of noise_keys, on the same device.
     Shapes: probabilities float [rows, V], keys int64 [rows] -> int64 [rows].
     """
+    if probabilities.device.type == "cuda":
+        from mcore_rl.engines import noise_kernel
+
+        return noise_kernel.sample_tokens(probabilities, keys)
+    return sample_in_chunks(probabilities, keys)
+
+
+def sample_in_chunks(probabilities: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Implement sample_tokens with torch, in chunks of rows whose noise has at most CHUNK_ELEMENTS elements."""
     rows, columns = probabilities.shape
     # A row is never divided: it has at most a few hundred thousand columns.
     num_rows = max(1, CHUNK_ELEMENTS.get(probabilities.device.type, CHUNK_ELEMENTS["cuda"]) // columns)
