@@ -13,6 +13,7 @@ venv=.venv
 stamp=$venv/.mcore-rl-ready
 unfinished=$venv/.mcore-rl-unfinished
 inputs=(pyproject.toml scripts/overrides.txt scripts/setup.sh)
+[[ $extra != gpu ]] || inputs+=(scripts/build_transformer_engine.sh)
 packages=(-e ".[$extra,dev]")
 lock=
 if [[ $extra == gpu || -n ${LOCKED:-} ]]; then
@@ -71,21 +72,24 @@ pip_options=(--disable-pip-version-check)
 [[ -t 1 ]] || pip_options+=(-qq)
 pip_install() { "$venv/bin/python" -m pip install "${pip_options[@]}" "$@"; }
 
+# GPU machines get torch from the lock, by uv. pip could choose a local wheel of the CPU build, such as 2.13.0+cpu from
+# its find-links, which also satisfies the lock.
 install_torch() {
-  case $extra in
-    cpu)
-      if [[ -n ${TORCH_INDEX_URL:-} ]]; then
-        pip_install --index-url "$TORCH_INDEX_URL" torch==2.13.0
-      else
-        pip_install torch==2.13.0
-      fi
-      if ! "$venv/bin/python" -c 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))'; then
-        echo "      note: the index gave a CUDA build of torch. It works, but is large; the CPU build needs"
-        echo "      TORCH_INDEX_URL=<the CPU wheel index named on PyTorch's installation page> make setup"
-      fi ;;
-    gpu) pip_install torch==2.13.0 ;;
-    *) fail "EXTRA=$extra is unknown: cpu or gpu" ;;
-  esac
+  if [[ -n ${TORCH_INDEX_URL:-} ]]; then
+    pip_install --index-url "$TORCH_INDEX_URL" torch==2.13.0
+  else
+    pip_install torch==2.13.0
+  fi
+  if ! "$venv/bin/python" -c 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))'; then
+    echo "      note: the index gave a CUDA build of torch. It works, but is large; the CPU build needs"
+    echo "      TORCH_INDEX_URL=<the CPU wheel index named on PyTorch's installation page> make setup"
+  fi
+}
+
+check_torch_has_cuda() {
+  "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || fail \
+    "the installed torch is a build without CUDA: remove its wheel from the find-links and indexes of pip and uv
+  (pip config list; PIP_FIND_LINKS, UV_FIND_LINKS, UV_DEFAULT_INDEX), then run make setup EXTRA=gpu again"
 }
 
 # uv resolves in seconds what takes pip minutes, but does not read pip's settings.
@@ -100,13 +104,6 @@ uv_from_pip() {
 
 uv_requirement() { if [[ -n $lock ]]; then grep '^uv==' "$lock"; else echo uv; fi; }
 overrides() { if [[ $extra == cpu ]]; then echo scripts/overrides.txt; else echo /dev/null; fi; }
-
-# Its extension comes as a source package, which needs nvcc. Left alone, pip builds it against the newest torch.
-TRANSFORMER_ENGINE="transformer-engine[pytorch,core_cu13]==2.11.0"
-install_transformer_engine() {
-  [[ $extra == gpu ]] || return 0
-  pip_install setuptools wheel packaging pybind11 ninja && pip_install --no-build-isolation "$TRANSFORMER_ENGINE"
-}
 
 install_packages() {
   if pip_install "$(uv_requirement)"; then
@@ -124,14 +121,22 @@ install_packages() {
   fi
 }
 
+[[ $extra == cpu || $extra == gpu ]] || fail "EXTRA=$extra is unknown: cpu or gpu"
 python=$(find_python) || exit 1
 say 1/4 "making $venv with $("$python" --version) ($python)"
 create_venv "$python"
-say 2/4 "installing PyTorch (about 200 MB)"
-install_torch || fail "PyTorch could not be installed: is a package index reachable? (pip config list)"
-say 3/4 "installing vLLM, Megatron-Core, Ray and the rest (extra '$extra', about 1 GB)"
-install_packages || fail "the packages could not be installed, see above; running it again starts over"
-install_transformer_engine || fail "TransformerEngine could not be built: it needs nvcc of CUDA 13 on the PATH"
+if [[ $extra == cpu ]]; then
+  say 2/4 "installing PyTorch (about 200 MB)"
+  install_torch || fail "PyTorch could not be installed: is a package index reachable? (pip config list)"
+  say 3/4 "installing vLLM, Megatron-Core, Ray and the rest (extra 'cpu', about 1 GB)"
+  install_packages || fail "the packages could not be installed, see above; running it again starts over"
+else
+  say 2/4 "installing PyTorch, vLLM, Megatron-Core, Ray and the rest (extra 'gpu', 9 GB installed)"
+  install_packages || fail "the packages could not be installed, see above; running it again starts over"
+  check_torch_has_cuda
+  say 3/4 "building TransformerEngine's extension for torch (with 2 cores 18 minutes; MAX_JOBS limits the processes)"
+  scripts/build_transformer_engine.sh "$venv"
+fi
 say 4/4 "checking what is installed"
 "$venv/bin/python" -m mcore_rl.cli doctor --missing || echo "      note: the packages above are missing; the full report: mcore-rl doctor"
 rm -f "$unfinished"

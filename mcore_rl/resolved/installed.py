@@ -6,9 +6,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mcore_rl.errors import ConfigError
 
@@ -106,6 +108,7 @@ def transformer_engine(*, imported: bool) -> str | None:
     version = _version("transformer_engine", TRANSFORMER_ENGINE)
     if version is None or not imported:
         return version
+    _select_cudnn()
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # ImportError, OSError or RuntimeError of loading its libraries
@@ -116,6 +119,20 @@ def transformer_engine(*, imported: bool) -> str | None:
             "uninstall it: models are then built from megatron's local layers"
         ) from error
     return version
+
+
+def _select_cudnn() -> None:
+    """Make TransformerEngine load the cuDNN package of this environment, which torch uses, unless CUDNN_HOME or
+    CUDNN_PATH is set."""
+    # TransformerEngine (2.11) prefers libcudnn.so of the system. If the system's version differs, its parts and the
+    # package's do not link: "libcudnn_heuristic.so.9: undefined symbol".
+    if os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH") or not has_module("nvidia"):
+        return
+    spec = importlib.util.find_spec("nvidia")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        if any(Path(place).glob("cudnn/lib/libcudnn.so*")):
+            os.environ["CUDNN_HOME"] = str(Path(place) / "cudnn")
+            return
 
 
 def deep_ep(*, imported: bool) -> bool:

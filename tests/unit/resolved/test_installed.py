@@ -29,6 +29,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.11.0\n")
     monkeypatch.syspath_prepend(tmp_path)
+    for name in ("CUDNN_HOME", "CUDNN_PATH"):  # restored after the test
+        monkeypatch.setenv(name, "")
     for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
         monkeypatch.delitem(sys.modules, name)
     yield package
@@ -52,3 +54,22 @@ def test_transformer_engine_failing_import_is_rejected(installed: Path, problem:
 def test_transformer_engine_importable_version_is_returned(installed: Path) -> None:
     (installed / "pytorch.py").write_text("")
     assert look(cuda=True).transformer_engine == "2.11.0"
+
+
+def test_transformer_engine_loads_the_cudnn_package(installed: Path) -> None:
+    library = installed.parent / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    (installed / "pytorch.py").write_text("import os\nHOME = os.environ['CUDNN_HOME']\n")
+    look(cuda=True)
+    assert str(library.parents[1]) == sys.modules["transformer_engine.pytorch"].HOME
+
+
+@pytest.mark.parametrize("name", ["CUDNN_HOME", "CUDNN_PATH"])
+def test_transformer_engine_keeps_the_users_cudnn(installed: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (installed.parent / "nvidia" / "cudnn" / "lib").mkdir(parents=True)
+    (installed.parent / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9").touch()
+    monkeypatch.setenv(name, "/mine")
+    (installed / "pytorch.py").write_text("import os\nFOUND = os.environ.get('CUDNN_HOME', '')\n")
+    look(cuda=True)
+    assert sys.modules["transformer_engine.pytorch"].FOUND in ("", "/mine")
