@@ -35,7 +35,7 @@ gpu: setup ## run the tests and benchmarks that need a GPU, in stages; without o
 	@$(PY) -m tests.gpu $(ARGS)
 
 sglang: setup ## create .venv-sglang, the environment of rollout.engine=sglang
-	@scripts/setup_sglang.sh
+	@EXTRA=$(EXTRA) scripts/setup_sglang.sh
 
 lint: setup ## ruff: rules and format; hadolint: images
 	@$(PY) -m ruff check .

@@ -1,4 +1,4 @@
-# A machine with NVIDIA GPUs, set up from locks/gpu.txt. From the root of a checkout:
+# A machine with NVIDIA GPUs, set up from locks/gpu.txt and locks/sglang_gpu.txt. From the root of a checkout:
 #
 #   docker build -f docker/gpu.Dockerfile -t mcore-rl:gpu .
 #   docker run --gpus all --ipc=host -it mcore-rl:gpu
@@ -20,5 +20,9 @@ WORKDIR /opt/mcore-rl
 COPY . .
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 EXTRA=gpu PYTHON=python3.12 scripts/setup.sh
+# A layer of its own, because each environment has about 9 GB.
+# hadolint ignore=DL3059
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 EXTRA=gpu PYTHON=python3.12 scripts/setup_sglang.sh
 
 ENV PATH=/opt/mcore-rl/.venv/bin:$PATH

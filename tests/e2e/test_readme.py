@@ -167,6 +167,7 @@ NOT_RUN = {
     # Fills a GPU where there is one.
     "make gpu": NotRun(Need.GPUS, "tests/unit/test_gpu_tests.py"),
     "make setup EXTRA=gpu": NotRun(Need.INSTALLATION),
+    "make sglang EXTRA=gpu": NotRun(Need.INSTALLATION),
     "make browser": NotRun(Need.INSTALLATION, ".ci/run"),
     "scripts/setup_trl.sh": NotRun(Need.INSTALLATION),
     "scripts/setup_mbridge.sh": NotRun(Need.INSTALLATION),

@@ -9,52 +9,28 @@ import tomllib
 import contract_packages
 import pytest
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
+from tests.locks import ENVIRONMENTS, locked, requirements, unsatisfied
 from tests.readme import ROOT
 
-ENVIRONMENTS = [{"python_version": v, "python_full_version": f"{v}.5", "sys_platform": "linux", "extra": "",
-                 "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix",
-                 "implementation_name": "cpython", "platform_python_implementation": "CPython"}
-                for v in ("3.11", "3.12")]  # fmt: skip
 SETUP = (ROOT / "scripts" / "setup.sh").read_text()
 BUILD = (ROOT / "scripts" / "build_transformer_engine.sh").read_text()
 DOCKERFILE = (ROOT / "docker" / "gpu.Dockerfile").read_text()
 DOCUMENT = (ROOT / "docs" / "gpu.md").read_text()
 
 
-def requirements(text: str) -> list[Requirement]:
-    lines = [line.partition(" #")[0].strip() for line in text.splitlines() if not line.startswith(("#", " "))]
-    return [Requirement(line) for line in lines if line]
-
-
-def locked(environment: dict[str, str]) -> dict[str, str]:
-    """Return the version of each package that a machine with this environment installs."""
-    versions: dict[str, str] = {}
-    for each in requirements((ROOT / "locks" / "gpu.txt").read_text()):
-        if each.marker is None or each.marker.evaluate(environment):
-            name, (pin,) = canonicalize_name(each.name), each.specifier
-            assert pin.operator == "==", each
-            assert name not in versions, f"{name} twice for {environment}"
-            versions[name] = pin.version
-    return versions
-
-
 @pytest.fixture(scope="module", params=ENVIRONMENTS, ids=lambda environment: environment["python_version"])
 def versions(request: pytest.FixtureRequest) -> dict[str, str]:
-    return locked(request.param)
+    return locked("gpu.txt", request.param)
 
 
 def test_gpu_lock_satisfies_every_requirement_of_pyproject(versions: dict[str, str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
     asked = [Requirement(text) for text in [*wanted, *project["optional-dependencies"]["dev"]]]
-    asked += requirements((ROOT / "locks" / "gpu.in").read_text())
+    asked += requirements("gpu.in")
     assert len(asked) > 30
-    wrong = {str(each): versions.get(canonicalize_name(each.name)) for each in asked
-             if not each.specifier.contains(versions.get(canonicalize_name(each.name), "0"), prereleases=True)
-             or canonicalize_name(each.name) not in versions}  # fmt: skip
-    assert wrong == {}, "make it anew: scripts/lock.sh"
+    assert unsatisfied(asked, versions) == {}, "make it anew: scripts/lock.sh"
 
 
 def test_the_lock_names_no_index_and_no_file() -> None:

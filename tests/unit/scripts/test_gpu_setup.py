@@ -1,4 +1,4 @@
-"""scripts/setup.sh EXTRA=gpu and the build of TransformerEngine, with an interpreter that only records its calls."""
+"""Set-up scripts with EXTRA=gpu and the build of TransformerEngine, with an interpreter that only records its calls."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def set_up(tmp_path: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def set_up(tmp_path: Path, environment: dict[str, str], script: str = "setup.sh") -> subprocess.CompletedProcess[str]:
     checkout = tmp_path / "checkout"
     for name in ("scripts", "locks", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         checkout.mkdir(exist_ok=True)
         copy(ROOT / name, checkout / name)
-    command = ["scripts/setup.sh"]
+    command = [f"scripts/{script}"]
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -68,8 +68,7 @@ def calls(environment: dict[str, str]) -> list[str]:
 def test_set_up_for_gpus_leaves_torch_to_uv_and_the_lock(tmp_path: Path, environment: dict[str, str]) -> None:
     done = set_up(tmp_path, environment)
     assert done.returncode == 0, done.stderr
-    pip_installs = [call for call in calls(environment) if "pip install" in call and call.startswith("python ")]
-    assert [call for call in pip_installs if " torch" in call] == []
+    assert [call for call in calls(environment) if "pip install" in call and " torch" in call] == []
     (uv,) = [call for call in calls(environment) if call.startswith("uv ")]
     assert "-r locks/gpu.txt" in uv
     assert "18 minutes" in done.stdout
@@ -82,6 +81,30 @@ def test_set_up_for_gpus_rejects_torch_without_cuda(tmp_path: Path, environment:
     assert "find-links" in done.stderr
     assert [call for call in calls(environment) if "--no-build-isolation" in call] == []
     assert not (tmp_path / "checkout" / ".venv" / ".mcore-rl-ready").exists()
+
+
+def test_set_up_of_sglang_for_gpus_installs_the_lock_only(tmp_path: Path, environment: dict[str, str]) -> None:
+    done = set_up(tmp_path, environment, "setup_sglang.sh")
+    assert done.returncode == 0, done.stderr
+    assert [call for call in calls(environment) if "pip install" in call and "torch" in call] == []
+    (uv,) = [call for call in calls(environment) if call.startswith("uv ")]
+    assert uv.endswith("--compile-bytecode --requirement locks/sglang_gpu.txt")
+
+
+def test_set_up_of_sglang_for_gpus_rejects_torch_without_cuda(tmp_path: Path, environment: dict[str, str]) -> None:
+    done = set_up(tmp_path, environment | {"TORCH_WITHOUT_CUDA": "1"}, "setup_sglang.sh")
+    assert done.returncode == 1
+    assert "without CUDA" in done.stderr
+    assert not (tmp_path / "checkout" / ".venv-sglang" / ".mcore-rl-ready").exists()
+
+
+def test_set_up_of_sglang_for_cpus_uses_no_lock(tmp_path: Path, environment: dict[str, str]) -> None:
+    done = set_up(tmp_path, environment | {"EXTRA": "cpu"}, "setup_sglang.sh")
+    assert done.returncode == 0, done.stderr
+    uv = [call for call in calls(environment) if call.startswith("uv ")]
+    assert len(uv) == 2
+    assert "--no-deps sglang==0.5.23" in uv[1]
+    assert [call for call in uv if "sglang_gpu" in call] == []
 
 
 def build(tmp_path: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -48,9 +48,12 @@ def test_packages_of_the_distribution_leave_no_lists(path: Path) -> None:
 def test_settings_of_pip_are_a_mounted_secret(path: Path) -> None:
     lines = instructions(path)
     assert [line for line in lines if re.search("TOKEN|PASSWORD|SECRET|KEY=", line)] == []
-    (setup,) = [line for line in lines if "scripts/setup.sh" in line]
-    assert setup.startswith("RUN --mount=type=secret,id=pip,target=/etc/pip.conf ")
-    assert "EXTRA=gpu" in setup or "EXTRA=cpu LOCKED=1" in setup
+    setups = [line for line in lines if "scripts/setup" in line]
+    for setup in setups:
+        assert setup.startswith("RUN --mount=type=secret,id=pip,target=/etc/pip.conf ")
+        assert "EXTRA=gpu" in setup or "EXTRA=cpu LOCKED=1" in setup
+    scripts = [setup.split()[-1] for setup in setups]
+    assert scripts == ["scripts/setup.sh"] + ["scripts/setup_sglang.sh"] * (path.name == "gpu.Dockerfile")
 
 
 @pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed: make setup")
