@@ -71,7 +71,7 @@ class EngineProcess(RunProcess):
         self._episodes = SpanRecorder(f"{name}, episodes")
 
     def setup(self, context: SetUpContext, hosts: EngineHosts = ONE_HOST, journal: str | None = None) -> None:
-        context.hide_devices()
+        context.prepare_environment()
         from mcore_rl.rewards.manager import RewardManager
 
         config = context.config
@@ -268,7 +268,7 @@ class FollowerProcess(RunProcess):
 
     def follow(self, context: SetUpContext, hosts: EngineHosts) -> None:
         """Run the ranks; returns when they end."""
-        context.hide_devices()
+        context.prepare_environment()
         settings = _settings(context.config, hosts, load_weights=context.loads_weights)
         follower(context.config.rollout.engine)(settings)
 

@@ -18,6 +18,7 @@ import ray
 
 from mcore_rl.data.read_progress import READS, Reading
 from mcore_rl.errors import McoreRLError
+from mcore_rl.processes.compile_caches import use_node_directories
 from mcore_rl.processes.stack_requests import request_stacks
 from mcore_rl.processes.stacks import write_stacks_to
 from mcore_rl.runtime.addresses import free_port, meet_at
@@ -55,10 +56,12 @@ class SetUpContext:
     visible_devices: str | None = None
     loads_weights: bool = False
 
-    def hide_devices(self) -> None:
-        """Hide the node's other GPUs from this process, before torch is imported in it."""
+    def prepare_environment(self) -> None:
+        """Hide the node's other GPUs from this process and place its compile caches, before torch is imported in it."""
         if self.visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.visible_devices
+        if self.config.cluster.uses_cuda:
+            use_node_directories()
 
 
 class RunProcess:
@@ -144,7 +147,7 @@ class RankProcess(RunProcess):
 
     def setup(self, context: SetUpContext, rank: int, world_size: int, address: str) -> None:
         """Build the rank's model. The ranks meet at `address`."""
-        context.hide_devices()
+        context.prepare_environment()
         with self.spans.span("setup"):
             self._build(context, rank, world_size, address)
 

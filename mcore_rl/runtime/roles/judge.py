@@ -38,7 +38,7 @@ class JudgeProcess(RunProcess):
 
     def setup(self, context: SetUpContext, key: str | None) -> None:
         """Build the judge. `key` is the API key of the server."""
-        context.hide_devices()
+        context.prepare_environment()
         with self.spans.span("setup"):
             config, judge = context.config, context.config.judge
             prompts = {name: ray.get(reference) for name, reference in context.prompts.items()}
