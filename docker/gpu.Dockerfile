@@ -3,6 +3,11 @@
 #   docker build -f docker/gpu.Dockerfile -t mcore-rl:gpu .
 #   docker run --gpus all --ipc=host -it mcore-rl:gpu
 #
+# Between nodes, NCCL needs InfiniBand and memory that it can lock, else it uses sockets or fails:
+#
+#   docker run --gpus all --ipc=host --network=host --ulimit memlock=-1 --cap-add=IPC_LOCK \
+#     --device=/dev/infiniband -it mcore-rl:gpu
+#
 # A package index of your own: `--secret id=pip,src=$HOME/.config/pip/pip.conf`, which stays in no layer.
 #
 # CUDA as torch of the lock was built with: TransformerEngine, flash-attn, DeepEP and apex compile against both. `devel`

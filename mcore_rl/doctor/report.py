@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mcore_rl.doctor import checks as machine
 from mcore_rl.doctor.checks import Check, Need
 from mcore_rl.doctor.kernels import present, trials
-from mcore_rl.doctor.network import check_nccl
+from mcore_rl.doctor.network import check_network
 from mcore_rl.doctor.trackers import check_trackers
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved import installed as packages
@@ -19,7 +19,7 @@ from mcore_rl.resolved.installed import Installed
 
 def check_installation(*, only_missing: bool) -> int:
     """Print the report. Returns 0 if the CPU or GPU path is complete, otherwise 1."""
-    checks = machine.report() if only_missing else [*machine.report(), *check_nccl(), *check_trackers()]
+    checks = machine.report() if only_missing else [*machine.report(), *check_network(), *check_trackers()]
     missing = {path: [c for c in checks if not c.ok and c.need in (Need.BOTH, path)] for path in (Need.CPU, Need.GPU)}
     complete = not all(missing.values())
     if only_missing:

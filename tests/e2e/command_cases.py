@@ -150,6 +150,8 @@ GUIDE_NOT_RUN = (
         "python scripts/compare_staleness.py --task work3": NotRun(Need.MINUTES),
         "docker build -f docker/gpu.Dockerfile -t mcore-rl:gpu .": NotRun(Need.DOCKER, IMAGES_TEST),
         "docker run --gpus all --ipc=host -it mcore-rl:gpu": NotRun(Need.DOCKER, IMAGES_TEST),
+        "docker run --gpus all --ipc=host --network=host --ulimit memlock=-1 --cap-add=IPC_LOCK "
+        "--device=/dev/infiniband -it mcore-rl:gpu": NotRun(Need.DOCKER, IMAGES_TEST),
         "docker build -f docker/cpu.Dockerfile -t mcore-rl:cpu .": NotRun(Need.DOCKER, IMAGES_TEST),
         "docker run --shm-size=4g -it mcore-rl:cpu": NotRun(Need.DOCKER, IMAGES_TEST),
         "make sglang": NotRun(Need.INSTALLATION, ".ci/run"),

@@ -1,14 +1,15 @@
-"""The doctor compares the NCCL of both environments."""
+"""The doctor compares the NCCL of both environments, and checks the access to InfiniBand."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.config.rules.engine_support import SGLANG_PYTHON
 from mcore_rl.doctor import network
-from mcore_rl.doctor.network import check_nccl, compare_nccl
+from mcore_rl.doctor.network import check_infiniband, check_locked_memory, check_nccl, check_network, compare_nccl
 
 
 def make_environment(root: Path, **versions: str) -> Path:
@@ -59,3 +60,40 @@ def test_check_nccl_without_a_second_nccl_is_left_out(
     monkeypatch.setattr(network.sysconfig, "get_path", lambda name: str(ours))
     monkeypatch.setenv(SGLANG_PYTHON, str(tmp_path / "theirs" / "bin" / "python"))
     assert check_nccl() == []
+
+
+@pytest.mark.parametrize(
+    ("soft", "ok", "found"),
+    [
+        (8 << 20, False, "8 MiB (hard limit unlimited)"),  # the default of many distributions
+        (64 << 30, True, "65536 MiB (hard limit unlimited)"),
+        (resource.RLIM_INFINITY, True, "unlimited (hard limit unlimited)"),
+    ],
+)
+def test_locked_memory_below_64_gib_names_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, soft: int, ok: bool, found: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, resource.RLIM_INFINITY))
+    check = check_locked_memory()
+    assert (check.ok, check.found) == (ok, found)
+    assert "--ulimit memlock=-1" in check.remedy
+
+
+def test_infiniband_devices_need_device_files(tmp_path: Path) -> None:
+    assert check_infiniband(tmp_path) == []
+    for name in ("mlx5_1", "mlx5_0"):
+        (tmp_path / "sys/class/infiniband" / name).mkdir(parents=True)
+    (check,) = check_infiniband(tmp_path)
+    assert (check.ok, check.found) == (False, "mlx5_0, mlx5_1, but no /dev/infiniband/uverbs*")
+    assert "--device=/dev/infiniband" in check.remedy
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    (tmp_path / "dev/infiniband/rdma_cm").touch()  # exists without access to a device
+    assert not check_infiniband(tmp_path)[0].ok
+    (tmp_path / "dev/infiniband/uverbs0").touch()
+    assert check_infiniband(tmp_path)[0].ok
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_access_to_infiniband_is_checked_with_gpus_only(monkeypatch: pytest.MonkeyPatch, gpus: bool) -> None:
+    monkeypatch.setattr(network, "_has_gpus", lambda: gpus)
+    assert ("locked memory" in [check.name for check in check_network()]) == gpus
