@@ -22,7 +22,7 @@ from mcore_rl.data.prompts import supervised_chunk
 from mcore_rl.data.records import remove_unjoined
 from mcore_rl.model_check import model_check
 from mcore_rl.observe.journal import RunJournal
-from mcore_rl.observe.memory_report import MemoryReport
+from mcore_rl.observe.memory_report import GIB, MemoryReport
 from mcore_rl.observe.report.background import ReportProcess
 from mcore_rl.observe.screen.board import Board
 from mcore_rl.observe.signs import Sign, signs_for
@@ -217,12 +217,13 @@ class _Site:
         )
 
     def _memory_report(self, engines: Fleet, journal: RunJournal) -> MemoryReport:
-        def planned() -> dict[str, int]:
+        def planned(gpu_bytes: int) -> dict[str, int]:
             # The planner builds the model on the meta device: a few seconds that only this report needs.
             from mcore_rl.planner.memory_points import planned_points
             from mcore_rl.planner.plan import make_plan
 
-            plan = make_plan(self.config)
+            cluster = replace(self.config.cluster, gpu_memory_gib=gpu_bytes / GIB)
+            plan = make_plan(replace(self.config, cluster=cluster))
             return planned_points([rank.phases for rank in plan.ranks], plan.times.engine)
 
         measures = self.processes.trainers.device_memory, engines.device_memory

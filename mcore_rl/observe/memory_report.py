@@ -38,13 +38,13 @@ class MemoryReport:
     """Measures once per run and records the result.
 
     measure_trainers, measure_engines: measure the GPU of each rank; None for a rank on a CPU.
-    planned: compute the plan's bytes of one GPU, by point.
+    planned: compute the plan's bytes of one GPU, by point, from the total bytes of a GPU.
     record: receives metrics. note: shows a line to the user.
     """
 
     measure_trainers: Callable[[], Sequence[DeviceMemory | None]]
     measure_engines: Callable[[], Sequence[DeviceMemory | None]]
-    planned: Callable[[], Mapping[str, int]]
+    planned: Callable[[int], Mapping[str, int]]
     record: Callable[[dict[str, Metric]], None]
     note: Callable[[str], None]
     _measured: dict[str, _Measured] = field(default_factory=dict, init=False)
@@ -69,11 +69,11 @@ class MemoryReport:
         self._measured[point] = _Measured(max(memory.used_bytes for memory in found), max(reserved, default=0))
         if len(self._measured) == len(POINTS):
             self._done = True
-            self._report(len({memory.device for memory in found}))
+            self._report(found)
 
-    def _report(self, num_devices: int) -> None:
+    def _report(self, found: Sequence[DeviceMemory]) -> None:
         try:
-            planned = self.planned()
+            planned = self.planned(min(memory.total_bytes for memory in found))
         except McoreRLError as error:  # a run that works needs no plan
             planned = {}
             self.note(f"warning: the memory has no plan to compare it with: {error}")
@@ -87,5 +87,6 @@ class MemoryReport:
             plan = f", plan {planned[point] / GIB:.1f}" if point in planned else ""
             parts.append(f"{name} {measured.used / GIB:.1f} (trainer {measured.trainer / GIB:.1f}{plan})")
         self.record(metrics)
+        num_devices = len({memory.device for memory in found})
         gpus = "the GPU" if num_devices == 1 else f"the fullest of {num_devices} GPUs"
         self.note(f"memory of {gpus} in GiB: {', '.join(parts)}")

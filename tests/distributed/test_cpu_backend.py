@@ -198,16 +198,21 @@ def test_jit_fuser_does_not_compile() -> None:
         assert jit.jit_fuser is torch.compile
 
 
-def test_torch_adam_replaces_fused_adam_of_installed_package() -> None:
-    from megatron.core import optimizer
+def test_torch_adam_and_torch_multi_tensor_replace_an_installed_package() -> None:
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads
 
     assert optimizer.Adam is torch.optim.AdamW
+    assert clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm
     # As with TransformerEngine, which this environment lacks.
-    fused = ModuleType("megatron.core.optimizer")
-    vars(fused).update(Adam=object, USING_PYTORCH_OPTIMIZER=False)
-    FIXES["torch_adam"].apply(Fix("torch_adam", "optimizer", len), fused)
-    assert fused.Adam is torch.optim.AdamW
-    assert fused.USING_PYTORCH_OPTIMIZER  # selects torch's arguments
+    installed = ModuleType("megatron.core.optimizer")
+    vars(installed).update(Adam=object, USING_PYTORCH_OPTIMIZER=False, l2_norm_impl=object)
+    for name in ("torch_adam", "torch_multi_tensor:clip_grads"):
+        FIXES[name].apply(Fix(name, "optimizer", len), installed)
+    assert installed.Adam is torch.optim.AdamW
+    assert installed.USING_PYTORCH_OPTIMIZER  # selects torch's arguments
+    assert installed.l2_norm_impl is utils.local_multi_tensor_l2_norm
+    assert installed.multi_tensor_scale_impl is utils.local_multi_tensor_scale
 
 
 def test_router_gemm_in_float32_needs_no_transformer_engine() -> None:

@@ -63,4 +63,5 @@ def test_the_scales_of_fp8_come_back_with_a_checkpoint(directories: dict[str, st
     arguments = (directories["qwen3"], str(tmp_path))
     [(saved, resumed)] = launch_installed(engine_layers.save_and_resume, 1, *arguments, device="cuda")
     assert any(scale != 1 for scales in saved.values() for scale in scales)  # 1 before the first update
-    assert resumed == saved
+    # Loading also creates the state of attention, which computes in bfloat16.
+    assert {name: resumed[name] for name in saved} == saved

@@ -16,4 +16,6 @@ from mcore_rl.resolved.installed import Installed  # noqa: E402
 ENGINE = Installed(cuda=True, capability=(9, 0), transformer_engine=VERSION, flash_attention="2.8.3")
 
 model.here = lambda: ENGINE
-del FIXES["torch_adam"]  # the simulated FusedAdam works on the CPU
+# The simulated optimizer and its kernels work on the CPU.
+for name in ("torch_adam", "torch_multi_tensor:clip_grads", "torch_multi_tensor:optimizer"):
+    del FIXES[name]

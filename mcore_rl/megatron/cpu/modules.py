@@ -84,3 +84,15 @@ def _torch_adam(this: Fix, module: ModuleType) -> None:
     their FusedAdam, which needs a GPU."""
     this.patch(module, "Adam", torch.optim.AdamW)
     this.patch(module, "USING_PYTORCH_OPTIMIZER", True)
+
+
+@fix("torch_multi_tensor:clip_grads", "optimizer.clip_grads")
+@fix("torch_multi_tensor:optimizer", "optimizer.optimizer")
+def _torch_multi_tensor(this: Fix, module: ModuleType) -> None:
+    """Use Megatron's own functions for norms and copies of many tensors, like `torch_adam`."""
+    from megatron.core import utils
+
+    this.patch(module, "multi_tensor_applier", utils.local_multi_tensor_applier)
+    this.patch(module, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
+    if "l2_norm_impl" in vars(module):
+        this.patch(module, "l2_norm_impl", utils.local_multi_tensor_l2_norm)

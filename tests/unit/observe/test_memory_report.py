@@ -34,7 +34,8 @@ class Run:
             for number in range(2)
         ]
 
-    def plan(self) -> Mapping[str, int]:
+    def plan(self, gpu_bytes: int) -> Mapping[str, int]:
+        assert gpu_bytes == 80 * GIB
         if self.planned is None:
             raise ConfigError("actor.parallel.tp=3 does not divide 8")
         return self.planned
