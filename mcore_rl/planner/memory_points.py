@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_rl.planner.engine import ASLEEP_BYTES, EngineRank
+from mcore_rl.planner.engine import EngineRank
 from mcore_rl.planner.phases import RESERVE_BYTES, Phases
 
 
@@ -16,7 +16,7 @@ def planned_points(phases: Sequence[Phases], engine: EngineRank) -> dict[str, in
     """
     generate, sync = (max(of_rank.by_name[name] for of_rank in phases) for name in ("generate", "sync"))
     points = {
-        "asleep": generate - engine.total_bytes + ASLEEP_BYTES,
+        "asleep": generate - engine.total_bytes + engine.asleep_bytes,
         "weights_awake": sync,
         "updated": sync,
         "kv_cache_awake": generate,
