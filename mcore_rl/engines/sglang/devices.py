@@ -87,7 +87,9 @@ def _cache_tokens(arguments: ServerArgs, num_bytes: int) -> int:
 
     config = AutoConfig.from_pretrained(arguments.model_path)
     size = torch.finfo(getattr(torch, arguments.dtype)).bits // 8
-    heads = config.num_key_value_heads // arguments.tp_size
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    bytes_per_token = 2 * heads * head_dim * config.num_hidden_layers * size
-    return int(num_bytes // bytes_per_token)
+    if getattr(config, "kv_lora_rank", None):  # every rank keeps the latents of all heads
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        heads = config.num_key_value_heads // arguments.tp_size
+        width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(num_bytes // (width * config.num_hidden_layers * size))

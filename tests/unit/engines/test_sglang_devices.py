@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.sglang import environment
 from mcore_rl.engines.sglang.arguments import server_arguments, static_fraction
+from mcore_rl.engines.sglang.devices import Cpu
 from mcore_rl.engines.sglang.environment import MemorySaver, find_memory_saver, on_cuda, rank_environment
 from mcore_rl.engines.sglang.rank import Rank
 from mcore_rl.engines.sglang.settings import RankSettings
@@ -144,3 +146,19 @@ def test_rank_runs_every_call_in_the_stream_of_its_scheduler() -> None:
     with pytest.raises(LookupError):
         rank.call(("begin_update", ()))
     assert scheduler.moves == ["enter", "step", "exit", "enter", "exit"]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "elements"),
+    [
+        ("qwen3", {"num_key_value_heads": 4, "head_dim": 16}, 2 * 2 * 16),
+        ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 8}, 32 + 8),  # the same on both ranks
+    ],
+)
+def test_cpu_cache_holds_the_tokens_of_its_bytes(
+    family: str, fields: dict[str, int], elements: int, tmp_path: Path
+) -> None:
+    directory = write_tiny_model(tmp_path, family, num_hidden_layers=2, **fields)
+    arguments = SimpleNamespace(model_path=str(directory), dtype="bfloat16", tp_size=2, max_total_tokens=None)
+    Cpu(RankSettings({}, 2, kv_cache_bytes=1000 * 2 * 2 * elements)).complete(cast("Any", arguments))
+    assert arguments.max_total_tokens == 1000
