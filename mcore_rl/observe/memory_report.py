@@ -51,8 +51,8 @@ class MemoryReport:
     _done: bool = field(default=False, init=False)
 
     def at(self, point: str) -> None:
-        """Measure at `point`, unless the run has been reported. The four points must follow each other: a sleep without
-        a sync behind it begins again."""
+        """Measure at `point`, unless the run has been reported. The four points must follow each other: a sleep that
+        no sync follows is discarded."""
         if self._done:
             return
         names = list(POINTS)

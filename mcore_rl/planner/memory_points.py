@@ -14,7 +14,7 @@ def planned_points(phases: Sequence[Phases], engine: EngineRank) -> dict[str, in
 
     phases: memory of each GPU, which it shares with an engine rank.
     """
-    generate, sync = (max(of_rank.by_name[name] for of_rank in phases) for name in ("generate", "sync"))
+    generate, sync = (max(each.by_name[name] for each in phases) for name in ("generate", "sync"))
     points = {
         "asleep": generate - engine.total_bytes + engine.asleep_bytes,
         "weights_awake": sync,

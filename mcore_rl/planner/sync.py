@@ -116,5 +116,5 @@ def transport(weights: WeightsConfig, cluster: ClusterConfig, *, cuda: bool) -> 
         return weights.transport
     if cluster.placement == "colocated":
         return "cuda_ipc" if cuda else "shared_memory"
-    # Between the GPUs of a node, too, NCCL moves the weights.
+    # NCCL also moves weights between the GPUs of one node.
     return "network" if cuda or cluster.nodes > 1 else "shared_memory"

@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[str, str, Fields]] = {
     "kimi_k2": ("kimi_k2", "deepseek_v3", {**SHARED, "rope_parameters": YARN}),
     "qwen3_moe": ("qwen3_moe", "qwen3_moe", {"head_dim": 32, "intermediate_size": 64}),
 }  # fmt: skip
-"""Model type in config.json, the one that transformers knows, and fields. Experts of Qwen3-MoE have 24 rows."""
+"""Model type in config.json, model type in transformers, and fields. Experts of Qwen3-MoE have 24 rows."""
 LAYOUTS: dict[str, Fields] = {"tp1": {}, "tp2": {"tp": 2}, "ep2": {"tp": 2, "expert_parallel": True}}
 ALWAYS_TESTED = {("deepseek_v3", "tp2"), ("kimi_k2", "tp1"), ("qwen3_moe", "ep2")}
 

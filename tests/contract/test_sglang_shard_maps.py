@@ -1,4 +1,4 @@
-"""The slices that SGLang's weight loaders keep on each rank are those of the shard map, for the layouts of engines."""
+"""The slices that SGLang's weight loaders keep on each rank equal the shard map, for the layouts of engines."""
 
 from __future__ import annotations
 

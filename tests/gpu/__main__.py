@@ -143,7 +143,7 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     )
     names = [*STAGES, BENCHMARK_STAGE]
     parser.add_argument("--stages", nargs="+", choices=names, metavar="NAME", help=f"default: {' '.join(names)}")
-    parser.add_argument("--minutes", type=float, default=25, help="what has not begun by then fails (default: 25)")
+    parser.add_argument("--minutes", type=float, default=25, help="stages that start later fail (default: 25)")
     parser.add_argument(
         "--json",
         type=Path,

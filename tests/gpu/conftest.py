@@ -1,5 +1,5 @@
-"""Orders GPU tests by stage, and skips those that this machine cannot run, with the missing requirement; requirements
-are markers of the tests.
+"""Orders GPU tests by stage, and skips those that this machine cannot run, naming the missing requirement. Markers of
+the tests state the requirements.
 
 MCORE_RL_GPU_TESTS_ON=cpu runs the tests that need only torch and megatron-core on the CPU, to debug them without a GPU.
 Tests that measure a GPU's own memory (`cuda(only=True)`) or need TransformerEngine, vLLM or SGLang for CUDA stay

@@ -62,7 +62,7 @@ def test_weights_that_come_to_a_waking_engine_are_the_trainers(started: Any) -> 
 
 
 def test_experts_in_the_layouts_of_all_gpus_are_read_back(started: Any) -> None:
-    """With the installed FlashInfer, whose kernels vLLM selects on Blackwell."""
+    """The installed FlashInfer converts the experts: vLLM selects its kernels on Blackwell."""
     if find_spec("flashinfer") is None:
         pytest.skip("needs FlashInfer")
     engine, _ = started

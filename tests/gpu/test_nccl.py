@@ -29,7 +29,7 @@ SECONDS = 90
 """Timeout of each test: a child imports torch and creates a CUDA context."""
 WATCHDOG = "pt_nccl_watchdg"
 CYCLES_PER_SECOND = 2 * 10**9
-"""At most, of a GPU's clock."""
+"""Upper bound of a GPU's clock frequency."""
 
 
 @pytest.fixture(scope="module")

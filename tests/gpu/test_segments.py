@@ -32,9 +32,9 @@ def start() -> Iterator[Start]:
     processes: list[SegmentProcess] = []
 
     def start(count: int, python: str | None = None, **environment: str) -> list[SegmentProcess]:
-        of_call = [SegmentProcess(**({"python": python} if python else {}), **environment) for _ in range(count)]
-        processes.extend(of_call)
-        return of_call
+        started = [SegmentProcess(**({"python": python} if python else {}), **environment) for _ in range(count)]
+        processes.extend(started)
+        return started
 
     yield start
     for process in processes:

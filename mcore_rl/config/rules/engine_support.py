@@ -56,7 +56,7 @@ def missing_engine(algorithm: AlgorithmConfig, rollout: RolloutConfig, judge: Ju
 
 def check_sglang_model(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> None:
     """Reject models that SGLang computes wrongly: it treats every layer of Qwen3-MoE as one with experts, and on CPU it
-    silently pads heads and MLPs that its ranks do not divide. Reject what would fail in its start, too.
+    silently pads heads and MLPs that its ranks do not divide. Also reject settings with which it would not start.
 
     cuda: False if the device is not known yet.
     Raises: ConfigError.

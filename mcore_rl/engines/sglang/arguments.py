@@ -56,7 +56,7 @@ def _on_cuda(config: RolloutConfig) -> dict[str, object]:
     # The ranks set mem_fraction_static when they know how much memory is free: see static_fraction.
     arguments: dict[str, object] = {
         "enable_memory_saver": True,
-        "sampling_backend": "pytorch",  # its functions are replaced; that of flashinfer rejects seeds
+        "sampling_backend": "pytorch",  # its sampler is replaced; flashinfer's rejects seeds
         # Decoding takes most of the time. Graphs of prefills would make the start longer and take memory.
         "disable_prefill_cuda_graph": True,
     }

@@ -28,7 +28,7 @@ class Device(Protocol):
     torch_device: torch.device
 
     def import_sglang(self) -> None:
-        """Import SGLang's scheduler. Nothing of SGLang was imported before."""
+        """Import SGLang's scheduler, before any other module of SGLang is imported."""
 
     def complete(self, arguments: ServerArgs) -> None:
         """Set the server arguments that depend on the model."""
@@ -37,7 +37,7 @@ class Device(Protocol):
         """Change a new scheduler, whose event loop is never run."""
 
     def settle(self) -> None:
-        """Wait for the device's work of the start, which has used another stream than later calls."""
+        """Wait until the device has finished the work of the start, which used another stream than later calls."""
 
     def stream(self, scheduler: Scheduler) -> AbstractContextManager[object]:
         """Return a context for all calls of a rank after its start: the device runs their work in order."""

@@ -64,11 +64,11 @@ class RankProcesses:
         try:
             address, init_method, key = self._addresses()
             self._ranks = self._connected(settings, address, key)
-            of_ranks = [replace(settings, rank=rank, init_method=init_method) for rank in range(settings.num_ranks)]
+            by_rank = [replace(settings, rank=rank, init_method=init_method) for rank in range(settings.num_ranks)]
             if settings.device == "cuda":
-                arguments = settings.server_arguments | memory_arguments(self._of_each(MEASURE, of_ranks))
-                of_ranks = [replace(each, server_arguments=arguments) for each in of_ranks]
-            vocab_size = self._of_each(START, of_ranks)[0]
+                arguments = settings.server_arguments | memory_arguments(self._call_each(MEASURE, by_rank))
+                by_rank = [replace(each, server_arguments=arguments) for each in by_rank]
+            vocab_size = self._call_each(START, by_rank)[0]
             assert isinstance(vocab_size, int)
             self.vocab_size = vocab_size
         except CallFailedError as error:
@@ -101,10 +101,10 @@ class RankProcesses:
         kill_all(self._processes)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _of_each(self, method: str, settings: Sequence[RankSettings]) -> list[Any]:
+    def _call_each(self, method: str, settings: Sequence[RankSettings]) -> list[Any]:
         """Call a method of Rank on all ranks, each with its settings. Returns the results by rank."""
-        for worker, of_rank in zip(self._ranks, settings, strict=True):
-            worker.send((method, (of_rank,)))
+        for worker, own in zip(self._ranks, settings, strict=True):
+            worker.send((method, (own,)))
         return results(self._ranks, method)
 
     def _connected(self, settings: RankSettings, address: str, key: bytes) -> list[Worker]:

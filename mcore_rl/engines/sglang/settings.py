@@ -29,7 +29,7 @@ class RankSettings:
 
     @property
     def local_rank(self) -> int:
-        """Position among the ranks of this host, and number of the GPU among those that they may use."""
+        """Position among the ranks of this host, which is also the number of the rank's GPU among the visible ones."""
         return self.rank % (self.num_ranks // self.num_hosts)
 
 

@@ -25,10 +25,10 @@ Shape = tuple[int, int]
 
 @lru_cache(maxsize=8)
 def block_rows(gate_up: Shape, down: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each row of a block, its row in the checkpoint; for the matrix of gate and up, and for that of down.
+    """Return the row in the checkpoint of each row of a block: first for gate and up together, then for down.
 
     Shapes: (rows, columns) of the two matrices -> int64 [rows] each.
-    Raises: WeightSyncError if the layout is another one.
+    Raises: WeightSyncError if FlashInfer's layout differs from vLLM 0.32's.
     """
     shapes = (gate_up, down)
     if max(*gate_up, *down) > _LARGEST:
@@ -36,10 +36,10 @@ def block_rows(gate_up: Shape, down: Shape, device: torch.device) -> tuple[torch
     rows = _converted([torch.arange(each[0], device=device)[:, None].expand(each) for each in shapes])
     columns = _converted([torch.arange(each[1], device=device).expand(each) for each in shapes])
     found = []
-    for shape, of_row, of_column in zip(shapes, rows, columns, strict=True):
-        order = of_row[0, :, 0].long()
+    for shape, row_numbers, column_numbers in zip(shapes, rows, columns, strict=True):
+        order = row_numbers[0, :, 0].long()
         expected = torch.arange(shape[1], device=device).view(-1, 1, BLOCK_COLUMNS)
-        is_blocked = (of_row == of_row[:1, :, :1]).all() and (of_column == expected).all()
+        is_blocked = (row_numbers == row_numbers[:1, :, :1]).all() and (column_numbers == expected).all()
         if not is_blocked or not order.sort().values.equal(torch.arange(shape[0], device=device)):
             raise WeightSyncError(f"experts of {shape}: FlashInfer's blocks have another layout than in vLLM 0.32")
         found.append(order)
