@@ -60,7 +60,7 @@ def compare_with_cluster(
             f"cluster.host_memory_gib={limit:g}: a node puts {host / GIB:.0f} GiB of offloaded state and weight "
             "buckets into host memory; unset an actor.offload key, or use more nodes (cluster.nodes)"
         )
-    return Verdict(tuple(errors), tuple(_warnings(rollout, layout, engine, batch)), host)
+    return Verdict(tuple(errors), tuple(_warnings(rollout, cluster, layout, engine, batch, cuda=cuda)), host)
 
 
 def host_bytes_per_node(size: int, phases: Sequence[Phases], sync: WeightSync) -> int:
@@ -128,7 +128,23 @@ def _engine_errors(
         )
 
 
-def _warnings(rollout: RolloutConfig, layout: TrainLayout, engine: EngineRank, batch: BatchArithmetic) -> Iterator[str]:
+def _warnings(
+    rollout: RolloutConfig,
+    cluster: ClusterConfig,
+    layout: TrainLayout,
+    engine: EngineRank,
+    batch: BatchArithmetic,
+    *,
+    cuda: bool,
+) -> Iterator[str]:
+    beside = engine.workspace_bytes + engine.graphs_bytes
+    left = (1 - rollout.gpu_memory_fraction) * cluster.gpu_memory_gib * GIB
+    # The memory of colocated engines is an error of their phase.
+    if cuda and rollout.engine == "sglang" and cluster.placement != "colocated" and beside > left:
+        yield (
+            f"rollout.gpu_memory_fraction={rollout.gpu_memory_fraction:g} leaves {left / GIB:.1f} GiB of a GPU beside "
+            f"SGLang's weights and KV cache, but workspace and CUDA graphs may need {beside / GIB:.1f} GiB; lower it"
+        )
     if 1 <= engine.sequences < rollout.max_concurrent_requests:
         yield (
             f"rollout.max_concurrent_requests={rollout.max_concurrent_requests}: the KV cache holds "

@@ -14,7 +14,8 @@ from mcore_rl.planner.engine import ASLEEP_BYTES, EngineRank
 from mcore_rl.planner.phases import Phases, rank_phases
 from mcore_rl.planner.state import RankState
 from mcore_rl.planner.sync import staging_bytes, transport
-from mcore_rl.planner.verdict import _remedy
+from mcore_rl.planner.verdict import _remedy, _warnings
+from mcore_rl.planner.workload import BatchArithmetic
 from model_converters.mapping.layout import TrainLayout
 
 STATE = RankState(10, weights_bytes=20, gradients_bytes=40, optimizer_bytes=120)
@@ -97,7 +98,27 @@ def test_what_to_set_names_the_role() -> None:
     assert "reward_model.parallel" in _remedy(config, layout, "score", found)
 
 
-def test_windows_of_weight_syncs_are_there_in_every_phase() -> None:
+@pytest.mark.parametrize(
+    ("engine", "placement", "fraction", "warned"),
+    [
+        ("sglang", "disaggregated", 0.95, True),  # 4 of 80 GiB are left
+        ("sglang", "disaggregated", 0.9, False),
+        ("sglang", "colocated", 0.95, False),  # its phase is compared with the GPU
+        ("vllm", "disaggregated", 0.95, False),
+    ],
+)
+def test_workspace_and_graphs_beside_sglang_need_room(
+    engine: str, placement: str, fraction: float, warned: bool
+) -> None:
+    config, size = Config(), replace(ENGINE, workspace_bytes=2**30, graphs_bytes=4 * 2**30, sequences=1000.0)
+    config.rollout.engine, config.rollout.gpu_memory_fraction = engine, fraction
+    config.cluster.placement, config.cluster.gpu_memory_gib = placement, 80
+    batch = BatchArithmetic(8, 1, 8, 8.0, 10.0, 10.0, microbatches=8, most_microbatches=8)
+    found = list(_warnings(config.rollout, config.cluster, TrainLayout(1), size, batch, cuda=True))
+    assert any("leaves 4.0 GiB" in text and "may need 5.0 GiB" in text for text in found) == warned
+
+
+def test_staging_buffers_are_there_in_every_phase() -> None:
     alone, found = phases(ColocatedModels()), phases(ColocatedModels(staging=9))
     assert {name: found.by_name[name] - size for name, size in alone.by_name.items()} == dict.fromkeys(alone.by_name, 9)
 
@@ -112,7 +133,7 @@ def test_windows_of_weight_syncs_are_there_in_every_phase() -> None:
         ("auto", "disaggregated", 8, 2),
     ],
 )
-def test_windows_on_a_gpu(transport: str, placement: str, ranks: int, slots: int) -> None:
+def test_staging_buffers_on_a_gpu(transport: str, placement: str, ranks: int, slots: int) -> None:
     config = Config()
     config.cluster.nodes, config.cluster.gpus_per_node, config.cluster.placement = 2, 8, placement
     config.weights.transport, config.weights.bucket_mib = transport, 64.0
