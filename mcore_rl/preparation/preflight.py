@@ -39,7 +39,8 @@ def check_run(config: Config) -> None:
     validate_judge(config.judge, config.rollout, config.model)
     if uses_reward_model(config.reward_model) and not is_supervised(config.algorithm):
         validate_reward_model(config)
-    for problem in (*cannot_run(config), missing_engine(config.algorithm, config.rollout, config.judge)):
+    lacks = cannot_run(config, cuda=config.cluster.uses_cuda)
+    for problem in (*lacks, missing_engine(config.algorithm, config.rollout, config.judge)):
         if problem is not None:
             raise ConfigError(problem)
     # Only for the error: the key is read again when the server is called.

@@ -108,13 +108,17 @@ def yarn_section(hf: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
     return name, section if is_yarn else None
 
 
-def cannot_run(config: Config) -> list[str]:
-    """Return what this version lacks to run the configuration, each starting with its key; [] if nothing."""
+def cannot_run(config: Config, *, cuda: bool | None = None) -> list[str]:
+    """Return the features that this version lacks to run the configuration, each starting with its key.
+
+    cuda: True if the run uses GPUs; None: as in cluster.device, where `auto` counts as unknown and rejects nothing.
+    """
     judge = config.judge
-    if config.cluster.device != "cuda" or judge.hf_path is None or is_supervised(config.algorithm):
+    on_gpus = config.cluster.device == "cuda" if cuda is None else cuda
+    if not on_gpus or judge.hf_path is None or is_supervised(config.algorithm):
         return []
     if (judge.engine or config.rollout.engine) == "sglang":
-        return ["judge.engine=sglang runs on CPUs: cluster.device=cuda needs judge.engine=vllm"]
+        return ["judge.engine=sglang runs on CPUs only; set judge.engine=vllm, or cluster.device=cpu"]
     return []
 
 

@@ -75,8 +75,10 @@ def test_cannot_run_rejects_sglang_on_gpus_for_judges_only() -> None:
     config = sglang_everywhere()
     config.rollout.expert_parallel = True
     assert cannot_run(config) == []
+    # cluster.device=auto on a machine with GPUs
+    assert cannot_run(config, cuda=True) != []
     config.cluster.device = "cuda"
-    assert cannot_run(config) == ["judge.engine=sglang runs on CPUs: cluster.device=cuda needs judge.engine=vllm"]
+    assert cannot_run(config) == ["judge.engine=sglang runs on CPUs only; set judge.engine=vllm, or cluster.device=cpu"]
     config.judge.engine = "vllm"
     assert cannot_run(config) == []
     config.rollout.engine, config.judge.engine = "vllm", "sglang"
