@@ -21,8 +21,8 @@ _WEYL, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13311
 _UNIFORM_BITS = 52
 """A 52-bit integer plus 0.5 is exact in float64, so u is never 0 or 1."""
 CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 23}
-"""Elements per chunk of rows, by device type. On CPU the noise of a chunk fits in a core's cache. A GPU needs 16 bytes
-per element next to the probabilities, 128 MiB per chunk; 8 Mi elements occupy every multiprocessor."""
+"""Elements per chunk of rows, by device type. On CPU the noise of a chunk fits in a core's cache. On a GPU engines use
+the kernel of noise_kernel.py; tests compare it with chunks, which take 16 bytes per element, 128 MiB each."""
 
 
 def noise_keys(seeds: Sequence[int], positions: np.ndarray) -> torch.Tensor:
@@ -33,6 +33,14 @@ def noise_keys(seeds: Sequence[int], positions: np.ndarray) -> torch.Tensor:
     """
     states = _mix(np.array(seeds, np.uint64)) + positions.astype(np.uint64) * np.uint64(_WEYL)
     return torch.from_numpy(_mix(states).view(np.int64))
+
+
+def device_noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Compute noise_keys on the device of the seeds, without a synchronization.
+
+    Shapes: seeds int64 [rows], positions integer [rows] -> int64 [rows].
+    """
+    return _mix_in_place(_mix_in_place(seeds.clone()) + positions.to(torch.int64) * (_WEYL - 2**64))
 
 
 def sample_tokens(probabilities: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -65,11 +73,7 @@ def log_uniform(keys: torch.Tensor, columns: int) -> torch.Tensor:
 
     Shapes: float64 [rows, columns].
     """
-    x = keys[:, None] + _tokens(columns, keys.device)
-    # torch has no unsigned 64-bit shift: the shift of int64 copies the sign bit, so mask the upper bits.
-    x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(_FIRST - 2**64)
-    x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(_SECOND - 2**64)
-    x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))
+    x = _mix_in_place(keys[:, None] + _tokens(columns, keys.device))
     x.bitwise_right_shift_(64 - _UNIFORM_BITS).bitwise_and_((1 << _UNIFORM_BITS) - 1)
     return x.double().add_(0.5).mul_(2.0**-_UNIFORM_BITS).log_()
 
@@ -78,6 +82,14 @@ def log_uniform(keys: torch.Tensor, columns: int) -> torch.Tensor:
 def _tokens(columns: int, device: torch.device) -> torch.Tensor:
     """Return the increment of each token to the state of a row."""
     return torch.arange(1, columns + 1, device=device).mul_(_WEYL - 2**64)
+
+
+def _mix_in_place(x: torch.Tensor) -> torch.Tensor:
+    """Apply _mix to an int64 tensor, and return it."""
+    # torch has no unsigned 64-bit shift: the shift of int64 copies the sign bit, so mask the upper bits.
+    x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(_FIRST - 2**64)
+    x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(_SECOND - 2**64)
+    return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

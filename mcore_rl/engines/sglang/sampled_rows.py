@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_rl.engines.noise import sample_tokens
-
-# Signed 64-bit integers with the same bits as the constants of splitmix64 in engines.noise.
-_WEYL = 0x9E3779B97F4A7C15 - 2**64
-_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+from mcore_rl.engines.noise import device_noise_keys, sample_tokens
 
 
 @dataclass(frozen=True)
@@ -42,21 +38,6 @@ def sample_rows(probs: torch.Tensor, rows: SampledRows, *, truncate: bool) -> to
         probs.copy_(torch.where(greedy[:, None], probs, kept / kept.sum(-1, keepdim=True)))
     sampled = sample_tokens(probs, device_noise_keys(rows.seeds, rows.positions))
     return torch.where(greedy, probs.argmax(-1), sampled).to(torch.int32)
-
-
-def device_noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Compute noise.noise_keys on the device of the seeds.
-
-    Shapes: seeds int64 [rows], positions integer [rows] -> int64 [rows].
-    """
-    return _mix(_mix(seeds) + positions.to(torch.int64) * _WEYL)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Apply the finalizer of splitmix64. The shift of int64 copies the sign bit, so the upper bits are masked."""
-    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def _truncated(probs: torch.Tensor, rows: SampledRows) -> torch.Tensor:

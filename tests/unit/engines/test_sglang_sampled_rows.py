@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mcore_rl.engines.noise import noise_keys, sample_tokens
-from mcore_rl.engines.sglang.sampled_rows import SampledRows, device_noise_keys, sample_rows
+from mcore_rl.engines.noise import device_noise_keys, noise_keys, sample_tokens
+from mcore_rl.engines.sglang.sampled_rows import SampledRows, sample_rows
 
 ROWS, VOCABULARY = 64, 50
 
