@@ -350,7 +350,7 @@ def test_vllm_norms_use_compiled_kernels_on_strided_rows(engine: RemoteEngine) -
 
 
 def test_vllm_profiling_pass_draws_noise(engine: RemoteEngine) -> None:
-    """Otherwise the memory profile of a GPU would leave no room for it."""
+    """Without noise in the pass, the memory profile of a GPU would leave no room for it."""
     require_vllm(engine, rank=True)
     rows, calls = engine.call(profile_sampler)
     assert (rows, sum(calls)) == (32, 32 * VOCABULARY)

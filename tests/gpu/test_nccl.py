@@ -39,9 +39,9 @@ def child() -> Iterator[Pool]:
 
 
 def test_group_moves_bytes_and_is_replaced_after_its_end(child: Pool) -> None:
-    """Everything that a sync does with a group, except for a second process."""
+    """The child makes all calls of a sync to a group, without a second process."""
     watchdogs, timeout, ctas, message = child.apply_async(construct_twice).get(SECONDS)
-    # A watchdog thread of torch's would end the process at the loss of a peer.
+    # A watchdog thread of torch would end the process at the loss of a peer.
     assert watchdogs == [0, 0]
     assert (timeout, ctas) == (600.0, (1, 4))
     assert "must connect again" in message

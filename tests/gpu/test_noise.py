@@ -1,4 +1,4 @@
-"""Sampling on a GPU draws the tokens of a CPU, in bounded memory next to the probabilities."""
+"""Sampling on a GPU and on a CPU gives the same tokens, in bounded memory next to the probabilities."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_tokens_are_those_of_a_cpu(device: str) -> None:
 def test_noise_takes_bounded_memory(
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], limit: int, report: Callable[[str], None]
 ) -> None:
-    """All rows at once would take 2.5 GB. The allocator rounds to 2 MiB."""
+    """Noise of all rows at once would take 2.5 GB. The allocator rounds to 2 MiB."""
     probabilities = torch.rand(ROWS, VOCABULARY, device="cuda")
     keys = noise_keys(range(ROWS), np.arange(ROWS)).cuda()
     sample(probabilities, keys)  # compiles the kernel, or creates the table of tokens

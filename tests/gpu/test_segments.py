@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cuda(only=True)
 
 NUM_BYTES = (512 << 20) + 5
 SLACK_BYTES = 64 << 20
-"""Less than a segment, more than the modules and caches that CUDA loads meanwhile."""
+"""Tolerance: less than a segment, more than the modules and caches that CUDA loads meanwhile."""
 SECONDS_TO_RETURN = 20.0
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"

@@ -1,7 +1,7 @@
 """SGLang on GPUs as a colocated run uses it: with CUDA graphs, it sleeps by tags, receives new weights while only the
 weights are awake, and then computes with exactly these. The engine starts below the rules of the configuration.
 
-Run in this order, a failure shows its cause: start and one update; sampling; a certificate that must object; sleep.
+The order shows the cause of a failure: start and one update; a certificate that must differ; sampling; sleep.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_truncated_sampling_stays_within_its_tokens(started: Any) -> None:
     ids = torch.from_numpy(np.concatenate([prompts[1], two.token_ids]).astype(np.int64))
     with torch.no_grad():
         logp = deepcopy(trainer.model).float()(ids[None]).logits[0, 8:-1].log_softmax(-1)
-    # The third token is within rounding of the second at most.
+    # Rounding can make the third token appear as the second.
     floor = logp.topk(2, dim=-1).values[:, 1] - GAP_NATS
     assert (logp.gather(1, ids[9:, None])[:, 0] >= floor).all()
 
@@ -165,7 +165,7 @@ def test_update_while_the_engine_wakes_is_exact(started: Any, report: Callable[[
 
 
 def sleep(engine: Any, keep_weights: bool) -> int:
-    """Run in the engine's process."""
+    """Put the engine to sleep, and return the freed bytes. Runs in the engine's process."""
     return int(engine.sleep(keep_weights=keep_weights))
 
 
@@ -200,7 +200,7 @@ def test_engine_sleeps_right_after_an_abort(started: Any) -> None:
 
 
 def abort_and_sleep(engine: Any, requests: list[GenerationRequest]) -> int:
-    """Run in the engine's process."""
+    """Abort running requests, then sleep. Returns the freed bytes. Runs in the engine's process."""
     engine.submit(requests)
     engine.step()
     engine.step()

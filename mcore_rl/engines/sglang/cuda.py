@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Gpu:
-    """Device of a rank: the GPU with the rank's number among the ranks of its host. All GPUs of the engine are visible
-    to it, because ranks open the memory of each other."""
+    """GPU of a rank, numbered like the rank on its host. All GPUs of the engine are visible to each rank, because ranks
+    open the memory of each other."""
 
     def __init__(self, settings: RankSettings) -> None:
         self.gpu_id = settings.local_rank

@@ -8,7 +8,7 @@ from mcore_rl.planner.memory_points import planned_points
 from mcore_rl.planner.phases import RESERVE_BYTES, Phases
 
 
-def test_planned_points_are_those_of_the_fullest_gpu() -> None:
+def test_planned_points_describe_the_fullest_gpu() -> None:
     engine = EngineRank(
         1000, workspace_bytes=200, kv_cache_bytes=3900, kv_bytes_per_token=1, sequences=9, graphs_bytes=100
     )
