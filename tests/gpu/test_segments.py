@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.weights.segment_process import ROOT, SegmentProcess
+from mcore_rl.config.rules.engine_support import sglang_python
+from tests.unit.weights.segment_process import SegmentProcess
 
 pytestmark = pytest.mark.cuda(only=True)
 
@@ -21,7 +22,6 @@ SLACK_BYTES = 64 << 20
 """Tolerance: less than a segment, more than the modules and caches that CUDA loads meanwhile."""
 SECONDS_TO_RETURN = 20.0
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 
 Start = Callable[..., list[SegmentProcess]]
 
@@ -118,9 +118,9 @@ def test_segment_killed_processes_leave_nothing_behind(start: Start) -> None:
 
 
 def test_segment_is_read_by_the_torch_of_sglang(start: Start, report: Callable[[str], None]) -> None:
-    if not has_cuda(SGLANG_PYTHON):
-        pytest.skip(f"{SGLANG_PYTHON} has no torch for CUDA")
-    (owner,), (reader,) = start(1), start(1, str(SGLANG_PYTHON))
+    if not has_cuda(python := sglang_python()):
+        pytest.skip(f"{python} has no torch for CUDA")
+    (owner,), (reader,) = start(1), start(1, str(python))
     name = owner.call("create", num_bytes=NUM_BYTES)
     owner.call("write", seed=5)
     assert reader.call("attach", name=name) == NUM_BYTES

@@ -49,8 +49,8 @@ def _forward(
 
     Shapes: logits [rows, V] -> tokens [rows], logp float32 [rows, V].
     """
-    # vLLM's profiling pass calls the sampler without a batch. It samples too, so that the memory of the noise is
-    # measured and the KV cache leaves room for it.
+    # vLLM's profiling pass calls the sampler without a batch. It samples too: vLLM then measures the memory of a step's
+    # sampling, and the kernel is compiled before the first request.
     keys = torch.zeros(len(logits), dtype=torch.int64) if _noise_keys is None else _noise_keys
     logp = apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
     return sample_tokens(logp.exp(), keys.to(logp.device, non_blocking=True)), logp
