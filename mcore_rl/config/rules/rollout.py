@@ -175,7 +175,8 @@ def check_startup_plan(config: Config) -> None:
 
     vLLM compares the free memory only. Trainer ranks, whose memory is not allocated yet, may need more than then.
     """
-    vllm_starts = not is_supervised(config.algorithm) and config.rollout.engine == "vllm"
+    judge = None if config.judge.hf_path is None else config.judge.engine
+    vllm_starts = not is_supervised(config.algorithm) and "vllm" in (config.rollout.engine, judge)
     if os.environ.get(STARTUP_PLAN, "0") in ("", "0") or not vllm_starts:
         return
     if config.cluster.placement == "colocated" and config.cluster.uses_cuda:

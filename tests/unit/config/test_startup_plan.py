@@ -34,6 +34,16 @@ def test_startup_plan_is_checked_where_the_run_starts_only(base: str, monkeypatc
     validate(loaded, run_here=False)
 
 
+def test_startup_plan_with_a_judge_on_vllm_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STARTUP_PLAN, "1")
+    judged = config(engine="sglang")
+    judged.judge.engine = "vllm"
+    check_startup_plan(judged)  # no judge: it has no model
+    judged.judge.hf_path = "judge"
+    with pytest.raises(ConfigError, match=STARTUP_PLAN):
+        check_startup_plan(judged)
+
+
 @pytest.mark.parametrize("changes", [{"placement": "disaggregated"}, {"device": "cpu"}, {"engine": "sglang"}])
 def test_startup_plan_of_engines_with_own_memory_is_allowed(
     changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
