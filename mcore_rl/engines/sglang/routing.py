@@ -28,7 +28,9 @@ class Routing:
             module for module in scheduler.tp_worker.model_runner.model.modules() if isinstance(module, FusedMoE)
         ]
         self._layers = sorted(module.layer_id for module in experts)
-        self._dtype = np.uint8 if max(module.num_experts for module in experts) <= 256 else np.int16
+        # On GPUs SGLang adds DeepSeek-V3's shared expert to the 256 routed ones, and returns the routed ones only.
+        num_routed = max(module.num_experts - module.num_fused_shared_experts for module in experts)
+        self._dtype = np.uint8 if num_routed <= 256 else np.int16
         self._ended: dict[str, np.ndarray] = {}
 
     def keep(self, outputs: Sequence[BatchTokenIDOutput]) -> None:
