@@ -133,4 +133,4 @@ def _nearest(holders: range, ranks: IntArray, locations: RankLocations) -> IntAr
             index = last_used[host] = last_used.get(host, -1) + 1
             sender = on_host[host][index % len(on_host[host])]
         nearest.append(sender)
-    return np.array(nearest)
+    return np.array(nearest, np.int64)

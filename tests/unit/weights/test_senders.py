@@ -46,6 +46,14 @@ def test_replica_on_the_receivers_node_is_preferred_and_balanced() -> None:
     assert sorted(rank for row in senders[8:] for rank in row) == [0, 4, 8, 12]
 
 
+def test_shard_without_receivers_has_senders_that_are_never_used() -> None:
+    """Shards of padding: two holders, and no engine rank that needs a part."""
+    padding, shared = range(0, 2), range(2, 4)
+    choices = chosen({padding: [0] * 4, shared: [1] * 4}, nodes(0, 1), nodes(1, 1, gpus=4))
+    assert choices[padding] == [{0}] * 4
+    assert set().union(*choices[shared]) == {2, 3}
+
+
 def test_receivers_elsewhere_use_the_same_replica_for_all_experts() -> None:
     """Four experts, each on four of 16 ranks; every engine rank needs all of them."""
     experts = {range(first, 16, 4): [1] * 8 for first in range(4)}
