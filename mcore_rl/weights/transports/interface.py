@@ -80,25 +80,31 @@ class Channels:
         Collective: all members.
         Raises: PeerLostError.
         """
-        self.link.handshake(peers)
-        if self.gpu is not None:
-            self.gpu.handshake(targets, sources)
+        # The link stays open after a loss: to close it, its pairs must be connected.
+        with self._abandoning_on_loss():
+            self.link.handshake(peers)
+            if self.gpu is not None:
+                self.gpu.handshake(targets, sources)
 
     @contextmanager
     def closing_on_loss(self) -> Iterator[None]:
         """End all connections if a peer is lost inside the block; see Link.closing_on_loss."""
-        with self.link.closing_on_loss():
-            try:
-                yield
-            except PeerLostError as error:
-                if self.gpu is not None:
-                    self.gpu.abandon(str(error))
-                raise
+        with self.link.closing_on_loss(), self._abandoning_on_loss():
+            yield
 
     def close(self) -> None:
         """Free the connections between GPUs, which take memory there, before new ones are made."""
         if self.gpu is not None:
             self.gpu.close()
+
+    @contextmanager
+    def _abandoning_on_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except PeerLostError as error:
+            if self.gpu is not None:
+                self.gpu.abandon(str(error))
+            raise
 
 
 class ReceivedMessage(NamedTuple):

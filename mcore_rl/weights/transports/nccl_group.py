@@ -64,8 +64,7 @@ class NcclGroup:
             self._store = dist.PrefixStore(_prefix(rendezvous.generation), store)
             self._await_members(size, timeout)
             self._group = process_group(self._store, rank, size, device, timeout)
-            # The first operation of a group creates its communicator, and all members must take part in it.
-            self._group.allreduce([torch.zeros(1, device=device)]).wait(timeout)
+            self._create_communicator(timeout)
         except RuntimeError as error:
             raise PeerLostError(f"the {size} GPUs of a sync did not connect through NCCL: {error}") from None
 
@@ -126,6 +125,14 @@ class NcclGroup:
             self._store.set(_COMPLETE, "")
         self._store.wait([_COMPLETE], timeout)
         _raise_announced(self._store)
+
+    def _create_communicator(self, timeout: timedelta) -> None:
+        # The first operation of a group creates its communicator, and all members must take part in it.
+        try:
+            self._group.allreduce([torch.zeros(1, device=self._device)]).wait(timeout)
+        except RuntimeError:
+            self.close()
+            raise
 
     def _require_alive(self) -> None:
         if self._ended:

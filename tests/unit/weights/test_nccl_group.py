@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from mcore_rl.errors import PeerLostError
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.transports import nccl, nccl_group
+from mcore_rl.weights.transports.interface import Channels
 from mcore_rl.weights.transports.link import MessageKind, MessageTag, Rendezvous
 from mcore_rl.weights.transports.nccl import NcclChannel
 from mcore_rl.weights.transports.nccl_group import NcclGroup, announce_loss, process_group
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
-from tests.unit.weights import transfer
+from tests.unit.weights import nccl_model, transfer
 from tests.unit.weights.nccl_model import Gpus
 from tests.unit.weights.test_transfer import check_update, checkpoint_of, held_by
 from tests.unit.weights.transfer import at_once, connected, store, sync_plan
@@ -147,6 +148,26 @@ def test_group_of_missing_member_raises_before_nccl(gpus: Gpus) -> None:
     with pytest.raises(PeerLostError, match="the 2 GPUs of a sync did not connect through NCCL"):
         NcclGroup(Rendezvous("127.0.0.1", server.port, 1), 0, 2, CPU, timeout_seconds=0.5)
     assert gpus.groups == []
+
+
+def test_group_without_communicator_is_ended(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("unhandled system error")
+
+    server = store()
+    monkeypatch.setattr(nccl_model.Group, "allreduce", fail)
+    with pytest.raises(PeerLostError, match="did not connect through NCCL: unhandled system error"):
+        NcclGroup(Rendezvous("127.0.0.1", server.port, 1), 0, 1, CPU, timeout_seconds=5)
+    assert [group.aborts for group in gpus.groups] == [1]
+
+
+def test_handshake_with_silent_peer_ends_the_group(gpus: Gpus) -> None:
+    """The kernel that waits for the peer would occupy the GPU until the process ends."""
+    server, link = store(), cast(Any, SimpleNamespace(handshake=lambda peers: None))
+    ours, _ = channels(Rendezvous("127.0.0.1", server.port, 1), [0, 1], timeout_seconds=0.2)
+    with pytest.raises(PeerLostError, match="member 1: no answer"):
+        Channels(link, ours).handshake([1], [], [1])
+    assert [group.aborts for group in gpus.groups if group.rank == 0] == [1]
 
 
 def test_all_members_get_a_new_group_after_a_loss(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
