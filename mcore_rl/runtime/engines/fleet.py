@@ -285,8 +285,19 @@ class Fleet:
         self.asleep = part != "kv_cache"  # the KV cache is restored last
 
     def device_memory(self) -> list[DeviceMemory | None]:
-        """Measure the memory of every engine rank's GPU; None for a rank on a CPU."""
-        by_engine = self._on_every_engine(lambda process: process.call(EngineProcess.device_memory))
+        """Measure the memory of every engine rank's GPU; None for a rank on a CPU. Empty if an engine is lost."""
+        # A lost engine is not restarted here: while the others sleep it would be awake, and trainer ranks load their
+        # state next.
+        up = [engine for engine in self.engines if engine.starting is None]
+        try:
+            by_engine = self.watch.get([engine.process.call(EngineProcess.device_memory) for engine in up])
+        except ClusterDiedError:
+            raise
+        except WorkerDiedError:
+            self.watch.blame_the_dead()
+            if not self.failed():
+                raise
+            return []
         return [memory for of_engine in by_engine for memory in of_engine]
 
     def start_asleep(self) -> None:
