@@ -41,8 +41,10 @@ class FakeGpus:
     def selected(self, number: int) -> Iterator[None]:
         before = self.library.fake_selected()
         self.library.fake_select(int(self._uuids[number][-1]))
-        yield
-        self.library.fake_select(before)
+        try:
+            yield
+        finally:
+            self.library.fake_select(before)
 
     def empty_cache(self) -> None:
         self.emptied += 1

@@ -48,7 +48,7 @@ def test_replica_on_the_receivers_node_is_preferred_and_balanced() -> None:
 
 def test_shard_without_receivers_has_senders_that_are_never_used() -> None:
     """Shards of padding: two holders, and no engine rank that needs a part."""
-    padding, shared = range(0, 2), range(2, 4)
+    padding, shared = range(2), range(2, 4)
     choices = chosen({padding: [0] * 4, shared: [1] * 4}, nodes(0, 1), nodes(1, 1, gpus=4))
     assert choices[padding] == [{0}] * 4
     assert set().union(*choices[shared]) == {2, 3}
