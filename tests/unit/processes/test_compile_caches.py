@@ -14,6 +14,7 @@ from mcore_rl.processes import compile_caches
 from mcore_rl.processes.compile_caches import FOLDERS, use_node_directories
 from mcore_rl.runtime.roles.base import RankProcess, SetUpContext
 from mcore_rl.runtime.spans import SpanRecorder
+from tests.readme import ROOT
 
 
 @pytest.fixture
@@ -62,6 +63,11 @@ def test_rank_on_gpus_keeps_the_users_directory(node: Path, monkeypatch: pytest.
     environment = started_rank("cuda")
     assert environment["TRITON_CACHE_DIR"] == "/mine"
     assert environment["VLLM_CACHE_ROOT"] == str(node / "vllm")
+
+
+def test_document_lists_all_variables() -> None:
+    document = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+    assert [name for name in FOLDERS if f"`{name}`" not in document] == []
 
 
 def test_rank_on_cpu_sets_no_directory(node: Path) -> None:
