@@ -128,7 +128,8 @@ class DevicePhases:
 
     def _wake(self, part: str) -> None:
         if not self._awake and self.engines.failed():
-            # An engine that died in its sleep starts awake and measures the free memory: not beside trainer state.
+            # An engine that died in its sleep starts awake, with a KV cache for the free memory: offload trainer state
+            # first.
             self._offload(ALL_STATE)
             self.engines.start_asleep()
         if part not in self._awake:

@@ -154,10 +154,6 @@ class IpcMemory:
         # lost peer.
         self._release.atexit = False
 
-    @property
-    def is_open(self) -> bool:
-        return self._release.alive
-
     def close(self) -> None:
         """Release the memory; further calls do nothing."""
         self._release()
