@@ -35,7 +35,9 @@ if [[ $extra == cpu ]]; then
     pip_install torch==2.13.0
   fi
 fi
-pip_install uv
+uv=uv
+[[ $extra != gpu ]] || uv=$(grep '^uv==' locks/gpu.txt)
+pip_install "$uv"
 setting() { "$venv/bin/python" -m pip config get "global.$1" 2>/dev/null || true; }
 index=${PIP_INDEX_URL:-$(setting index-url)}
 cert=${PIP_CERT:-$(setting cert)}

@@ -87,6 +87,7 @@ def test_set_up_of_sglang_for_gpus_installs_the_lock_only(tmp_path: Path, enviro
     done = set_up(tmp_path, environment, "setup_sglang.sh")
     assert done.returncode == 0, done.stderr
     assert [call for call in calls(environment) if "pip install" in call and "torch" in call] == []
+    assert [call for call in calls(environment) if "pip install" in call and " uv==" in call]
     (uv,) = [call for call in calls(environment) if call.startswith("uv ")]
     assert uv.endswith("--compile-bytecode --requirement locks/sglang_gpu.txt")
 
