@@ -54,7 +54,7 @@ def _size(limit: int) -> str:
 
 
 def check_infiniband(root: Path = Path("/")) -> list[Check]:
-    """Check that programs can open the machine's InfiniBand or RoCE devices; no check if it has none.
+    """Check that the device files of InfiniBand or RoCE exist; no check if the machine has no such device.
 
     Without access, NCCL uses sockets, which are 10 to 20 times slower, and reports nothing.
     """

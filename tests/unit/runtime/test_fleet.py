@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -13,7 +13,7 @@ from tests.unit.runtime.engines import Engine, Process, Watch
 
 
 class _Process(Process):
-    def call(self, method: object, *arguments: Any) -> Any:
+    def call(self, method: Callable[..., object], *arguments: object, **options: object) -> Any:
         return None
 
 
