@@ -19,7 +19,7 @@ fi
   set CUDA_HOME to its folder"
 export CUDA_HOME PATH=$venv/bin:$CUDA_HOME/bin:$PATH # ninja is in the environment
 
-# Headers of the libraries that torch was built with. A toolkit may have nvcc without those of cuSPARSE, cuDNN or NCCL.
+# Headers of the libraries that torch was built with. A toolkit with nvcc may lack headers of cuSPARSE, cuDNN or NCCL.
 nvidia=("$venv"/lib/python3.*/site-packages/nvidia)
 export CPATH=$nvidia/cu13/include:$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH}
 export LIBRARY_PATH=$nvidia/cu13/lib${LIBRARY_PATH:+:$LIBRARY_PATH}

@@ -10,7 +10,12 @@ from mcore_rl.planner.phases import RESERVE_BYTES, Phases
 
 def test_planned_points_describe_the_fullest_gpu() -> None:
     engine = EngineRank(
-        1000, workspace_bytes=200, kv_cache_bytes=3900, kv_bytes_per_token=1, sequences=9, graphs_bytes=100
+        weights_bytes=1000,
+        workspace_bytes=200,
+        kv_cache_bytes=3900,
+        kv_bytes_per_token=1,
+        sequences=9,
+        graphs_bytes=100,
     )
     ranks = [Phases({"generate": 5200 + state, "update": 9000, "sync": 1000 + state + 20}, 0) for state in (7, 30)]
     points = planned_points(ranks, engine)

@@ -35,7 +35,7 @@ def test_device_memory_of_lost_engine_restarts_nothing(monkeypatch: pytest.Monke
     for engine in watch.engines:
         engine.process = _Process(engine.name)
         engine.all.append(engine.process)
-    fleet = Fleet([*watch.engines], cast(Any, watch), 3, note=str)
+    fleet = Fleet([*watch.engines], cast(Any, watch), 3, note=lambda line: None)
     if is_engine:
         watch.dies = watch.engines[0]
         assert fleet.device_memory() == []

@@ -11,7 +11,7 @@ from mcore_rl.weights.transports.segments import SharedSegment
 def open_files() -> list[str]:
     """Return the paths of this process's open files."""
     links = [Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd")]
-    return [os.readlink(link) for link in links if link.is_symlink()]  # not the one of the listing itself
+    return [os.readlink(link) for link in links if link.is_symlink()]  # the descriptor of the listing itself is closed
 
 
 def test_shared_segment_closed_keeps_no_memory() -> None:
