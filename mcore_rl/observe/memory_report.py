@@ -74,7 +74,7 @@ class MemoryReport:
     def _report(self, found: Sequence[DeviceMemory]) -> None:
         try:
             planned = self.planned(min(memory.total_bytes for memory in found))
-        except McoreRLError as error:  # a run that works needs no plan
+        except (McoreRLError, ValueError) as error:  # a run that works needs no plan
             planned = {}
             self.note(f"warning: the memory has no plan to compare it with: {error}")
         metrics: dict[str, Metric] = {}
