@@ -39,7 +39,8 @@ def check_run(config: Config) -> None:
     validate_judge(config.judge, config.rollout, config.model)
     if uses_reward_model(config.reward_model) and not is_supervised(config.algorithm):
         validate_reward_model(config)
-    lacks = cannot_run(config, cuda=config.cluster.uses_cuda)
+    # The search for a GPU imports torch, which is slow. Only judges depend on it.
+    lacks = cannot_run(config, cuda=config.cluster.uses_cuda if config.judge.hf_path is not None else None)
     for problem in (*lacks, missing_engine(config.algorithm, config.rollout, config.judge)):
         if problem is not None:
             raise ConfigError(problem)
