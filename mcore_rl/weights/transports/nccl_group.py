@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,16 @@ _ARRIVED, _COMPLETE, _LOST = "arrived", "complete", "lost"
 
 def nccl_version() -> str:
     """Return the version of the NCCL library in this process, such as 2.29.7; "" without CUDA."""
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
+    if not torch.cuda.is_available():
+        return ""
+    number = ctypes.c_int()
+    try:
+        library = ctypes.CDLL("libnccl.so.2", os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:  # linked into torch
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    # torch.cuda.nccl.version() is the version that torch was compiled with. Another library may have been installed.
+    library.ncclGetVersion(ctypes.byref(number))
+    return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def announce_loss(store: dist.Store, generation: int, reason: str) -> None:

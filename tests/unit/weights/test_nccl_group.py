@@ -72,6 +72,23 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[Backend]:
     return Backend.made
 
 
+def test_nccl_version_is_of_the_loaded_library_and_not_of_torchs_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        def __init__(self, name: str, mode: int) -> None:
+            assert mode & os.RTLD_NOLOAD
+
+        def ncclGetVersion(self, pointer: Any) -> int:
+            pointer._obj.value = 23007
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(nccl_group.ctypes, "CDLL", Library)
+    assert nccl_group.nccl_version() == "2.30.7"
+    monkeypatch.undo()
+    assert nccl_group.nccl_version() == ""  # without a GPU
+
+
 @pytest.mark.parametrize("error", ["", "no GPUs found"])
 @pytest.mark.parametrize("before", [None, "3"])
 def test_process_group_leaves_errors_to_the_wait(
