@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from mcore_rl.config.rules.engine_support import sglang_python
+from mcore_rl.config.rules.engine_support import sglang_packages
 from mcore_rl.doctor.checks import GIB, Check, Need
 from mcore_rl.resolved.installed import has_module, release
 
@@ -68,7 +68,7 @@ def check_infiniband(root: Path = Path("/")) -> list[Check]:
 def check_nccl() -> list[Check]:
     """Compare the NCCL of this environment with the one of SGLang's; no check if one of them has no NCCL."""
     ours = nccl_in([Path(sysconfig.get_path("purelib"))])
-    theirs = nccl_in(sglang_python().parents[1].glob("lib/python3*/site-packages"))
+    theirs = nccl_in(sglang_packages())
     return [compare_nccl(ours, theirs)] if ours and theirs else []
 
 

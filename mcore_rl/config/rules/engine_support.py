@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,19 @@ SGLANG_VERSION = "0.5.23"
 
 def sglang_python() -> Path:
     """Return the path of SGLang's interpreter; the default is where `make sglang` installs it."""
-    beside = Path(__file__).parents[3] / ".venv-sglang" / "bin" / "python"
-    return Path(os.environ.get(SGLANG_PYTHON, beside))
+    default = Path(__file__).parents[3] / ".venv-sglang" / "bin" / "python"
+    return Path(os.environ.get(SGLANG_PYTHON, default))
+
+
+def sglang_packages() -> Iterator[Path]:
+    """Yield the folders of packages in SGLang's environment; none if its interpreter belongs to no environment."""
+    yield from sglang_python().absolute().parent.parent.glob("lib/python3*/site-packages")
 
 
 def sglang_version() -> str | None:
     """Return the version of SGLang in its environment, found without importing it; None if there is none."""
     # SGLang has an environment of its own, with another Python version or other packages.
-    for packages in sglang_python().parents[1].glob("lib/python3*/site-packages"):
+    for packages in sglang_packages():
         for distribution in importlib.metadata.distributions(name="sglang", path=[str(packages)]):
             return distribution.version
     return None

@@ -88,7 +88,7 @@ def find_memory_saver(python: Path) -> MemorySaver:
     Raises: ConfigError if torch is built without CUDA, or if torch_memory_saver is not installed.
     """
     remedy = f"run `make sglang EXTRA=gpu`, or set {SGLANG_PYTHON} to the interpreter of an environment that has it"
-    for packages in python.parents[1].glob("lib/python3*/site-packages"):
+    for packages in python.absolute().parent.parent.glob("lib/python3*/site-packages"):
         version = packages / "torch" / "version.py"
         built_for = re.search(r"^cuda\b.*= *'(\d+)\.", version.read_text() if version.is_file() else "", re.MULTILINE)
         if built_for is None:

@@ -24,6 +24,14 @@ from mcore_rl.errors import ConfigError
 ROOT = Path(__file__).parents[3]
 
 
+def test_sglang_version_of_interpreter_without_a_folder_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(SGLANG_PYTHON, "python")
+    assert sglang_version() is None
+
+
 def _missing(config: Config) -> str | None:
     return missing_engine(config.algorithm, config.rollout, config.judge)
 

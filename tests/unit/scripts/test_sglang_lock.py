@@ -8,7 +8,7 @@ import re
 import pytest
 from packaging.requirements import Requirement
 
-from mcore_rl.config.rules.engine_support import SGLANG_VERSION, sglang_python
+from mcore_rl.config.rules.engine_support import SGLANG_VERSION, sglang_packages
 from tests.locks import ENVIRONMENTS, locked, requirements, unsatisfied
 from tests.readme import ROOT
 
@@ -34,7 +34,7 @@ def test_sglang_lock_satisfies_its_input(versions: dict[str, str]) -> None:
 
 
 def test_sglang_lock_satisfies_the_wheels_requirements(environment: dict[str, str], versions: dict[str, str]) -> None:
-    packages = [str(path) for path in sglang_python().parents[1].glob("lib/python3*/site-packages")]
+    packages = [str(path) for path in sglang_packages()]
     found = list(importlib.metadata.distributions(name="sglang", path=packages))
     if not found:
         pytest.skip("SGLang is not installed: make sglang")
