@@ -80,7 +80,7 @@ def check_sglang_model(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> N
     if cuda and fraction == 1:
         raise ConfigError(
             f"{role.key('gpu_memory_fraction')}=1 leaves SGLang no memory for activations and CUDA graphs, which it "
-            "does not count as its own; lower it"
+            "does not count as its own; set it to at most 0.95"
         )
     if role.section.tp > 1:
         _check_sglang_ranks(role, hf, cuda=cuda)
