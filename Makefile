@@ -9,6 +9,7 @@ HOSTS ?= 1
 TASK ?= work3
 ENGINE ?= $(if $(filter latent,$(TASK)),sglang,vllm)
 MODE ?= sync
+STRATEGY ?= megatron
 # Test processes. Complete runs wait for their own processes now and then, so 2 cores can serve 3 of them.
 WORKERS ?= 3
 PY := .venv/bin/python
@@ -21,8 +22,8 @@ help: ## list the targets
 setup: ## create .venv (the other targets do this too)
 	@EXTRA=$(EXTRA) scripts/setup.sh
 
-demo: setup $(filter sglang,$(ENGINE)) ## train a tiny MoE with DAPO, print the accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2 simulates two hosts; ENGINE=sglang; TASK=tool, TASK=game: several turns; TASK=latent: DeepSeek-V3 with SGLang; MODE=async
-	@$(PY) scripts/demo.py --task $(TASK) --mode $(MODE) --engine $(ENGINE) --hosts $(HOSTS) $(ARGS)
+demo: setup $(filter sglang,$(ENGINE)) ## train a tiny MoE with DAPO, print the accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2 simulates two hosts; ENGINE=sglang; TASK=tool, TASK=game: several turns; TASK=latent: DeepSeek-V3 with SGLang; MODE=async; STRATEGY=fsdp2: transformers' dense model
+	@$(PY) scripts/demo.py --task $(TASK) --mode $(MODE) --strategy $(STRATEGY) --engine $(ENGINE) --hosts $(HOSTS) $(ARGS)
 
 test: setup ## run the test suite; ARGS='tests/unit -k packing' selects a part
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)

@@ -55,6 +55,7 @@ from mcore_rl.trainer.reference import build_reference
 from mcore_rl.trainer.repetition import Repetition
 from mcore_rl.trainer.run import Run, SupervisedRun
 from mcore_rl.types import Batch, BuffersRef, Groups, Metric, RolloutResult, TrajectoryBuffers
+from mcore_rl.weights.transports.files.run_files import RunFiles, run_files
 from model_converters.mapping.layout import TrainLayout
 
 G = TypeVar("G")
@@ -74,10 +75,11 @@ def assemble(
     stages = Stages(recorder.span, board=board)
     starting = launch(config, ranks, prepared.data.prompts, roles, stages, logs=logs, show=show)
     # groups_removed is entered first, so it removes the control groups after all processes have ended.
-    with groups_removed(), checking as check, starting as processes:
+    # Files of weights are removed after all processes that use them have ended, too.
+    with groups_removed(), weight_files(config) as files, checking as check, starting as processes:
         # Before the first step: a field of config.json that is read wrongly would make the whole run useless.
         check(processes.trainers)
-        site = _Site(config, prepared, processes, recorder, stages, Path(config.run.dir), logs, show)
+        site = _Site(config, prepared, processes, recorder, stages, Path(config.run.dir), logs, show, files)
         run = site.supervised() if prepared.data.targets is not None else site.reinforcement()
         failed = True
         try:
@@ -85,6 +87,12 @@ def assemble(
             failed = False
         finally:
             run.journal.close(failed=failed)
+
+
+def weight_files(config: Config) -> contextlib.AbstractContextManager[RunFiles | None]:
+    """Return the folder for files of weights during a block; None for another transport."""
+    directory = config.weights.directory
+    return contextlib.nullcontext() if directory is None else run_files(directory, Path(config.run.dir))
 
 
 @contextlib.contextmanager
@@ -166,6 +174,7 @@ class _Site:
     directory: Path
     logs: Path
     show: Callable[[str], None]
+    files: RunFiles | None
 
     def reinforcement(self) -> Run:
         """Build a run that samples responses and trains on their rewards."""
@@ -177,7 +186,7 @@ class _Site:
             if config.cluster.uses_cuda:
                 phases.at_point = self._memory_report(engines, journal).at
             self.stages.phases = phases
-        slices = SlicePublisher.connect(self.processes.trainers, engines, config)
+        slices = SlicePublisher.connect(self.processes.trainers, engines, config, journal.record, self.files)
         # The fleet starts before the journal exists, so it receives the function later.
         engines.note = journal.note
         scheduler = self._scheduler(engines, slices)

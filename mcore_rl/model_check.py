@@ -80,7 +80,7 @@ def _skip_reason(model: ModelConfig, actor: ActorConfig) -> str | None:
     else:
         with HFCheckpoint(model.hf_path) as source:
             if source.block is not None:
-                reason = "transformers computes in FP8, the trainer with dequantized weights"
+                reason = "transformers computes in FP8, the trainer with dequantised weights"
             elif mode == "auto":
                 return reason_not_to_compare(source)
     if mode == "always" and reason is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -52,9 +53,10 @@ class Engine(Protocol):
         Raises: DataError or ConfigError if a request cannot be generated (then none is added).
         """
 
-    def step(self, limit: int = 1) -> tuple[list[Delta], list[Completion]]:
-        """Run one engine step, or up to `limit` steps until a request finishes: no request gets more than `limit`
-        tokens. Returns new tokens and finished requests; both are empty if nothing is running.
+    def step(self, limit: int = 1, max_tokens: float = math.inf) -> tuple[list[Delta], list[Completion]]:
+        """Run one engine step, or up to `limit` steps until a request finishes. A step adds at most one token to a
+        request, and more with rollout.draft. No request gets more than `max_tokens` (at least 1). Returns new tokens
+        and finished requests; both are empty if nothing is running.
 
         Raises: WeightSyncError while a weight update is incomplete; WorkerDiedError.
         """

@@ -144,16 +144,26 @@ class Start:
     remote_names: LocalNames = field(default_factory=dict)
 
 
-def locked(config: Config, run: Callable[[Start], Result], *, trains: bool, generates: bool = True) -> Result:
+def locked(
+    config: Config,
+    run: Callable[[Start], Result],
+    *,
+    trains: bool,
+    generates: bool = True,
+    sends_weights: bool = True,
+) -> Result:
     """Download files that the configuration names on the hub, check and isolate the run, then call `run` with run.dir
     locked. `trains`: check also what a training writes, its exports and trackers. `generates`: check also data, engines
-    and models that score responses.
+    and models that score responses. `sends_weights`: check also that weights can be sent to the engines.
     """
     from mcore_rl.preparation.preflight import check_outputs, check_run, check_update
 
     show = start_up_log()
     with local_files(config, show, data=generates) as names:
-        (check_run if generates else check_update)(config)
+        if generates:
+            check_run(config, sends_weights=sends_weights)
+        else:
+            check_update(config)
         if trains:
             check_outputs(config)
             # After the configuration's own checks: a tracker's check may import its package.
@@ -329,7 +339,8 @@ def slurm(
     from mcore_rl.slurm.script import render_job
 
     script = render_job(config, files, overrides, pinned, force=force)
-    missing = missing_files(config.data, config.algorithm, config.model, config.judge, config.rollout)
+    cuda = config.cluster.device != "cpu"  # as in a plan
+    missing = missing_files(config.data, config.algorithm, config.model, config.judge, config.rollout, cuda=cuda)
     problems = cannot_run(config) + missing
     if not force:
         # The plan takes longest, so it is made only if nothing else is wrong.

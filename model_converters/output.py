@@ -112,7 +112,7 @@ def _row_json(bound: BoundRow, placement: Placement) -> dict[str, object]:
         "shards": [
             {
                 "ranks": list(holding.ranks),
-                "shape": list(local_shape(row, holding.num_shards)),
+                "shape": list(local_shape(row, holding.held.num_shards)),
                 "slices": [
                     {
                         "hf": bound.hf[segment.part],
@@ -121,7 +121,7 @@ def _row_json(bound: BoundRow, placement: Placement) -> dict[str, object]:
                         "length": segment.length,
                         "local_start": segment.local_start,
                     }
-                    for segment in segments_of(row, holding.shard, holding.num_shards)
+                    for segment in segments_of(row, holding.held.shard, holding.held.num_shards)
                 ],
             }
             for holding in placement.holdings(bound)
@@ -148,7 +148,7 @@ def rows_text(config: HFConfig, bound: Sequence[BoundRow], layout: TrainLayout) 
 def _cells(bound: BoundRow, holding: Holding) -> tuple[str, ...]:
     row = bound.row
     runs: dict[int, list[tuple[int, int]]] = {}
-    for part, start, _, length in segments_of(row, holding.shard, holding.num_shards):
+    for part, start, _, length in segments_of(row, holding.held.shard, holding.held.num_shards):
         # Merge adjacent segments, so that a whole tensor is shown as one range.
         known = runs.setdefault(part, [])
         if known and known[-1][1] == start:
@@ -156,14 +156,14 @@ def _cells(bound: BoundRow, holding: Holding) -> tuple[str, ...]:
         else:
             known.append((start, start + length))
     slices = [" ".join(f"{first}:{last}" for first, last in runs[part]) for part in sorted(runs)]
-    prefix = "" if holding.num_shards == 1 else f"dim {row.dim} "
+    prefix = "" if holding.held.num_shards == 1 else f"dim {row.dim} "
     return (
         bound.mcore,
         _joined(bound.hf),
         type(row.transform).__name__,
         row.axis if row.axis != "none" else "",
         _ranks(holding.ranks),
-        str(list(local_shape(row, holding.num_shards))),
+        str(list(local_shape(row, holding.held.num_shards))),
         prefix + " | ".join(slices),
     )
 

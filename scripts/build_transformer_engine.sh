@@ -24,10 +24,11 @@ nvidia=("$venv"/lib/python3.*/site-packages/nvidia)
 export CPATH=$nvidia/cu13/include:$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH}
 export LIBRARY_PATH=$nvidia/cu13/lib${LIBRARY_PATH:+:$LIBRARY_PATH}
 
-# Without build isolation: pip would build it against the newest torch of the index.
+# Without build isolation: pip would build it against the newest torch of the index. Without dependencies, which the lock
+# has: pip would replace NCCL with the version that torch pins (locks/gpu_overrides.txt).
 build() {
-  "$venv/bin/python" -m pip install --disable-pip-version-check --verbose --no-build-isolation \
-    "transformer-engine[pytorch,core_cu13]==2.11.0"
+  "$venv/bin/python" -m pip install --disable-pip-version-check --verbose --no-build-isolation --no-deps \
+    transformer-engine-torch==2.11.0
 }
 
 echo "      log: $log"

@@ -79,6 +79,15 @@ DEMOS = {
         ("trainer.steps=300", "actor.optimizer.lr=2e-3", "actor.optimizer.decay_steps=300"),
         engine="sglang",
     ),
+    "work3 fsdp2": Demo(
+        "dense",
+        "configs/demo_fsdp2_cpu.yaml",
+        "runs/demo_fsdp2",
+        (
+            *("actor.parallel.ep=1", "actor.strategy=fsdp2"),
+            *("trainer.steps=145", "actor.optimizer.decay_steps=180"),
+        ),
+    ),
     "tool": Demo("tool", "configs/demo_tool_cpu.yaml", "runs/demo_tool", ("rollout.max_prompt_tokens=24",)),
     "game": Demo(
         "game",
@@ -236,17 +245,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Warm start, then DAPO, on an arithmetic task; a few minutes on 2 cores."
     )
-    parser.add_argument("--task", choices=sorted({demo.task for demo in DEMOS.values()}), default="work3")
+    parser.add_argument("--task", choices=sorted(name for name in DEMOS if " " not in name), default="work3")
     parser.add_argument("--mode", choices=("sync", "async"), default="sync", help="async: only with --task work3")
+    parser.add_argument(
+        "--strategy",
+        choices=("megatron", "fsdp2"),
+        default="megatron",
+        help="fsdp2: transformers' own model, a dense one; only with --task work3 --mode sync",
+    )
     parser.add_argument("--engine", choices=("vllm", "sglang"), help="inference engine; default: the demo's")
     parser.add_argument(
         "--hosts", type=int, choices=(1, 2), default=1, help="2: two simulated hosts; needs root on Linux"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for the DAPO run, such as trainer.steps=10")
     options = parser.parse_args(arguments)
-    name = options.task if options.mode == "sync" else f"{options.task} {options.mode}"
+    chosen = [options.mode] * (options.mode != "sync") + [options.strategy] * (options.strategy != "megatron")
+    name = " ".join([options.task, *chosen])
     if name not in DEMOS:
-        parser.error(f"--mode {options.mode} has no --task {options.task}")
+        parser.error(f"--mode {options.mode} has no --task {options.task} with --strategy {options.strategy}")
     try:
         run_demo(DEMOS[name], options.overrides, engine=options.engine, hosts=options.hosts)
     except ConfigError as error:

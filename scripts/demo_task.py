@@ -1,10 +1,10 @@
 """Tasks of the demo: problems, a small tokenizer and a tiny random model, generated from one seed.
 
-There are three single-turn tasks; episode_tasks has the multi-turn tasks. `work3`: 3-digit addition, digit by digit,
-then the answer after `#` (`347+285=` is continued by `7+5+0=12;4+8+1=13;3+2+1=6#632`). `latent`: the same problems for
-a DeepSeek-V3; the models of other tasks are Qwen3-MoE. `think2`: 2-digit addition. Most of its warm-start targets are a
-wrong answer without working; a few show the working (`<7+5+0=12;3+8+1=12>#122`). Learning is therefore visible as
-growing length.
+There are three kinds of single-turn problems; episode_tasks has the multi-turn tasks. `work3`: 3-digit addition, digit
+by digit, then the answer after `#` (`347+285=` is continued by `7+5+0=12;4+8+1=13;3+2+1=6#632`). `latent` and `dense`:
+the same problems for a DeepSeek-V3 and a dense Qwen3; the models of other tasks are Qwen3-MoE. `think2`: 2-digit
+addition. Most of its warm-start targets are a wrong answer without working; a few show the working
+(`<7+5+0=12;3+8+1=12>#122`). Learning is therefore visible as growing length.
 """
 
 from __future__ import annotations
@@ -27,13 +27,23 @@ from episode_tasks import Problem
 from model_converters.durable_files import durable_write
 
 if TYPE_CHECKING:
-    from transformers import DeepseekV3Config, PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+    from transformers import DeepseekV3Config, PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 ALPHABET = "0123456789+-*/=;|<>()#.,:? \n_"
 NUM_HELD_OUT = 256
 """Number of validation rows."""
 MAX_TARGET_TOKENS = 32
 """Longest target of any task with its end token; configs/demo_*.yaml must allow as many response tokens."""
+COMMON_FIELDS: dict[str, object] = {
+    "hidden_size": 128,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "dtype": "float32",
+}
+QWEN3_SIZES = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 COMPLETE = "complete.json"
 FORMAT = 2
 """Version of the target format. In version 1 the grader misread `|` and `>` before the answer."""
@@ -87,23 +97,14 @@ def qwen3_moe_config(vocabulary: int) -> Qwen3MoeConfig:
 
     return Qwen3MoeConfig(
         vocab_size=vocabulary,
-        hidden_size=128,
         intermediate_size=256,
         moe_intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        **QWEN3_SIZES,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        tie_word_embeddings=False,
-        max_position_embeddings=256,
         router_aux_loss_coef=0.0,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        dtype="float32",
+        **COMMON_FIELDS,
     )
 
 
@@ -113,7 +114,6 @@ def deepseek_v3_config(vocabulary: int) -> DeepseekV3Config:
 
     return DeepseekV3Config(
         vocab_size=vocabulary,
-        hidden_size=128,
         intermediate_size=256,
         moe_intermediate_size=128,
         num_hidden_layers=4,
@@ -143,12 +143,19 @@ def deepseek_v3_config(vocabulary: int) -> DeepseekV3Config:
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-        tie_word_embeddings=False,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        dtype="float32",
+        **COMMON_FIELDS,
+    )
+
+
+def qwen3_config(vocabulary: int) -> Qwen3Config:
+    """Return a dense Qwen3 configuration of 1.2 M parameters."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=vocabulary,
+        intermediate_size=640,
+        **QWEN3_SIZES,
+        **COMMON_FIELDS,
     )
 
 
@@ -171,6 +178,7 @@ class DemoTask:
 TASKS = {
     "work3": DemoTask(partial(additions, work3, 100, 1000), 16384, 8192),
     "latent": DemoTask(partial(additions, work3, 100, 1000), 16384, 8192, model=deepseek_v3_config),
+    "dense": DemoTask(partial(additions, work3, 100, 1000), 16384, 8192, model=qwen3_config),
     "think2": DemoTask(partial(additions, think2, 10, 100), 4096, 3072),
     "tool": DemoTask(episode_tasks.tool_rows, 16384, 4096, episode_tasks.tool_tokenizer, episode_tasks.num_tokens),
     "game": DemoTask(episode_tasks.game_rows, 16384, 4096, episode_tasks.game_tokenizer, episode_tasks.num_tokens),

@@ -18,7 +18,7 @@ compile() {
   .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-emit-find-links \
     --no-annotate --output-file "locks/$1.txt" "${@:2}"
 }
-compile gpu "$@" --extra gpu --extra dev locks/gpu.in pyproject.toml
+compile gpu "$@" --extra gpu --extra dev --override locks/gpu_overrides.txt locks/gpu.in pyproject.toml
 compile cpu "$@" --extra cpu --extra dev --override scripts/overrides.txt pyproject.toml
 compile sglang_gpu "$@" locks/sglang_gpu.in
 # The index has torch with CUDA, whose packages the build for CPUs, with the same version, does not need.

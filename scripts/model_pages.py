@@ -190,7 +190,7 @@ MEMORY: dict[str, Column] = {
     "usable": lambda recipe: _gib(usable_bytes(recipe.config.cluster)),
     "engine's weights": lambda recipe: _gib(recipe.plan.times.engine.weights_bytes),
     "sequences in the KV cache": lambda recipe: f"{recipe.plan.times.engine.sequences:.1f}",
-    "host memory per node": lambda recipe: _gib(recipe.plan.verdict.host_bytes_per_node),
+    "host memory per node": lambda recipe: _gib(recipe.plan.verdict.host.total),
 }
 LAYOUT: dict[str, Column] = {
     **{name: _axis(name) for name in ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp")},
@@ -248,9 +248,11 @@ def _start(recipes: Sequence[PlannedRecipe]) -> Iterator[str]:
     yield ""
     for recipe in recipes:
         yield f"    mcore-rl plan {' '.join(recipe_files(recipe.name))}"
-    yield ""
-    yield f"    mcore-rl slurm configs/{recipes[0].name} model.hf_path=DIR data.train=train.jsonl \\"
-    yield "        data.val=test.jsonl slurm.partition=gpu > job.sbatch && sbatch job.sbatch"
+    # The other recipes of one file are started like the first.
+    for name in (recipes[0].name, *(recipe.name for recipe in recipes[1:] if len(recipe_files(recipe.name)) > 1)):
+        yield ""
+        yield f"    mcore-rl slurm {' '.join(recipe_files(name))} model.hf_path=DIR data.train=train.jsonl \\"
+        yield "        data.val=test.jsonl slurm.partition=gpu > job.sbatch && sbatch job.sbatch"
 
 
 def _limits(recipes: Sequence[PlannedRecipe]) -> Iterator[str]:
@@ -278,7 +280,8 @@ def _engines(recipe: PlannedRecipe) -> str:
     rollout = recipe.config.rollout
     name = {"vllm": "vLLM", "sglang": "SGLang"}[rollout.engine]
     experts = ", whole experts" if rollout.expert_parallel else ""
-    return f"{rollout.num_engines} x {name}, tp {rollout.tp}{experts}"
+    attention = ", data-parallel attention" if rollout.data_parallel_attention else ""
+    return f"{rollout.num_engines} x {name}, tp {rollout.tp}{experts}{attention}"
 
 
 def _away(recipe: PlannedRecipe) -> str:

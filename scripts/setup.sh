@@ -12,7 +12,9 @@ extra=${EXTRA:-cpu}
 venv=.venv
 stamp=$venv/.mcore-rl-ready
 unfinished=$venv/.mcore-rl-unfinished
-inputs=(pyproject.toml scripts/overrides.txt scripts/setup.sh)
+overrides=scripts/overrides.txt
+[[ $extra != gpu ]] || overrides=locks/gpu_overrides.txt
+inputs=(pyproject.toml "$overrides" scripts/setup.sh)
 [[ $extra != gpu ]] || inputs+=(scripts/build_transformer_engine.sh)
 packages=(-e ".[$extra,dev]")
 lock=
@@ -103,7 +105,6 @@ uv_from_pip() {
 }
 
 uv_requirement() { if [[ -n $lock ]]; then grep '^uv==' "$lock"; else echo uv; fi; }
-overrides() { if [[ $extra == cpu ]]; then echo scripts/overrides.txt; else echo /dev/null; fi; }
 
 install_packages() {
   if pip_install "$(uv_requirement)"; then
@@ -112,8 +113,12 @@ install_packages() {
     [[ -t 1 ]] || quiet=(--quiet)
     # Byte code once, here: else every process of a run compiles what it imports, where none may be written later.
     "$venv/bin/uv" pip install "${quiet[@]}" --compile-bytecode --python "$venv/bin/python" \
-      --override "$(overrides)" "${packages[@]}" && return
+      --override "$overrides" "${packages[@]}" && return
     echo "      uv did not manage, trying pip (slower)"
+  fi
+  if [[ -n $lock ]]; then
+    pip_install --no-deps "${packages[@]}" # pip knows no overrides, and the lock is complete
+    return
   fi
   pip_install "${packages[@]}"
   if [[ $extra == cpu ]]; then

@@ -6,11 +6,14 @@ are found by the project's prefix; segments of living processes outside this ses
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import re
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # One thread per process and no network, before anything imports torch or transformers.
@@ -38,6 +41,8 @@ ORDER = ("e2e", "contract", "distributed", "te", "architecture", "unit")
 """Folders of tests, slowest first: otherwise one process would run the last slow test while the others are idle."""
 GRACE_SECONDS = float(os.environ.get("MCORE_RL_TEST_GRACE_SECONDS", "15"))
 """Time for processes to end after a test; Ray's daemons need a few seconds."""
+MANY_TESTS = 1000
+"""Number of tests of which the modules are exempt from collections of reference cycles."""
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Helper processes of multiprocessing: one of each per process; they end with it."""
 
@@ -62,9 +67,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="on demand: MCORE_RL_EVERY_TEST=1"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Modules and test items stay until the end. Otherwise a test that calls gc.collect traverses them for seconds.
+    if len(session.items) > MANY_TESTS:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # nanobind prints warnings about objects that are never freed
+
+
 @pytest.fixture(scope="module", autouse=True)
-def leaves_nothing_behind() -> Iterator[None]:
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a module after which a process or a shared-memory segment of this session remains."""
+    if len(request.session.items) > MANY_TESTS:
+        # Modules that earlier tests imported stay too.
+        gc.collect()
+        gc.freeze()
     previous = os.environ.get(SESSION_VARIABLE)
     os.environ[SESSION_VARIABLE] = SESSION
     segments = _segments()
@@ -134,3 +150,20 @@ def _is_own_segment(name: str) -> bool:
     if pid is None or not psutil.pid_exists(pid):
         return True
     return pid == os.getpid() or _environment(psutil.Process(pid)).get(SESSION_VARIABLE) == SESSION
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Makes a file system of the given size ("64k"), where this machine lets us mount one."""
+    directory = tmp_path / "small"
+
+    def mount(size: str) -> Path:
+        directory.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("cannot mount a file system here")
+        return directory
+
+    yield mount
+    if directory.is_mount():
+        subprocess.run(["umount", "-l", str(directory)], check=True)

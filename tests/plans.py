@@ -55,7 +55,7 @@ def local_shapes_by_rank(bound: Sequence[BoundRow], layout: TrainLayout) -> list
     shapes_by_rank: list[dict[str, Shape]] = [{} for _ in range(layout.world_size)]
     for row in bound:
         for holding in placement.holdings(row):
-            shape = local_shape(row.row, holding.num_shards)
+            shape = local_shape(row.row, holding.held.num_shards)
             for rank in holding.ranks:
                 shapes_by_rank[rank][row.mcore] = shape
     return shapes_by_rank

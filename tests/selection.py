@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import pytest
 
@@ -12,3 +13,9 @@ EVERY_TEST = bool(os.environ.get("MCORE_RL_EVERY_TEST"))
 def on_demand_unless(usual: bool) -> list[pytest.MarkDecorator]:
     """Return the marks of a case that is always tested, or only on demand."""
     return [] if usual else [pytest.mark.on_demand]
+
+
+def needs_package(name: str, command: str) -> pytest.MarkDecorator:
+    """Skip tests without a package. Unlike pytest.importorskip, it imports nothing: every test process collects every
+    module, and some packages need seconds."""
+    return pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: {command}")

@@ -19,10 +19,10 @@ from benchmarks.pairs import Pair, pair_row
 from benchmarks.result import Result
 from benchmarks.sizes import size
 from mcore_rl.types.json import JsonObject
-from mcore_rl.weights.send import part_of
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import views
 from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.tensor_parts import part_of
 from mcore_rl.weights.transports.hosts import this_host
 from mcore_rl.weights.transports.segments import SharedSegment
 from mcore_rl.weights.transports.topology import Endpoint, Topology
@@ -159,7 +159,7 @@ def bucket_pair(tp: int) -> Pair:
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
 
     def ours() -> None:
-        for each, place in places:
-            place.copy_(part_of(each, local, place.shape))
+        for each, (place,) in places:
+            place.copy_(part_of(each, local, each.shape))
 
     return Pair(ours, lambda: target.copy_(source), num_bytes)

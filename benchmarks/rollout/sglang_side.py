@@ -27,7 +27,7 @@ Generate = Callable[[list[Request]], int]
 """Runs requests and returns the number of generated tokens."""
 
 RUNNING, PROMPT_TOKENS, LONGEST = 64, 24, 256
-SHIM = "from mcore_rl.engines.sglang import cpu\ncpu.prepare()\n"
+SHIM = "from mcore_rl.engines.sglang.devices import cpu_patches\ncpu_patches.prepare()\n"
 """Code for all processes of SGLang, which otherwise cannot be imported on a CPU."""
 ARGUMENTS: dict[str, str | float] = {
     "device": "cpu",
@@ -77,9 +77,9 @@ def engine(model: str) -> Generate:
     """Return a function that runs requests on SGLang's unmodified Engine."""
     # Before SGLang is imported, here and in its child processes.
     _see_shim()
-    from mcore_rl.engines.sglang import cpu
+    from mcore_rl.engines.sglang.devices import cpu_patches
 
-    cpu.prepare()
+    cpu_patches.prepare()
     import sglang
 
     running = sglang.Engine(model_path=model, **ARGUMENTS)

@@ -21,7 +21,7 @@ from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.mapping.layout import TrainLayout
 
 ROUNDS = size(11, 1)
-WAYS = (("the only rank", 64.0, 1, ">= 0.45"), ("two ranks", 64.0, 2, ">= 0.45"), ("mapped", 1024.0, 1, ">= 0.8"))
+WAYS = (("the only rank", 64.0, 1, ">= 0.7"), ("two ranks", 64.0, 2, ">= 0.7"), ("mapped", 1024.0, 1, ">= 0.95"))
 """(name, MiB of a bucket, ranks of the engine, aim)."""
 
 

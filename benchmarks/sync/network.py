@@ -19,6 +19,7 @@ from benchmarks.sizes import size
 from benchmarks.sync.processes import processes, sync_plan
 from benchmarks.timing import seconds_of
 from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.routes import RouteMap
 from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.slices.totals import count
 from model_converters.mapping.layout import TrainLayout
@@ -58,7 +59,7 @@ def _counted(name: str, train_layout: TrainLayout, engine_layout: EngineLayout, 
     with processes(plan, keep=False) as sync:
         _, received = sync.update()
     needs = ShardMap(plan.rows, engine_layout)
-    totals = count(Placement(plan.rows, train_layout), needs, plan.topology.locations, plan.bucket_bytes)
+    totals = count(RouteMap(Placement(plan.rows, train_layout), needs, plan.topology.locations), plan.bucket_bytes)
     # Alignment of slices in a bucket adds some bytes.
     ratios = [n / totals.needed[rank % engine_layout.num_ranks] for rank, n in enumerate(received)]
     fullest = max(range(len(received)), key=ratios.__getitem__)

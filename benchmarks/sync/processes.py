@@ -8,19 +8,23 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 
 import torch
 
 from benchmarks.children import PipedChild
 from benchmarks.conversion import convert
+from benchmarks.sync.adam import Adam
+from benchmarks.sync.limited_link import enter
 from mcore_rl.types.json import JsonObject
 from mcore_rl.weights.connection import Connection, TrainerSetup, connect_engine_rank
-from mcore_rl.weights.send import part_of
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.tensor_parts import part_of
+from mcore_rl.weights.transports.arrival import Rendezvous
 from mcore_rl.weights.transports.hosts import Host
-from mcore_rl.weights.transports.link import Rendezvous, open_store
+from mcore_rl.weights.transports.link import open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import local_shapes
@@ -46,12 +50,16 @@ def sync_plan(
     num_slots: int = 2,
     layers: int | None = None,
     config: JsonObject = CONFIG,
-    address: str = "127.0.0.1",
+    addresses: tuple[str, str] = ("127.0.0.1", "127.0.0.1"),
+    delta: bool = False,
 ) -> SyncPlan:
     """Create a plan. `hosts`: one letter per trainer rank, and one per engine rank; processes with the same letter
-    share memory. `layers`: number of layers; None: as in `config`."""
-    trainers, engines = (tuple(Endpoint(Host(each, (each, 0)), address) for each in letters) for letters in hosts)
-    topology = Topology(trainers, engines, engine_layout.num_ranks)
+    share memory. `layers`: number of layers; None: as in `config`. `addresses`: of trainers and of engines."""
+    trainers, engines = (
+        tuple(Endpoint(Host(each, (each, 0)), address) for each in letters)
+        for letters, address in zip(hosts, addresses, strict=True)
+    )
+    topology = Topology(trainers, engines, engine_layout.num_ranks, delta=delta)
     config = config if layers is None else config | {"num_hidden_layers": layers}
     return SyncPlan(config, torch.bfloat16, train_layout, engine_layout, topology, int(bucket_mib * 2**20), num_slots)
 
@@ -75,6 +83,13 @@ class SyncProcesses:
             pipe.recv(str)
         return time.perf_counter() - started, received
 
+    def train(self, num_updates: int) -> None:
+        """Run updates of the trainers' optimizers."""
+        for pipe in self.trainers:
+            pipe.send(num_updates)
+        for pipe in self.trainers:
+            pipe.recv(str)
+
     def digests(self) -> list[dict[str, str]]:
         """Return digests by HF name for each process: sent tensors of trainers, then received tensors of engines."""
         for pipe in (*self.trainers, *self.engines):
@@ -91,11 +106,19 @@ class SyncProcesses:
 
 @contextmanager
 def processes(
-    plan: SyncPlan, *, device: str = "cpu", keep: bool = True, pinned: bool = False
+    plan: SyncPlan,
+    *,
+    device: str = "cpu",
+    keep: bool = True,
+    pinned: bool = False,
+    adam_lr: float | None = None,
+    engine_network: Path | None = None,
 ) -> Iterator[SyncProcesses]:
     """Start and connect the processes of a sync. keep: engine ranks copy received slices to their own tensors; these
-    and the trainers' tensors are on `device`. pinned: the staging buffers are registered with CUDA."""
-    store = open_store("127.0.0.1")  # must live as long as the processes
+    and the trainers' tensors are on `device`. pinned: the staging buffers are registered with CUDA.
+    adam_lr: learning rate of SyncProcesses.train; None: weights stay. engine_network: network namespace of engines."""
+    address = plan.topology.trainers[0].address
+    store = open_store(address)  # must live as long as the processes
     with ExitStack() as stack:
 
         def start(target: Callable[..., None], rank: int, *arguments: object) -> PipedChild:
@@ -103,11 +126,11 @@ def processes(
             stack.callback(child.end)
             return child
 
-        trainers = [start(_trainer, rank, pinned) for rank in range(len(plan.topology.trainers))]
-        engines = [start(_engine, rank, keep) for rank in range(len(plan.topology.engines))]
+        trainers = [start(_trainer, rank, pinned, adam_lr) for rank in range(len(plan.topology.trainers))]
+        engines = [start(_engine, rank, keep, engine_network) for rank in range(len(plan.topology.engines))]
         # Each trainer rank owns some of the staging buffers.
         segments = {number: name for pipe in trainers for number, name in pipe.recv(dict).items()}
-        rendezvous = Rendezvous(plan.topology.trainers[0].address, store.port, 0)
+        rendezvous = Rendezvous(address, store.port, 0)
         for pipe in (*trainers, *engines):
             pipe.send(Connection(plan, rendezvous, segments, TIMEOUT_SECONDS))
         for pipe in (*trainers, *engines):
@@ -118,16 +141,17 @@ def processes(
         yield SyncProcesses(plan, trainers, engines)
 
 
-def _trainer(pipe: Pipe, plan: SyncPlan, rank: int, device: str, pinned: bool) -> None:
+def _trainer(pipe: Pipe, plan: SyncPlan, rank: int, device: str, pinned: bool, adam_lr: float | None) -> None:
     torch.set_num_threads(1)
     end = TrainerSetup(plan, rank)
     pipe.send(end.create_buffers())
     sender = end.connect(pipe.recv())
     shapes = local_shapes(plan.rows, plan.train_layout, rank)
     tensors = {name: _random(name, shape, plan.dtype, device) for name, shape in shapes.items()}
+    adam = None if adam_lr is None else Adam(tensors, adam_lr)
     if pinned:  # the driver copies pageable memory through a small pinned buffer
-        for segment in end._segments.values():
-            memory = segment.memory
+        for shared in end._owned.values():
+            memory = shared.segment.memory
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     pipe.send("connected")
     while (word := pipe.recv()) is not None:
@@ -136,6 +160,10 @@ def _trainer(pipe: Pipe, plan: SyncPlan, rank: int, device: str, pinned: bool) -
         elif word == "update":
             sender.send(tensors)
             pipe.send("sent")
+        elif isinstance(word, int):
+            assert adam is not None
+            adam.update(word)
+            pipe.send("trained")
         else:
             pipe.send(_sent_digests(plan, rank, tensors))
 
@@ -156,8 +184,10 @@ def _random(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def _engine(pipe: Pipe, plan: SyncPlan, rank: int, device: str, keep: bool) -> None:
+def _engine(pipe: Pipe, plan: SyncPlan, rank: int, device: str, keep: bool, network: Path | None) -> None:
     torch.set_num_threads(1)
+    if network is not None:
+        enter(network)
     receiver = connect_engine_rank(pipe.recv(), rank)
     boxes = ShardMap(plan.rows, plan.engine_layout).boxes(rank % plan.engine_layout.num_ranks)
     held = {name: torch.zeros(size, dtype=plan.dtype, device=device) for name, (_, size) in boxes.items()}

@@ -38,7 +38,7 @@ class LengthWorkload:
 
 WORKLOADS = (
     LengthWorkload(f"{EQUAL_TOKENS} tokens each", False, ">= 1.0", 256, 9),
-    LengthWorkload(f"lognormal, up to {LONGEST}", True, ">= 1.5", 32, 6),
+    LengthWorkload(f"lognormal, up to {LONGEST}", True, ">= 4.0", 32, 6),
 )
 
 

@@ -49,11 +49,6 @@ class Correction:
 
     config: CorrectionConfig
 
-    @classmethod
-    def from_config(cls, config: CorrectionConfig) -> Correction | None:
-        """Build the correction; None if it is switched off."""
-        return None if config.kind == "none" else cls(config)
-
     @property
     def needs_whole_sequence(self) -> bool:
         """True if all tokens of a response must be in one call, one response per row."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from mcore_rl.algorithms.advantages.per_response import (
 )
 from mcore_rl.algorithms.advantages.per_token import GAE, ReinforcePlusPlus
 from mcore_rl.algorithms.advantages.user import UserEstimator
+from mcore_rl.algorithms.corrections import Correction
 from mcore_rl.algorithms.interface import (
     AdvantageInputs,
     AdvantageResult,
@@ -41,6 +42,8 @@ from mcore_rl.algorithms.losses.user import UserLoss
 from mcore_rl.algorithms.whitening import whiten_batch
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from mcore_rl.config.functions import FORM, names_function
+from mcore_rl.config.quantization import UNQUANTIZED
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 Entry = TypeVar("Entry")
@@ -126,13 +129,26 @@ def configured_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     if missing:
         raise ConfigError(f"algorithm.policy_loss.name={section.name} needs {', '.join(missing)}: not available")
     kind = algorithm.correction.kind
-    # A loss that reads rollout_logp applies an importance weight itself; a loss without advantages uses no rollouts.
-    if kind != "none" and (loss.needs.rollout_logp or not loss.needs.advantages):
+    if kind not in ("auto", "none") and not _supports_corrections(loss):
         raise ConfigError(
             f"algorithm.correction.kind={kind}: algorithm.policy_loss.name={section.name} does not support "
             "corrections; set it to none"
         )
     return loss
+
+
+def configured_correction(config: Config, loss: PolicyLoss) -> Correction | None:
+    """Build the configured correction for `loss`, the configured loss; None without one."""
+    section = config.algorithm.correction
+    if section.kind == "auto":
+        corrected = config.rollout.quantization != UNQUANTIZED and _supports_corrections(loss)
+        section = replace(section, kind="truncate" if corrected else "none")
+    return None if section.kind == "none" else Correction(section)
+
+
+def _supports_corrections(loss: PolicyLoss) -> bool:
+    # A loss that reads rollout_logp applies an importance weight itself; a loss without advantages uses no rollouts.
+    return loss.needs.advantages and not loss.needs.rollout_logp
 
 
 def compute_advantages(

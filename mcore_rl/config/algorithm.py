@@ -58,8 +58,9 @@ class CorrectionConfig:
     same policy with slightly different results. Each token's loss is multiplied by exp(old_logp - rollout_logp), within
     bounds."""
 
-    kind: str = setting("none", choices=("none", "truncate", "mask"))
-    """Treatment of weights outside the bounds: truncate clips them, mask sets them to 0; none: no correction."""
+    kind: str = setting("auto", choices=("auto", "none", "truncate", "mask"))
+    """Treatment of weights outside the bounds: truncate clips them, mask sets them to 0; none: no correction. auto:
+    truncate with rollout.quantization, if the policy loss supports corrections; else none."""
     level: str = setting("token", choices=("token", "sequence", "geometric"))
     """Unit of the weights: each token, a response's product (sequence), or a response's geometric mean (geometric)."""
     low: float | None = setting(None, minimum=0)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mcore_rl.config.fields import setting
+from mcore_rl.config.quantization import FP8_RECIPES
+
+FSDP2 = "fsdp2"
+"""Value of `strategy` for transformers' own model."""
 
 
 @dataclass
@@ -31,6 +35,8 @@ class ParallelConfig:
     sequence_parallel: bool | None = None
     """Use sequence parallelism; null: if tp > 1. Mixture-of-experts and latent-attention models compute wrong results
     without it."""
+    shard_parameters: bool = False
+    """Divide parameters and gradients over data-parallel ranks too; each layer is gathered for its passes (FSDP)."""
 
 
 @dataclass
@@ -120,6 +126,9 @@ class LoraConfig:
 class ActorConfig:
     """Training of the policy: layout, memory, optimizer and adapters."""
 
+    strategy: str = setting("megatron", choices=("megatron", FSDP2))
+    """Model that is trained. megatron: Megatron-Core's, with all parallel axes. fsdp2: transformers' own, with all its
+    parameters sharded over data-parallel ranks (dense models only)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     num_ranks: int | None = setting(None, minimum=1)
     """Number of trainer ranks; null: all slots of the cluster that are not reserved for engines."""
@@ -146,8 +155,13 @@ class ActorConfig:
     moe: MoeConfig = field(default_factory=MoeConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    fp8: str = setting("none", choices=("none", "delayed", "tensorwise", "blockwise", "mxfp8"))
+    fp8: str = setting("none", choices=("none", *FP8_RECIPES))
     """FP8 recipe of TransformerEngine (CUDA only)."""
+
+    @property
+    def shards_parameters(self) -> bool:
+        """True if weights and gradients are divided over data-parallel ranks."""
+        return self.strategy == FSDP2 or self.parallel.shard_parameters
 
 
 @dataclass

@@ -14,13 +14,14 @@ _KEYS = {
     "conversion": "model.check_logits rollout.max_logp_gap",
     "data": "data rollout.max_prompt_tokens",
     "diagnostics": "cluster.collective_timeout_seconds cluster.start_timeout_seconds observe.profile",
-    "engines": "actor.fp8 actor.moe.router_replay rollout",
+    "engines": "actor.moe.router_replay rollout",
     "episodes": """rollout.environment rollout.episode rollout.episode_kwargs rollout.failed_reward rollout.history
         rollout.long_history rollout.max_concurrent_episodes rollout.max_episode_seconds rollout.max_turn_tokens
         rollout.max_turns""",
     "families": "actor.mtp_loss_coefficient model",
     "hosts": "cluster rollout.nodes weights",
     "lora": "actor.lora reference.hf_path reference.refresh_every_steps trainer.export_adapter",
+    "low-precision": "actor.fp8 rollout.quantization",
     "plan": """actor.num_ranks actor.offload actor.optimizer.cpu_offload actor.parallel cluster.gpu_memory_gib
         cluster.host_memory_gib plan rollout.gpu_memory_fraction rollout.num_engines""",
     "report": "observe",
@@ -29,6 +30,7 @@ _KEYS = {
     "sandbox": "sandbox",
     "security": "cluster.isolation judge.api_key_variable",
     "slurm": "slurm",
+    "sync": "weights.delta",
     "tools": """rollout.max_tool_calls_per_turn rollout.max_tool_seconds rollout.tool_answer_characters
         rollout.tool_answer_keep rollout.tool_parser rollout.tool_processes rollout.tools""",
     "trackers": """observe.project observe.prometheus_host observe.prometheus_port observe.run_name

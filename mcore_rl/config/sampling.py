@@ -1,10 +1,12 @@
-"""Keys of `rollout` for sampling, in training and validation."""
+"""Keys of `rollout` for sampling, in training and validation, and for drafts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from mcore_rl.config.fields import setting
+
+NO_DRAFTS, NGRAM, MTP = "none", "ngram", "mtp"
 
 
 @dataclass
@@ -45,3 +47,14 @@ class SamplingConfig:
     validation_samples: int = setting(1, minimum=1)
     """Responses per validation prompt; accuracy is their mean. More than 1 needs a rollout.validation_temperature above
     0."""
+    draft: str = setting(NO_DRAFTS, choices=(NO_DRAFTS, NGRAM, MTP))
+    """Speculative decoding: a draft of the next tokens is verified in one pass. A draft token is accepted only if it
+    equals the token that the engine would sample without a draft, so responses do not change. ngram: the draft
+    continues an earlier occurrence of the last tokens of prompt and response. mtp: the model's multi-token-prediction
+    layers sample the draft; needs actor.mtp_loss_coefficient above 0, which trains them. Both need
+    rollout.engine=vllm."""
+    draft_tokens: int = setting(4, minimum=1, maximum=32)
+    """Number of tokens in a draft."""
+    draft_below: int = setting(16, minimum=2, unit="requests")
+    """Number of running requests from which on an engine drafts nothing: drafts speed up the last long responses of a
+    step, but only add work to full batches."""

@@ -15,6 +15,7 @@ from mcore_rl.config.episodes import EpisodeConfig
 from mcore_rl.config.fields import setting
 from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.observe import ObserveConfig
+from mcore_rl.config.quantization import QUANTIZATIONS, UNQUANTIZED
 from mcore_rl.config.reward import JudgeConfig, RewardConfig
 from mcore_rl.config.sampling import SamplingConfig
 from mcore_rl.config.sandbox import SandboxConfig
@@ -146,6 +147,9 @@ class RolloutConfig(SamplingConfig, EpisodeConfig, StalenessConfig):
     engine's default."""
     expert_parallel: bool = False
     """Place whole experts on the engine's tensor-parallel ranks, instead of a slice of every expert."""
+    data_parallel_attention: bool = False
+    """Give each of the rollout.tp ranks of an SGLang engine its own requests, with their KV cache and the whole
+    attention weights. Only the experts are divided (rollout.expert_parallel); on GPUs DeepEP delivers their tokens."""
     max_concurrent_requests: int = setting(256, minimum=1)
     """Maximum number of sequences that one engine decodes at a time."""
     kv_cache_gib: float = setting(0.25, above=0)
@@ -153,13 +157,19 @@ class RolloutConfig(SamplingConfig, EpisodeConfig, StalenessConfig):
     max_logp_gap: int | float | str | None = setting("auto", above=0, choices=("auto",), unit="nats")
     """Limit of the mean absolute difference between the log-probabilities of engine and trainer for a few responses.
     The run stops before its first step if it is exceeded. auto: 1e-3 with model.dtype=float32, 0.05 with bfloat16, 0.2
-    with actor.fp8; null: no comparison."""
+    with actor.fp8 or rollout.quantization; null: no comparison."""
     gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)
     """Fraction of a GPU's memory that an engine rank uses for weights, workspace and KV cache. With SGLang, workspace
     and CUDA graphs take memory in addition."""
     enforce_eager: bool = False
     """Run the engine without CUDA graphs and compilation, which are never used on CPU: it starts faster and decodes
     more slowly."""
+    quantization: str = setting(UNQUANTIZED, choices=QUANTIZATIONS)
+    """Format of the policy's matrices in the engines. fp8: 8-bit codes with a scale per block of 128 x 128, which
+    halves the engine's weights and the bytes of a weight sync. Needs rollout.engine=vllm and model.dtype=bfloat16."""
+    overlap_schedule: bool = False
+    """Let SGLang prepare a batch while the one before runs. It samples the same tokens. false: a batch starts when the
+    results of the one before are processed; this costs fewer CPU seconds per token."""
     tools: str | None = setting(None, path=True, function=True)
     """Tools that the model may call: a YAML file of tools, in verl's format or with functions; `module_or_file.py:name`
     of a function, a class or a list of them; or a file.py with verl's @function_tool. null: no tools."""
@@ -185,9 +195,16 @@ class WeightsConfig:
     """Size of a bucket, the unit in which weights are sent to engines."""
     num_buckets: int = setting(2, minimum=1)
     """Number of buckets in a staging buffer: trainer ranks fill one while engines read the previous ones."""
-    transport: str = setting("auto", choices=("auto", "shared_memory", "cuda_ipc", "network"))
+    transport: str = setting("auto", choices=("auto", "shared_memory", "cuda_ipc", "network", "files"))
     """Transport of weights to an engine rank. auto: cuda_ipc if it shares a GPU with a trainer rank, network if both
-    have GPUs, shared_memory if it shares a host, else network. The other values require one transport."""
+    have GPUs, shared_memory if it shares a host, else network. The other values require one transport. files: through
+    files in weights.directory, for engines that trainer ranks reach only over a slow network."""
+    directory: str | None = setting(None, path=True, urls=True)
+    """Directory that all hosts share, or URL such as s3://bucket/weights, for the files of weights.transport=files. A
+    run keeps up to two versions of the weights there and removes them at its end."""
+    delta: bool = False
+    """Send only the weights that changed since the last sync, between hosts and through files. Trainer ranks and
+    receivers keep a copy of these weights in host memory. Other transports within a host send whole weights."""
     verify_every: int = setting(0, minimum=0, unit="syncs")
     """Compare every tensor of every engine with the trainer's at each N-th weight sync; 0: never."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_rl.config.json_files import read_json_object
+from mcore_rl.config.reading.json_files import read_json_object
 from mcore_rl.errors import ConfigError
 
 if TYPE_CHECKING:

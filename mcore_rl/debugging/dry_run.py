@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -77,9 +76,7 @@ def _print_processes(config: Config, show: Show, console: Console) -> bool:
         show(str(line))
     guests = guests_of(roles_of(config.judge, prepared))
     processes = plan_processes(config, guests, with_engines=prepared.data.targets is None)
-    # With device=auto, `plan` assumes GPUs, but the run would use the device that this machine has.
-    device = "cuda" if config.cluster.uses_cuda else "cpu"
-    plan = make_plan(replace(config, cluster=replace(config.cluster, device=device)))
+    plan = make_plan(config)
     print_plan(plan, console)
     console.print(process_table(processes, config))
     console.print(visible(node_line(config, socket.gethostname())), soft_wrap=True)

@@ -43,7 +43,7 @@ def debug_rollout(config: Config) -> int:
     with local_files(config, start_up_log()):
         config.run.dir = str(Path(config.run.dir) / FOLDER)
         with own_stderr(), STOPS.listening(), third_party_log() as log:
-            return locked(config, partial(_generate, config, log), trains=False)
+            return locked(config, partial(_generate, config, log), trains=False, sends_weights=False)
 
 
 def _generate(config: Config, log: ThirdPartyLog, start: Start) -> int:

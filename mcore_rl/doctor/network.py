@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import os
 import resource
-import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 
-from mcore_rl.config.rules.engine_support import sglang_packages
 from mcore_rl.doctor.checks import GIB, Check, Need
-from mcore_rl.resolved.installed import has_module, release
+from mcore_rl.resolved.installed import has_module
+from mcore_rl.resolved.nccl import nccl_packages
 
-NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 MIN_LOCKED_BYTES = 64 * GIB
 """Memory that a process may lock: InfiniBand locks the buffers of all its peers and the memory that NIXL registers."""
 SEVERAL_NODES = "GPUs of several nodes"
@@ -54,42 +51,45 @@ def _size(limit: int) -> str:
 
 
 def check_infiniband(root: Path = Path("/")) -> list[Check]:
-    """Check that the device files of InfiniBand or RoCE exist; no check if the machine has no such device.
+    """Check that a device file of InfiniBand or RoCE can be opened; no check if the machine has no such device.
 
     Without access, NCCL uses sockets, which are 10 to 20 times slower, and reports nothing.
     """
     devices = sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
-    usable = any((root / "dev/infiniband").glob("uverbs*"))
-    found = ", ".join(devices) + ("" if usable else ", but no /dev/infiniband/uverbs*")
-    remedy = "load the module ib_uverbs (container: --device=/dev/infiniband --network=host)"
-    return [Check("infiniband", usable, found, Need.EXTRA, SEVERAL_NODES, remedy)] if devices else []
+    if not devices:
+        return []
+    problems = [_open_problem(file) for file in sorted((root / "dev/infiniband").glob("uverbs*"))]
+    problem, remedy = "", "load the module ib_uverbs (container: --device=/dev/infiniband --network=host)"
+    if not problems:
+        problem = ", but no /dev/infiniband/uverbs*"
+    elif all(problems):
+        problem = f", but {problems[0]}"
+        remedy = "allow this user to read and write /dev/infiniband/uverbs* (container: --device=/dev/infiniband)"
+    return [Check("infiniband", not problem, ", ".join(devices) + problem, Need.EXTRA, SEVERAL_NODES, remedy)]
+
+
+def _open_problem(file: Path) -> str:
+    """Return the error of opening a device file; "" if it can be opened."""
+    # Only an open shows a container's rules for devices, which may forbid what the file's mode allows.
+    try:
+        os.close(os.open(file, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return f"/dev/infiniband/{file.name}: {error.strerror}"
+    return ""
 
 
 def check_nccl() -> list[Check]:
     """Compare the NCCL of this environment with the one of SGLang's; no check if one of them has no NCCL."""
-    ours = nccl_in([Path(sysconfig.get_path("purelib"))])
-    theirs = nccl_in(sglang_packages())
-    return [compare_nccl(ours, theirs)] if ours and theirs else []
-
-
-def nccl_in(folders: Iterable[Path]) -> tuple[str, str] | None:
-    """Return (package, version) of NCCL in the first of these folders of packages that has it."""
-    for folder in folders:
-        for name in NCCL:
-            for distribution in importlib.metadata.distributions(name=name, path=[str(folder)]):
-                return name, distribution.version
-    return None
-
-
-def compare_nccl(ours: tuple[str, str], theirs: tuple[str, str]) -> Check:
-    """Check that packages of NCCL, each (package, version), have one version: others do not connect."""
-    package, newest = max(ours, theirs, key=lambda each: release(each[1]))
-    return Check(
-        "NCCL of sglang",
-        release(ours[1])[:3] == release(theirs[1])[:3],
-        f"{theirs[1]}, trainer ranks have {ours[1]}",
-        Need.EXTRA,
-        "sending weights with NCCL to SGLang's GPUs",
-        f"install one version of {package} in both environments (pip install --no-deps {package}=={newest}), or set "
-        "weights.transport=shared_memory if all ranks are on one host; colocated engines do not need it",
-    )
+    packages = nccl_packages()
+    if packages is None:
+        return []
+    return [
+        Check(
+            "NCCL of sglang",
+            packages.connect,
+            f"{packages.sglang[1]}, trainer ranks have {packages.trainer[1]}",
+            Need.EXTRA,
+            "sending weights with NCCL to SGLang's GPUs",
+            f"{packages.remedy}; colocated engines do not need it",
+        )
+    ]

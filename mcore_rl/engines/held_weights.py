@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from mcore_rl.config.quantization import BLOCK
 from mcore_rl.errors import WeightSyncError
 
+SCALES = "weight_scale_inv"
+"""Parameter of a linear module with the scales of its FP8 codes."""
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -42,8 +45,11 @@ def read_module(module: torch.nn.Module, name: str, readers: Iterable[Reader]) -
     return [(f"{name}.{key}", parameter.detach()) for key, parameter in module.named_parameters(recurse=False)]
 
 
-def linear_parts(module: torch.nn.Module, name: str, weight: torch.Tensor) -> Iterator[Held]:
-    """Split the unpacked weight and the bias of a linear module into HF tensors.
+def linear_parts(
+    module: torch.nn.Module, name: str, weight: torch.Tensor, scales: torch.Tensor | None = None
+) -> Iterator[Held]:
+    """Split the unpacked weight and the bias of a linear module into HF tensors; with `scales`, the weight has FP8
+    codes.
 
     Raises: WeightSyncError for an unknown fused module.
     """
@@ -54,11 +60,15 @@ def linear_parts(module: torch.nn.Module, name: str, weight: torch.Tensor) -> It
     if len(parts) != len(sizes):
         raise WeightSyncError(f"{name}: {type(module).__name__} of {len(sizes)} parts has no entry in PARTS")
     for key, parameter in module.named_parameters(recurse=False):
-        if key not in ("weight", "bias"):  # the correction bias of a router
+        if key not in ("weight", "bias", SCALES):  # the correction bias of a router
             yield f"{name}.{key}", parameter.detach()
-    for key, fused in (("weight", weight), ("bias", getattr(module, "bias", None))):
+    bias = getattr(module, "bias", None)
+    if bias is not None and scales is None:
+        bias = bias.to(weight.dtype)  # kernels may keep it in float32
+    blocks = [-(-size // BLOCK) for size in sizes]
+    for key, fused, lengths in (("weight", weight, sizes), (SCALES, scales, blocks), ("bias", bias, sizes)):
         if fused is not None:
-            pieces = fused.detach().to(weight.dtype).split(sizes, dim=0)
+            pieces = fused.detach().split(lengths, dim=0)
             yield from ((f"{prefix}.{part}.{key}", piece) for part, piece in zip(parts, pieces, strict=True))
 
 

@@ -143,11 +143,7 @@ class SliceLoader(ABC):
 
 def whole_tensors(shard_map: ShardMap) -> dict[str, torch.Tensor]:
     """Return a meta tensor for each HF tensor that an engine loads."""
-    return {
-        name: torch.empty(shape, dtype=bound.dtype, device="meta")
-        for bound in shard_map.rows
-        for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
-    }
+    return {box.hf_name: torch.empty(box.shape, dtype=box.dtype, device="meta") for box in shard_map.tensors()}
 
 
 def record(
@@ -162,7 +158,7 @@ def record(
             f"{engine}'s loaders compute {', '.join(recorder.computed[:8])} instead of copying it, so slices of it "
             "cannot be sent"
         )
-    return recorder.kept
+    return list(dict.fromkeys(recorder.kept))  # two models may load a tensor that they share
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.stepped_engine import SteppedEngine
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.types import DeviceMemory
+from mcore_rl.types import DeviceMemory, DraftCounts
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
@@ -28,12 +28,18 @@ class RankEngine(SteppedEngine):
     """
 
     _ranks: AllRanks
+    _draft_counts: DraftCounts | None = None
     _asleep: frozenset[str] = frozenset()
     """Parts that are asleep: "weights", "kv_cache"."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings.rollout_config, captures_routing=settings.capture_routing, decode=settings.decode)
         self._settings = settings
+
+    @property
+    def draft_counts(self) -> DraftCounts | None:
+        """Draft tokens since the engine's start; None without rollout.draft."""
+        return self._draft_counts
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -56,8 +62,24 @@ class RankEngine(SteppedEngine):
         first_rank = engine * connection.plan.topology.ranks_per_engine
         self._ranks.call("connect_weights", connection, first_rank)
 
+    def disconnect(self) -> None:
+        """Leave the weight sync: unmap the staging buffers of all ranks, so that their owners may free them."""
+        self._ranks.call("disconnect_weights")
+
+    def fetch_update(self) -> None:
+        """Begin to fetch the files of the next update into the memory of all ranks, before `begin_update`."""
+        self._ranks.call("fetch_update")
+
+    def is_fetched(self) -> bool:
+        """Return whether these files have arrived on all ranks.
+
+        Raises: PeerLostError; StorageError, WeightSyncError naming a file.
+        """
+        return all(self._ranks.call("is_fetched"))
+
     def begin_update(self) -> None:
-        """Begin an update; an unfinished one is discarded."""
+        """Begin an update; an unfinished one is discarded. The next step after it first returns the results of a pass
+        that was in flight, with the version of the earlier weights."""
         self.weights_complete = False
         self._ranks.call("begin_update")
 

@@ -14,7 +14,7 @@ from mcore_rl.types import DeviceMemory
 from mcore_rl.weights.connection import Connection, connect_engine_rank
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.shard_map import Box, ShardMap
+from mcore_rl.weights.slices.shard_map import Box
 from mcore_rl.weights.transports.hosts import this_host
 from mcore_rl.weights.transports.nccl_group import nccl_version
 from mcore_rl.weights.transports.segments import device_uuid
@@ -51,16 +51,32 @@ class RankMemory:
             raise WeightSyncError(
                 f"the engine's layout is {self._layout}, but the sync was planned for {plan.engine_layout}"
             )
-        if hasattr(self, "_receiver"):  # not the first connection
-            self._receiver.close()
-        receiver = connect_engine_rank(connection, first_rank + self.rank)
-        shard_map = ShardMap(plan.rows, self._layout)
+        self.disconnect_weights()
+        self._receiver = connect_engine_rank(connection, first_rank + self.rank)
+        shard_map = plan.shard_map  # of this engine's layout
         boxes = shard_map.boxes(self.rank)
         with self._loader.context():
             kept = self._loader.record(whole_tensors(shard_map))
             require_planned({each.name: (each.start, each.size) for each in kept}, boxes, self.rank)
             self._loader.keep(kept)
-        self._receiver, self._boxes = receiver, boxes
+        self._boxes = boxes
+
+    def disconnect_weights(self) -> None:
+        """Unmap the staging buffer, whose owner may free it then, and end the connections. Does nothing without a
+        connection.
+
+        Raises: WeightSyncError if views of the buffer still exist.
+        """
+        if hasattr(self, "_receiver"):
+            self._receiver.close()
+
+    def fetch_update(self) -> None:
+        """Begin to fetch the next update into host memory, if the transport can; the engine may generate meanwhile."""
+        self._receiver.fetch()
+
+    def is_fetched(self) -> bool:
+        """Return whether the update that `fetch_update` began to fetch has arrived."""
+        return self._receiver.is_fetched()
 
     def begin_update(self) -> None:
         self._receiver.begin()

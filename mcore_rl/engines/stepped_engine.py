@@ -7,6 +7,7 @@ token is the version of the weights at its step.
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,6 +64,8 @@ class SteppedEngine(ABC):
         """Requests by the engine's id. A request that is submitted again gets a new id."""
         self._engine_ids: dict[str, str] = {}
         self._submissions = itertools.count()
+        self._held: tuple[int, list[StepOutput]] | None = None
+        """Results that the next step returns, and the version of their weights."""
 
     @property
     def num_running(self) -> int:
@@ -88,6 +91,10 @@ class SteppedEngine(ABC):
     def _run_step(self, limit: int) -> list[StepOutput]:
         """Run one forward pass, or up to `limit` passes until a request finishes. Returns the results of the requests
         that got tokens or finished, one per request."""
+
+    def _limit_drafts(self, max_tokens: float) -> None:  # noqa: B027
+        """Drop drafts with which a request could get more than `max_tokens` tokens in the next pass. Engines without
+        drafts have none to drop."""
 
     @abstractmethod
     def _cancel(self, engine_ids: Sequence[str]) -> None: ...
@@ -120,16 +127,19 @@ class SteppedEngine(ABC):
             self.abort(ids)
             raise
 
-    def step(self, limit: int = 1) -> tuple[list[Delta], list[Completion]]:
+    def step(self, limit: int = 1, max_tokens: float = math.inf) -> tuple[list[Delta], list[Completion]]:
         """Implement ports.Engine.step."""
         if not self._running:
             return [], []
         self._require_awake()
         self._require_complete()
+        self._limit_drafts(max_tokens)
+        limit = int(min(limit, max_tokens))
         if any(active.stops is not None for active in self._running.values()):
             limit = 1  # stop strings are found between two passes
-        version, deltas, reasons, stopped = self.weight_version, [], {}, []
-        for whole in self._run_step(limit):
+        version, outputs = self._take_held() or (self.weight_version, self._run_step(limit))
+        deltas, reasons, stopped = [], {}, []
+        for whole in outputs:
             active = self._running[whole.engine_id]
             output = _until_stop(whole, active.stops)
             # The engine does not evaluate stop strings, so a request that one ends must be cancelled.
@@ -174,6 +184,18 @@ class SteppedEngine(ABC):
         finally:
             self.abort(self.running_ids)
 
+    def _hold(self, outputs: list[StepOutput]) -> None:
+        """Keep the results of a pass that ended between two steps, before the weights change."""
+        if outputs:
+            self._held = self.weight_version, outputs
+
+    def _take_held(self) -> tuple[int, list[StepOutput]] | None:
+        """Return the held results, except for requests that have been aborted since."""
+        if self._held is None:
+            return None
+        (version, outputs), self._held = self._held, None
+        return version, [output for output in outputs if output.engine_id in self._running]
+
     def _require_complete(self) -> None:
         if not self.weights_complete:
             raise WeightSyncError(
@@ -189,11 +211,17 @@ class SteppedEngine(ABC):
         return active
 
     def _resubmit_unstarted(self) -> None:
-        """Submit requests again that have no token since their submission; they move behind all other requests.
+        """Submit requests again that have no token since their submission, also not in held results; they move behind
+        all other requests.
 
         Part of their prompt may be in the KV cache, computed with weights that must not influence their first token.
         """
-        engine_ids = [i for i, active in self._running.items() if len(active.token_ids) == active.num_resumed_tokens]
+        held = {output.engine_id for output in self._held[1] if output.token_ids} if self._held is not None else set()
+        engine_ids = [
+            engine_id
+            for engine_id, active in self._running.items()
+            if len(active.token_ids) == active.num_resumed_tokens and engine_id not in held
+        ]
         self._cancel(engine_ids)
         requests = [self._running.pop(engine_id).request for engine_id in engine_ids]
         for request in requests:

@@ -24,10 +24,11 @@ n = k etp / s x plan.moe_imbalance (1 if ep is 1, because then a rank has all ex
 so no token is dropped. Full recomputation saves one hidden state of h / s per `actor.recompute_layers` layers and,
 while it recomputes, the whole table of that many layers.
 
-The table covers two implementations. Local layers (CPU): float32 norms save their input, bfloat16 norms save it twice
-as float32; core attention copies the packed row out of per-sequence outputs; attention whose value size differs from
-the query size (latent attention) saves the probabilities, heads / t x the mean square length over the mean length.
-TransformerEngine (CUDA): norms save their input in its dtype, and flash attention writes the packed row.
+The table covers two implementations of Megatron's layers. Local layers (CPU): float32 norms save their input, bfloat16
+norms save it twice as float32; core attention copies the packed row out of per-sequence outputs; attention whose value
+size differs from the query size (latent attention) saves the probabilities, heads / t x the mean square length over the
+mean length. TransformerEngine (CUDA): norms save their input in its dtype, and flash attention writes the packed row.
+Layers of transformers (strategy fsdp2) have a table of their own (_transformers_layer).
 
 Micro-batches in flight: 1F1B has min(pp - stage, m) of m micro-batches. The interleaved schedule has its warm-up plus
 one, in units of chunks: 2 (pp - stage - 1) + (vpp - 1) pp + 1. Stages also save their outputs (h / s). Added once: the
@@ -93,8 +94,15 @@ class Execution:
         """Optimizer state per owned element: two moments, and a float32 copy of a weight in a shorter dtype."""
         return 8 + (4 if self.element_bytes < 4 else 0)
 
+    @property
+    def transformers(self) -> bool:
+        """True if the layers come from transformers, not from Megatron."""
+        return self.layout.hf_tensors
+
     def norm(self, width: float) -> float:
         """Return the bytes that a norm of `width` elements saves."""
+        if self.transformers:
+            return width * (4 + self.element_bytes) + 4
         wide = 8 if self.element_bytes == 2 and not self.fused else self.element_bytes
         return width * wide + 4
 
@@ -190,7 +198,24 @@ def is_sparse(sizes: TransformerArguments, layer: int) -> bool:
 
 def layer_table(sizes: TransformerArguments, run: Execution, *, sparse: bool) -> list[SavedTensor]:
     """List the tensors that one layer saves without recomputation."""
+    if run.transformers:
+        return list(_transformers_layer(sizes, run))
     return [*attention(sizes, run), *(experts if sparse else dense_mlp)(sizes, run)]
+
+
+def _transformers_layer(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:
+    """Yield the tensors of a dense layer of transformers."""
+    hidden, b, head = sizes["hidden_size"], run.element_bytes, sizes["kv_channels"]
+    heads, groups = sizes["num_attention_heads"], sizes["num_query_groups"]
+    # A norm saves its input in float32, and its output before it is multiplied by the weight.
+    yield SavedTensor("norms", 2 * run.norm(hidden))
+    if sizes.get("qk_layernorm"):
+        yield SavedTensor("norms", (heads + groups) * run.norm(head))
+    # The input of the projections, and rotated q and k with v; unrotated q and k are not saved.
+    yield SavedTensor("attention", hidden * b + (heads + 2 * groups) * head * b)
+    yield from _core(heads * head, heads, run)
+    # Input, outputs of gate and up, the activation, and the product.
+    yield SavedTensor("mlp", (hidden + 4 * sizes["ffn_hidden_size"]) * b)
 
 
 def saved_bytes(table: Sequence[SavedTensor], run: Execution) -> dict[str, float]:
@@ -346,7 +371,7 @@ def _output_projection_bytes(arguments: ModelArguments, run: Execution) -> float
     tokens = run.row_tokens
     vocabulary = -(-arguments.vocab_size // run.layout.tp)
     chunk = min(run.section.logprob_chunk_tokens, tokens)
-    tile = min(chunk * vocabulary, max(TILE_ELEMENTS["cuda" if run.fused else "cpu"], chunk))
+    tile = min(chunk * vocabulary, max(TILE_ELEMENTS["cuda" if run.cuda else "cpu"], chunk))
     row = tokens * hidden * b * 2 + tokens * 4 * 6  # gathered and selected hidden states, statistics
     gradients = tokens * hidden * 4 + vocabulary * hidden * (4 + (b if b < 4 else 0))
     return row + gradients + 2 * 4 * tile

@@ -40,12 +40,13 @@ from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_co
 class ColocatedRank:
     """GPU bytes of one rank of another model: between its calls (`resident`) and at most during a call (`working`).
 
-    `host_bytes` is its host memory between calls.
+    `host_bytes` is its host memory between calls. `checkpoint_bytes` is its part of a checkpoint.
     """
 
     resident: int
     working: int
     host_bytes: int
+    checkpoint_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class ColocatedModels:
     @property
     def host_bytes(self) -> int:
         return sum(rank.host_bytes for rank in self._ranks)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(rank.checkpoint_bytes for rank in self._ranks)
 
     @property
     def _ranks(self) -> list[ColocatedRank]:
@@ -120,7 +125,7 @@ def colocated_ranks(config: Config, *, cuda: bool) -> ColocatedRanks:
         role = ModelRole.reward_model(config.reward_model, config.model)
         model = value_model_ranks(role, config, trained=False, cuda=cuda)
     if has_judge_engines(config.judge):
-        validate_judge(config.judge, config.rollout, config.model)
+        validate_judge(config.judge, config.rollout, config.model, cuda=cuda)
         engines = EngineRole.judge(config.judge, config.rollout, config.model)
         hf_config, _ = policy_config(ModelRole.judge(engines))
         check_engine_model(engines, config.algorithm, hf_config)
@@ -147,7 +152,7 @@ def _judge_rank(role: EngineRole, hf_config: dict[str, object], cluster: Cluster
             f"judge.gpu_memory_fraction={role.section.gpu_memory_fraction:g} (judge.kv_cache_gib on CPU) leaves no "
             "room for one question and its answer; raise it, or judge.tp"
         )
-    return ColocatedRank(resident=engine.asleep_bytes, working=engine.total_bytes, host_bytes=engine.weights_bytes)
+    return ColocatedRank(resident=engine.asleep_bytes, working=engine.total_bytes, host_bytes=engine.kept_bytes)
 
 
 def value_model_ranks(role: ModelRole, config: Config, *, trained: bool, cuda: bool) -> tuple[ColocatedRank, ...]:
@@ -165,14 +170,17 @@ def value_model_ranks(role: ModelRole, config: Config, *, trained: bool, cuda: b
     for activations, states in planned_stages(spec, run, microbatches, ValueModel):
         for state in states:
             # The weights of a model without gradients are outside Megatron's buffers and have no padding.
-            held = state if trained else RankState(state.parameters, state.parameters * run.element_bytes, 0, 0)
+            weights = state.parameters * run.element_bytes if state.copy_bytes is None else state.copy_bytes
+            held = state if trained else RankState(state.parameters, weights, 0, 0)
             # A frozen model has no backward pass.
             activation = activations.total_bytes if trained else activations.forward_only_bytes
+            activation += state.gathered_update_bytes if trained else state.gathered_forward_bytes
             ranks.append(
                 ColocatedRank(
                     resident=held.resident_bytes(run.section.offload),
                     working=held.total_bytes + max(int(activation), held.piece_bytes),
                     host_bytes=held.offloaded_bytes(run.section.offload),
+                    checkpoint_bytes=held.checkpoint_bytes,
                 )
             )
     return tuple(ranks)

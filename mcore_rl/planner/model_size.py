@@ -14,8 +14,9 @@ from mcore_rl.config.roles import POLICY
 from mcore_rl.resolved.layout import conversion_errors, model_arguments
 from model_converters.families import family_for
 from model_converters.mapping.layout import TrainLayout
-from model_converters.mapping.placement import Placement, local_shape
-from model_converters.mapping.table import BoundRow, bind
+from model_converters.mapping.placement import Placement, held_shape
+from model_converters.mapping.separate import trainer_rows
+from model_converters.mapping.table import BoundRow, bind, is_parameter
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,17 @@ class ModelSize:
     experts: int
 
 
-def bound_rows(hf_config: dict[str, Any], dtype: torch.dtype, key: str = POLICY.checkpoint) -> list[BoundRow]:
-    """Bind the model's weight table to exact names. `key` names the model in errors.
+def bound_rows(
+    hf_config: dict[str, Any], dtype: torch.dtype, key: str = POLICY.checkpoint, layout: TrainLayout | None = None
+) -> list[BoundRow]:
+    """Bind the model's weight table to exact names: the family's table, or the table of the tensors that the ranks of
+    `layout` hold. `key` names the model in errors.
 
     Raises: ConfigError.
     """
     with conversion_errors(f"{key}: "):
-        return bind(family_for(hf_config).rows(hf_config), hf_config, dtype)
-
-
-def is_parameter(bound: BoundRow) -> bool:
-    """Return False for buffers: the expert bias of a router has no gradient and no optimizer state."""
-    return not bound.mcore.endswith("expert_bias")
+        rows = family_for(hf_config).rows(hf_config)
+        return bind(rows if layout is None else trainer_rows(rows, layout), hf_config, dtype)
 
 
 def model_size(hf_config: dict[str, Any], rows: Sequence[BoundRow]) -> ModelSize:
@@ -79,5 +79,5 @@ def parameters_by_rank(rows: Sequence[BoundRow], layout: TrainLayout) -> np.ndar
             if key not in seen:
                 seen.add(key)
                 ranks = holding.ranks
-                parameters[ranks.start : ranks.stop : ranks.step] += prod(local_shape(bound.row, holding.num_shards))
+                parameters[ranks.start : ranks.stop : ranks.step] += prod(held_shape(bound.row, holding.held))
     return parameters

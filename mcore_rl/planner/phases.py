@@ -2,12 +2,12 @@
 
 | phase | trainer rank | colocated engine rank | other models |
 |---|---|---|---|
-| generate | state that is not offloaded | weights, workspace, KV cache, CUDA graphs | state that is not offloaded |
+| generate | state that is not offloaded | all of its memory | state that is not offloaded |
 | score | state that is not offloaded | asleep | forward pass of the reward model, or the judge awake |
 | logp | weights, state that is not offloaded, one forward pass | asleep | weights of the reference |
 | critic | weights, state that is not offloaded | asleep | update of the critic |
 | update | all state, activations | asleep | state that is not offloaded |
-| sync | weights, state that is not offloaded | weights, CUDA graphs | state that is not offloaded |
+| sync | weights, state that is not offloaded | as asleep, weights | state that is not offloaded |
 
 With `actor.offload.*`, parameters and optimizer state move to host memory. Gradients are dropped. With
 actor.optimizer.cpu_offload the optimizer state is in host memory all the time. On CPU, ranks and engines are separate
@@ -38,10 +38,12 @@ class Phases:
 
     `by_name` has the phases of this run in the order of a step: "score" and "critic" only with these models.
     `host_bytes` is the host memory of this rank and of the models colocated with it during generation.
+    `checkpoint_bytes` is their part of a checkpoint.
     """
 
     by_name: dict[str, int]
     host_bytes: int
+    checkpoint_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -69,25 +71,28 @@ def rank_phases(
     # Between updates, and while the model is not used at all.
     kept, resident = state.kept_bytes(offload), state.resident_bytes(offload)
     asleep = engine.asleep_bytes if shared else 0
-    reference = state.weights_bytes if models.reference else 0
+    reference = state.reference_bytes if models.reference else 0
     others = models.resident + (0 if models.reference_leaves else reference)
 
     # A model at work needs its working memory instead of the part of it that stays on the device between calls.
     def at_work(rank: ColocatedRank | None, trainer: int) -> int:
         return 0 if rank is None else trainer + asleep + others - rank.resident + rank.working
 
+    forward = int(activations.forward_only_bytes) + state.gathered_forward_bytes
+    update = int(activations.total_bytes) + state.gathered_update_bytes
     by_name = {
         "generate": resident + others + (engine.total_bytes if shared else 0),
         "score": max(at_work(models.reward_model, resident), at_work(models.judge, resident)),
-        "logp": state.weights_bytes + kept + int(activations.forward_only_bytes) + asleep + models.resident + reference,
+        "logp": state.weights_bytes + kept + forward + asleep + models.resident + reference,
         "critic": at_work(models.critic, state.weights_bytes + kept),
         # The activations are freed before the optimizer step.
-        "update": state.total_bytes + max(int(activations.total_bytes), state.piece_bytes) + asleep + others,
-        "sync": state.weights_bytes + kept + others + (engine.weights_bytes + engine.graphs_bytes if shared else 0),
+        "update": state.total_bytes + max(update, state.piece_bytes) + asleep + others,
+        "sync": state.weights_bytes + kept + others + (engine.updated_bytes if shared else 0),
     }
     return Phases(
         {name: size for name, size in by_name.items() if size or name not in ("score", "critic")},
         state.offloaded_bytes(offload) + (reference if models.reference_leaves else 0) + models.host_bytes,
+        state.checkpoint_bytes + models.checkpoint_bytes,
     )
 
 

@@ -99,7 +99,8 @@ class Plan:
                 {name: int(value) for name, value in stage.components.items()} for stage in self.stages
             ],
             "engine": asdict(self.times.engine),
-            "host_bytes_per_node": self.verdict.host_bytes_per_node,
+            "host_bytes_per_node": self.verdict.host.total,
+            "host_bytes": asdict(self.verdict.host),
             "batch": asdict(self.times.batch),
             "flops": asdict(self.times.flops),
             "seconds": asdict(self.seconds),
@@ -146,9 +147,10 @@ class Job:
 
         Raises: ConfigError for a run that cannot work on any machine.
         """
-        validate(config, run_here=False)
         # A plan with device=auto is for GPUs, even if this machine has none.
         cuda = config.cluster.device != "cpu"
+        config = replace(config, cluster=replace(config.cluster, device="cuda" if cuda else "cpu"))
+        validate(config, run_here=False)
         dtype = resolved_dtype(config.model.dtype, cuda=cuda)
         config = replace(config, model=replace(config.model, dtype=dtype))
         role = ModelRole.policy(config.actor, config.model)
@@ -159,10 +161,16 @@ class Job:
         run = execution_of(spec, implementation, config.plan, longest=longest, cuda=cuda)
         # The search for layouts starts from the resolved modules of recomputation.
         config = replace(config, actor=run.section)
-        rows = bound_rows(spec.hf_config, dtype)
+        rows = bound_rows(spec.hf_config, dtype, layout=spec.layout)
         adapters = bound_adapters(config.actor.lora, spec.hf_config, dtype) if uses_lora(config.actor) else []
         engine = engine_rank(
-            config.rollout, config.cluster, rows, spec.arguments, element_bytes=dtype.itemsize, cuda=cuda
+            config.rollout,
+            config.cluster,
+            rows,
+            spec.arguments,
+            element_bytes=dtype.itemsize,
+            cuda=cuda,
+            captures_routing=config.actor.moe.router_replay == "engine",
         )
         return cls(config, spec, implementation, run, rows, adapters, engine, colocated_ranks(config, cuda=cuda))
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mcore_rl.planner.engine import GIB
+from mcore_rl.planner.engine import GIB, EngineRank
 from mcore_rl.planner.overlap import Overlap, if_asynchronous
 from mcore_rl.planner.phases import PHASES
 from mcore_rl.planner.plan import Plan
@@ -65,7 +65,7 @@ def _summary(plan: Plan) -> Table:
     )
     cache = (
         f"weights {_gib(engine.weights_bytes)}, KV cache {_gib(max(engine.kv_cache_bytes, 0))} for "
-        f"{engine.sequences:.1f} sequences of full length"
+        f"{engine.sequences:.1f} sequences of full length{_all_ranks(engine)}"
     )
     moved = (
         f"{_gib(sync.bytes_per_engine_rank)} per engine rank (floor {_gib(sync.floor_bytes_per_engine_rank)}), "
@@ -77,11 +77,16 @@ def _summary(plan: Plan) -> Table:
         ("batch", responses),
         ("engine rank", cache),
         ("weight sync", moved),
-        ("host memory", f"{_gib(plan.verdict.host_bytes_per_node)} per node: offloaded state and weight buckets"),
+        ("host memory", f"{_gib(plan.verdict.host.total)} per node: {plan.verdict.host.describe()}"),
         ("FLOP per step", f"generate {flops.generate:.2e}, logp {flops.logp:.2e}, update {flops.update:.2e}"),
         *_time(plan),
     ]
     return _rows("Plan", rows)
+
+
+def _all_ranks(engine: EngineRank) -> str:
+    """Name the sequences of the whole engine, if its ranks have different ones."""
+    return f", {engine.engine_sequences:.1f} on all ranks" if engine.request_ranks > 1 else ""
 
 
 def _across(sync: WeightSync) -> str:
@@ -89,7 +94,8 @@ def _across(sync: WeightSync) -> str:
         return ""
     seconds = "" if sync.seconds is None else f", {sync.seconds:.1f} s at plan.network_gib_per_second"
     across, busiest = _gib(sync.bytes_crossing_hosts), _gib(sync.busiest_sender_bytes)
-    return f", {across} across hosts, {busiest} from the busiest sender{seconds}"
+    files = f", {_gib(sync.directory_bytes)} in weights.directory" if sync.directory_bytes else ""
+    return f", {across} across hosts, {busiest} from the busiest sender{seconds}{files}"
 
 
 def _time(plan: Plan) -> list[tuple[str, str]]:
@@ -198,7 +204,9 @@ def _tenths(sizes: Iterable[float]) -> tuple[str, ...]:
 def _fullest(plan: Plan) -> Table:
     planned = plan.fullest
     activations = plan.stages[planned.stage].components
-    parts = _parts(planned.state) | {f"activations: {name}": size for name, size in activations.items()}
+    gathered = planned.state.gathered_update_bytes
+    parts = _parts(planned.state) | ({"gathered layers": gathered} if gathered else {})
+    parts |= {f"activations: {name}": size for name, size in activations.items()}
     title = f"Fullest rank: {planned.rank} (stage {planned.stage}), {_gib(planned.phases.peak_bytes)} in phase "
     return _rows(title + planned.phases.widest, [(name, _gib(value)) for name, value in parts.items()])
 

@@ -1,8 +1,9 @@
-"""Pipeline stages: parameters, from Megatron's model on the meta device, with activations and training state."""
+"""Pipeline stages: parameters, from the model on the meta device, with activations and training state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mcore_rl.config.models import LoraConfig
@@ -13,11 +14,15 @@ from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.sharded import meta_model
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
+from mcore_rl.planner.shards import sharded_state
 from mcore_rl.planner.state import RankState, StageParameter, stage_state
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.recompute import recomputed_modules
 from model_converters.mapping.layout import TrainLayout
+
+_LAYER = re.compile(r"(decoder|model)\.layers\.\d+\.|mtp\.layers\.\d+\.transformer_layer\.")
+"""Prefix of parameters that are gathered together (megatron.model.shards)."""
 
 
 def stage_parameters(
@@ -47,8 +52,10 @@ def stage_parameters(
                     not getattr(parameter, "allreduce", True),
                     bool(getattr(parameter, "shared_embedding", False)),
                     trained=parameter.requires_grad,
+                    rows=len(parameter),
+                    layer=layer[0] if (layer := _LAYER.match(name)) else "",
                 )
-                for parameter in chunk.parameters()
+                for name, parameter in chunk.named_parameters()
             ]
             for chunk in chunks
         ]
@@ -93,4 +100,9 @@ def planned_stages(
             largest_weight_elements=largest,
             predicts_tokens=kind is PolicyModel,
         )
-        yield activations, stage_state(chunks, stage, run)
+        yield activations, rank_states(chunks, stage, run)
+
+
+def rank_states(chunks: Sequence[Sequence[StageParameter]], stage: int, run: Execution) -> list[RankState]:
+    """Compute the state of every rank of a stage from the parameters of its chunks (`stage_parameters`)."""
+    return sharded_state(chunks[0], run) if run.layout.shard_parameters else stage_state(chunks, stage, run)

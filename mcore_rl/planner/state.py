@@ -47,13 +47,16 @@ class StageParameter:
     """Size of one parameter of a pipeline stage.
 
     `expert`: reduced and owned over the expert-data-parallel group. `own_bucket`: a tied embedding that several stages
-    hold. `trained`: has a gradient and optimizer state; other parameters are outside Megatron's buffers.
+    hold. `trained`: has a gradient and optimizer state; other parameters are outside Megatron's buffers. `rows`: length
+    of dim 0. `layer`: name of its layer, "" outside of layers.
     """
 
     elements: int
     expert: bool = False
     own_bucket: bool = False
     trained: bool = True
+    rows: int = 1
+    layer: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,10 @@ class RankState:
     """Training state of one rank. Units: elements, bytes.
 
     `host_bytes`: optimizer state that is always in host memory. `piece_bytes`: optimizer state on the device during a
-    step that updates it on the host. Neither is part of total_bytes.
+    step that updates it on the host. `checkpoint_bytes`: weights and optimizer state that this rank writes into a
+    checkpoint. None of these is part of total_bytes. `keeps_gradients`: gradients have memory between updates.
+    `copy_bytes`: weights of a frozen copy of the model, if they have another size. `gathered_*_bytes`: whole layers
+    that a pass gathers from shards (planner/shards.py), in addition to total_bytes.
     """
 
     parameters: int
@@ -70,6 +76,11 @@ class RankState:
     optimizer_bytes: int
     host_bytes: int = 0
     piece_bytes: int = 0
+    checkpoint_bytes: int = 0
+    keeps_gradients: bool = True
+    copy_bytes: int | None = None
+    gathered_forward_bytes: int = 0
+    gathered_update_bytes: int = 0
 
     @classmethod
     def of(
@@ -82,11 +93,13 @@ class RankState:
         frozen: int = 0,
         steps: int = 0,
         largest: int = 0,
+        saved: int = 0,
     ) -> RankState:
         """Convert numbers of elements to bytes.
 
         `trained` are elements with a gradient, padding included, and `frozen` elements without. `owned` are elements
         whose optimizer state this rank has: `steps` parameters in part or whole, of at most `largest` elements each.
+        `saved` are elements that it writes into checkpoints.
         """
         state, on_host = owned * run.optimizer_bytes, run.section.optimizer.cpu_offload
         # On GPUs the optimizer is not torch's own, which counts the steps of each parameter.
@@ -100,15 +113,22 @@ class RankState:
             counters + (0 if on_host else state),
             host_bytes=state if on_host else 0,
             piece_bytes=piece if on_host else 0,
+            checkpoint_bytes=saved * (run.element_bytes + run.optimizer_bytes),
         )
 
     @property
     def total_bytes(self) -> int:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
+    @property
+    def reference_bytes(self) -> int:
+        """Weights of a reference with this model's layout."""
+        return self.weights_bytes if self.copy_bytes is None else self.copy_bytes
+
     def kept_bytes(self, offload: OffloadConfig) -> int:
         """Return the gradients and optimizer state that stay on the device between updates."""
-        return (0 if offload.grads else self.gradients_bytes) + (0 if offload.optimizer else self.optimizer_bytes)
+        gradients = 0 if offload.grads or not self.keeps_gradients else self.gradients_bytes
+        return gradients + (0 if offload.optimizer else self.optimizer_bytes)
 
     def resident_bytes(self, offload: OffloadConfig) -> int:
         """Return the state that stays on the device while this model is not used."""
@@ -156,7 +176,7 @@ def stage_state(chunks: Sequence[Sequence[StageParameter]], stage: int, run: Exe
     """Compute the state of every rank of a stage from the parameters of its chunks (`stage_parameters`)."""
     layout, section, inner = run.layout, run.section, np.arange(run.layout.stage_size)
     dense_ranks, elements = layout.dp * layout.cp, 0
-    owned, steps, largest = (np.zeros(len(inner), np.int64) for _ in range(3))
+    owned, steps, largest, saved = (np.zeros(len(inner), np.int64) for _ in range(4))
     # Index of a rank in the group that shares its gradients. TrainLayout documents the order of ranks.
     groups = ((False, dense_ranks, inner // layout.tp), (True, layout.edp, inner // (layout.etp * layout.ep)))
     for index, chunk in enumerate(chunks):
@@ -173,15 +193,19 @@ def stage_state(chunks: Sequence[Sequence[StageParameter]], stage: int, run: Exe
             elements += buffer.elements
             if section.distributed_optimizer:
                 rank_elements, parts, most = buffer.owned(ranks)
-                owned, steps = owned + rank_elements[place], steps + parts[place]
+                owned, steps, saved = owned + rank_elements[place], steps + parts[place], saved + rank_elements[place]
                 largest = np.maximum(largest, most[place])
             else:
                 owned, steps = owned + buffer.elements, steps + len(trained)
+                # All ranks have the whole state, and each writes an equal part.
+                saved = saved + buffer.elements // ranks
     parameters = sum(parameter.elements for chunk in chunks for parameter in chunk)
     frozen = sum(parameter.elements for chunk in chunks for parameter in chunk if not parameter.trained)
     return [
-        RankState.of(run, parameters, elements, own, frozen=frozen, steps=counters, largest=most)
-        for own, counters, most in zip(owned.tolist(), steps.tolist(), largest.tolist(), strict=True)
+        RankState.of(run, parameters, elements, own, frozen=frozen, steps=counters, largest=most, saved=part)
+        for own, counters, most, part in zip(
+            owned.tolist(), steps.tolist(), largest.tolist(), saved.tolist(), strict=True
+        )
     ]
 
 

@@ -31,13 +31,14 @@ from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
 from mcore_rl.planner.activations import Execution, stage_activations
 from mcore_rl.planner.candidates import candidate_layouts, parallel_of
 from mcore_rl.planner.engine import GIB
-from mcore_rl.planner.model_size import is_parameter, model_size
+from mcore_rl.planner.model_size import model_size
 from mcore_rl.planner.phases import Phases, rank_phases, usable_bytes
 from mcore_rl.planner.plan import Job, make_plan
 from mcore_rl.planner.state import RankState
 from mcore_rl.planner.workload import batch_arithmetic, step_flops
 from mcore_rl.resolved.recompute import recomputed_modules
 from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.table import is_parameter
 
 PEAK_TFLOPS = 989.0
 """Peak of an H100 in bfloat16, used if plan.peak_tflops is not set."""

@@ -6,17 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
+import numpy as np
+
 from mcore_rl.config.schema import ClusterConfig, Config, WeightsConfig
 from mcore_rl.planner.engine import GIB, MIB
 from mcore_rl.resolved.layout import conversion_errors
 from mcore_rl.resolved.placement import RunPlacement, Slot, place
-from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.senders import RankLocations
-from mcore_rl.weights.slices.shard_map import ShardMap
+from mcore_rl.weights.engine_config import engine_layout
+from mcore_rl.weights.slices.routes import RouteMap
+from mcore_rl.weights.slices.senders import ELSEWHERE, RankLocations
+from mcore_rl.weights.slices.shard_map import IntArray, ShardMap
+from mcore_rl.weights.slices.totals import Totals
 from mcore_rl.weights.slices.totals import count as count_totals
+from mcore_rl.weights.transports.files.writer import KEPT_TRANSFERS
+from mcore_rl.weights.transports.topology import FILES, SHARED_MEMORY
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
 from model_converters.mapping.table import BoundRow
+
+ON_HOST = (SHARED_MEMORY, FILES)
+"""Transports that stage weights in host memory also if the ranks have GPUs."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,9 @@ class WeightSync:
     `bytes_per_engine_rank`: received by the fullest rank. `floor_bytes_per_engine_rank`: the lower bound, which is the
     size of its weights. `slots_bytes`: staging buffers in one host's memory. `busiest_sender_bytes`: sent to other
     devices. `max_peers`: largest number of other GPUs (on CPU: ranks) with which one exchanges weights. `seconds`: time
-    between hosts at plan.network_gib_per_second; None if that is not set or nothing crosses hosts.
+    between hosts at plan.network_gib_per_second; None if that is not set or nothing crosses hosts. `directory_bytes`:
+    largest size of the files in weights.directory. `copies_bytes`: memory of the host with most copies of weights that
+    cross hosts, with weights.delta.
     """
 
     bytes_per_engine_rank: int
@@ -39,6 +50,8 @@ class WeightSync:
     busiest_sender_bytes: int
     max_peers: int
     seconds: float | None
+    directory_bytes: int = 0
+    copies_bytes: int = 0
 
 
 def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *, cuda: bool) -> WeightSync:
@@ -48,32 +61,65 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
     do not divide the model; LayoutError.
     """
     weights, rollout, cluster = config.weights, config.rollout, config.cluster
-    engine = EngineLayout(tp=rollout.tp, expert_parallel=rollout.expert_parallel)
+    engine = engine_layout(rollout)
     bucket_bytes = int(weights.bucket_mib * MIB)
     placement = Placement(rows, layout)  # outside the block: its errors are about the trainer's layout
     places = place(cluster, rollout, layout.world_size, on_gpus=cuda, num_engines=rollout.num_engines)
     locations = _locations(places, cluster.gpus_per_node, rollout.tp, cuda=cuda)
+    kind = transport(weights, cluster, cuda=cuda)
+    # One file serves the same rank of all engines, so the files are those of one engine.
+    readers, routed = (rollout.num_engines, _of_files(locations, rollout.tp)) if kind == FILES else (1, locations)
     with conversion_errors(f"rollout.tp={rollout.tp}, weights.bucket_mib: "):
-        totals = count_totals(placement, ShardMap(rows, engine), locations, bucket_bytes)
+        totals = count_totals(RouteMap(placement, ShardMap(rows, engine, rollout.quantization), routed), bucket_bytes)
     bandwidth = config.plan.network_gib_per_second
     # The busiest rank in one direction determines the time: links send and receive at once.
     busiest = max(int(totals.sent_across.max()), int(totals.received_across.max()))
-    kind = transport(weights, cluster, cuda=cuda)
     # On GPUs, the other transports stage weights in device memory (staging_bytes).
-    on_host = not cuda or kind == "shared_memory"
+    on_host = not cuda or kind in ON_HOST
     num_buffers = min(cluster.gpus_per_node if cuda else rollout.tp, len(totals.received))
+    fetched = 0
+    if kind == FILES:  # every engine rank keeps a whole update
+        num_buffers = int(np.bincount(locations.engine_hosts).max())
+        fetched = _most_on_a_host((locations.engine_hosts, _of_all_engines(totals.received, locations)))
+    slots_bytes = min(weights.num_buckets, totals.buckets) * bucket_bytes * num_buffers + fetched
+    crossing = int(totals.sent_across.sum())
     return WeightSync(
         bytes_per_engine_rank=int(totals.received.max()),
         floor_bytes_per_engine_rank=int(totals.needed.max()),
         buckets=totals.buckets,
         transport=kind,
-        total_bytes=int(totals.received.sum()),
-        slots_bytes=min(weights.num_buckets, totals.buckets) * bucket_bytes * num_buffers if on_host else 0,
-        bytes_crossing_hosts=int(totals.sent_across.sum()),
+        total_bytes=int(totals.received.sum()) * readers,
+        slots_bytes=slots_bytes if on_host else 0,
+        bytes_crossing_hosts=crossing * (1 + readers) if kind == FILES else crossing,
         busiest_sender_bytes=int(totals.sent.max()),
-        max_peers=int(totals.peers.max()),
+        max_peers=0 if kind == FILES else int(totals.peers.max()),
         seconds=busiest / (bandwidth * GIB) if bandwidth is not None and busiest else None,
+        directory_bytes=KEPT_TRANSFERS * crossing if kind == FILES else 0,
+        copies_bytes=copies_bytes(totals, locations) if weights.delta else 0,
     )
+
+
+def copies_bytes(totals: Totals, locations: RankLocations) -> int:
+    """Return the bytes that the ranks of one host, the one with most, send to and receive from other hosts."""
+    received = _of_all_engines(totals.received_across, locations)
+    return _most_on_a_host((locations.trainer_hosts, totals.sent_across), (locations.engine_hosts, received))
+
+
+def _of_all_engines(num_bytes: IntArray, locations: RankLocations) -> IntArray:
+    """Repeat the bytes of one engine's ranks for all engines, which read the same files."""
+    return np.tile(num_bytes, len(locations.engine_hosts) // len(num_bytes))
+
+
+def _most_on_a_host(*groups: tuple[IntArray, IntArray]) -> int:
+    """Return the bytes of the host with most of them. groups: hosts of ranks, and bytes of the same ranks."""
+    hosts, num_bytes = (np.concatenate(arrays) for arrays in zip(*groups, strict=True))
+    return int(np.bincount(hosts, weights=num_bytes).max())
+
+
+def _of_files(locations: RankLocations, num_ranks: int) -> RankLocations:
+    """Return the locations of the trainer ranks, and of the `num_ranks` sets of files that they write."""
+    trainers = zip(locations.trainer_hosts.tolist(), locations.trainer_devices.tolist(), strict=True)
+    return RankLocations.of([*trainers], [ELSEWHERE] * num_ranks)
 
 
 def _locations(placement: RunPlacement, slots: int, tp: int, *, cuda: bool) -> RankLocations:
@@ -102,7 +148,7 @@ def staging_bytes(weights: WeightsConfig, cluster: ClusterConfig, num_ranks: int
     A rank has slots for the weights that arrive and as many for the slices that it sends to other ranks.
     """
     kind = transport(weights, cluster, cuda=cuda)
-    if not cuda or kind == "shared_memory":
+    if not cuda or kind in ON_HOST:
         return 0
     # A single trainer rank has its engine rank on the same GPU and sends nothing to other ranks.
     sends = kind == "network" or num_ranks > 1

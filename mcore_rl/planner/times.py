@@ -97,8 +97,9 @@ class StepTimes:
             return None
         prompts = self.flops.generate / batch.tokens * (batch.responses * batch.mean_prompt + recomputed)
         prefill = prompts / (num_engines * self.config.rollout.tp * plan.peak_tflops * 1e12 * plan.mfu_prefill)
-        # On average, half of a response is in the cache.
-        cache = running * (batch.mean_prompt + batch.mean_response / 2) * engine.kv_bytes_per_token
+        # On average, half of a response is in the cache, which a rank reads of its own requests.
+        per_rank = running / engine.request_ranks
+        cache = per_rank * (batch.mean_prompt + batch.mean_response / 2) * engine.kv_bytes_per_token
         return prefill + steps * (engine.weights_bytes + cache) / (plan.memory_bandwidth_gib_per_second * GIB)
 
     def running_requests(self, num_engines: int) -> float:
@@ -122,7 +123,7 @@ class StepTimes:
     @property
     def _cache_sequences(self) -> float:
         """Number of mean-length sequences that an engine's KV cache holds."""
-        return self.engine.sequences * longest_sequence(self.config.rollout) / self.batch.mean_tokens
+        return self.engine.engine_sequences * longest_sequence(self.config.rollout) / self.batch.mean_tokens
 
     @property
     def lifetime(self) -> float:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config.algorithm import is_supervised
-from mcore_rl.config.models import ActorConfig, OffloadConfig
+from mcore_rl.config.models import FSDP2, ActorConfig
 from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
 from mcore_rl.planner.engine import GIB, EngineRank, longest_sequence
+from mcore_rl.planner.host_memory import HostMemory, fullest_node
 from mcore_rl.planner.phases import FRAGMENTATION, PHASES, RESERVE_BYTES, Phases, usable_bytes
 from mcore_rl.planner.sync import WeightSync
 from mcore_rl.planner.workload import BatchArithmetic
@@ -17,14 +18,12 @@ from model_converters.mapping.layout import TrainLayout
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of the comparison. `errors` is empty exactly when the plan fits.
-
-    `host_bytes_per_node`: offloaded state and staging buffers on the fullest node.
-    """
+    """Result of the comparison. `errors` is empty exactly when the plan fits. `host` is the memory of the fullest
+    node."""
 
     errors: tuple[str, ...]
     warnings: tuple[str, ...]
-    host_bytes_per_node: int
+    host: HostMemory
 
 
 def compare_with_cluster(
@@ -39,7 +38,7 @@ def compare_with_cluster(
 ) -> Verdict:
     """Compare the memory of all phases, the engine and the hosts with the cluster."""
     rollout, cluster = config.rollout, config.cluster
-    host = host_bytes_per_node(cluster.gpus_per_node, phases, sync)
+    host = fullest_node(config, phases, engine, sync, cuda=cuda)
     errors = []
     usable = usable_bytes(cluster)
     for name in PHASES if cuda else ():
@@ -55,30 +54,34 @@ def compare_with_cluster(
     if not is_supervised(config.algorithm):
         errors += _engine_errors(rollout, cluster, layout, engine, cuda=cuda)
     limit = cluster.host_memory_gib
-    if limit is not None and host > limit * GIB:
+    if limit is not None and host.total > limit * GIB:
         errors.append(
-            f"cluster.host_memory_gib={limit:g}: a node puts {host / GIB:.0f} GiB of offloaded state and weight "
-            "buckets into host memory; unset an actor.offload key, or use more nodes (cluster.nodes)"
+            f"cluster.host_memory_gib={limit:g}: a node needs {host.total / GIB:.0f} GiB of host memory "
+            f"({host.describe()}); {_host_remedy(config, host)}"
         )
     return Verdict(tuple(errors), tuple(_warnings(rollout, cluster, layout, engine, batch, cuda=cuda)), host)
 
 
-def host_bytes_per_node(size: int, phases: Sequence[Phases], sync: WeightSync) -> int:
-    """Return the host memory of the fullest node. Consecutive ranks share a node of `size` GPUs."""
-    away = [sum(rank.host_bytes for rank in phases[i : i + size]) for i in range(0, len(phases), size)]
-    return max(away) + sync.slots_bytes
+def _host_remedy(config: Config, host: HostMemory) -> str:
+    steps = ["checkpoint.async_save=false"] if host.checkpoint else []
+    actor = config.actor
+    steps += [f"actor.offload.{part}=false" for part in ("params", "optimizer") if getattr(actor.offload, part)]
+    steps += ["actor.optimizer.cpu_offload=false"] if actor.optimizer.cpu_offload else []
+    # Neither depends on the number of nodes.
+    steps += ["a higher rollout.tp"] if host.kept_weights or host.routed_experts else []
+    return "set " + ", or ".join([*steps, "a higher cluster.nodes"])
 
 
 def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> str:
-    away = _not_offloaded("actor", config.actor.offload)
+    away = _not_offloaded("actor", config.actor)
     if "critic" in phases.by_name and phase != "critic":
-        away += _not_offloaded("critic", config.critic.offload)
+        away += _not_offloaded("critic", config.critic)
     if phase in ("critic", "score"):
         section: ActorConfig
         role, section = ("critic", config.critic) if phase == "critic" else ("reward_model", config.reward_model)
         # A reward model has no backward pass, so recomputation saves nothing.
         steps = away if phase == "score" or section.recompute == "full" else ["critic.recompute=full", *away]
-        steps.append(f"a higher {role}.parallel.ep, pp or tp")
+        steps.append(f"a higher {role}.parallel.{_axes(section, experts=True)}")
     elif phase in ("generate", "sync"):
         steps = [*away, "a lower rollout.gpu_memory_fraction" if phase == "generate" else "a higher rollout.tp"]
     else:
@@ -89,13 +92,22 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
         # An update has all state on the device, so offloading does not help it.
         if phase == "logp":
             steps += away
-        steps.append("a higher " + ("actor.parallel.ep, pp or tp" if layout.ep > 1 else "actor.parallel.pp or tp"))
+        if config.actor.strategy != FSDP2:
+            steps.append(f"a higher actor.parallel.{_axes(config.actor, experts=layout.ep > 1)}")
         steps.append("a higher cluster.nodes")
     return "set " + ", or ".join(steps)
 
 
-def _not_offloaded(role: str, offload: OffloadConfig) -> list[str]:
-    return [f"{role}.offload.{part}=true" for part in ("optimizer", "grads", "params") if not getattr(offload, part)]
+def _not_offloaded(role: str, section: ActorConfig) -> list[str]:
+    # Gradients of shards have no memory between updates.
+    parts = ("optimizer", "params") if section.shards_parameters else ("optimizer", "grads", "params")
+    return [f"{role}.offload.{part}=true" for part in parts if not getattr(section.offload, part)]
+
+
+def _axes(section: ActorConfig, *, experts: bool) -> str:
+    """Return the keys of axes that divide the weights further. Sharded parameters exclude pipeline stages."""
+    axes = ["ep"] * experts + ["pp"] * (not section.shards_parameters) + ["tp"]
+    return " or ".join(filter(None, (", ".join(axes[:-1]), axes[-1])))
 
 
 def _engine_errors(
@@ -114,8 +126,8 @@ def _engine_errors(
     # The cache must hold one sequence of full length, or the engine could never finish it.
     longest = longest_sequence(rollout) * engine.kv_bytes_per_token
     sglang = rollout.engine == "sglang"  # its fraction does not contain the workspace
-    fixed = engine.weights_bytes + (0 if sglang else engine.workspace_bytes)
-    if cluster.device == "cpu":
+    fixed = engine.weights_bytes + (0 if sglang else engine.workspace_bytes + engine.asleep_bytes)
+    if not cuda:
         yield (
             f"rollout.kv_cache_gib={rollout.kv_cache_gib:g} does not hold one sequence of "
             f"rollout.max_prompt_tokens + rollout.max_response_tokens; set it to at least {longest / GIB:.3f}"
@@ -123,7 +135,7 @@ def _engine_errors(
     else:
         yield (
             f"rollout.gpu_memory_fraction={rollout.gpu_memory_fraction:g} leaves no room for one sequence: an "
-            f"engine rank needs {fixed / GIB:.1f} GiB for weights{'' if sglang else ' and workspace'} and "
+            f"engine rank needs {fixed / GIB:.1f} GiB for weights{'' if sglang else ', workspace and buffers'} and "
             f"{longest / GIB:.2f} GiB of KV cache; raise rollout.tp or rollout.gpu_memory_fraction"
         )
 
@@ -137,18 +149,19 @@ def _warnings(
     *,
     cuda: bool,
 ) -> Iterator[str]:
-    beside = engine.workspace_bytes + engine.graphs_bytes
+    beside = engine.workspace_bytes + engine.asleep_bytes
     left = (1 - rollout.gpu_memory_fraction) * cluster.gpu_memory_gib * GIB
     # The memory of colocated engines is an error of their phase.
     if cuda and rollout.engine == "sglang" and cluster.placement != "colocated" and beside > left:
         yield (
             f"rollout.gpu_memory_fraction={rollout.gpu_memory_fraction:g} leaves {left / GIB:.1f} GiB of a GPU beside "
-            f"SGLang's weights and KV cache, but workspace and CUDA graphs may need {beside / GIB:.1f} GiB; lower it"
+            f"SGLang's weights and KV cache, but workspace, buffers and CUDA graphs may need {beside / GIB:.1f} GiB; "
+            "lower it"
         )
-    if 1 <= engine.sequences < rollout.max_concurrent_requests:
+    if engine.sequences >= 1 and engine.engine_sequences < rollout.max_concurrent_requests:
         yield (
             f"rollout.max_concurrent_requests={rollout.max_concurrent_requests}: the KV cache holds "
-            f"{engine.sequences:.1f} sequences of full length; more are preempted when they grow"
+            f"{engine.engine_sequences:.1f} sequences of full length; more are preempted when they grow"
         )
     if layout.pp > 1 and batch.microbatches < layout.pp:
         yield (

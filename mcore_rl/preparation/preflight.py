@@ -6,6 +6,8 @@ of this module. `prepare` has the checks that need them.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -20,36 +22,43 @@ from mcore_rl.config.rules.validation import read_hf_config, validate, validate_
 from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig, RolloutConfig
 from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError
+from mcore_rl.remote.shared_folder import SharedFolder
 from mcore_rl.remote.storage import has_export
+from mcore_rl.resolved.nccl import nccl_packages
 from mcore_rl.resolved.placement import place
 
 DEVICES = Path("/dev")
-GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu")
-"""Device files of GPU drivers: NVIDIA, WSL, AMD, NVIDIA Jetson."""
+GPU_FILES = ("nvidia[0-9]*", "dxg", "nvhost-gpu")
+"""Device files of drivers that CUDA can use: NVIDIA, WSL, NVIDIA Jetson."""
 
 
-def check_run(config: Config) -> None:
-    """Check the configuration and this machine, make paths absolute, and read the judge's template.
+def check_run(config: Config, *, sends_weights: bool = True) -> None:
+    """Check the configuration and this machine, select the device of `auto`, make paths absolute, and read the judge's
+    template.
 
-    Other processes may have another working directory and no access to the template's file.
+    Other processes may have another working directory, no access to the template's file, and no GPU that they see.
+    `sends_weights`: False for engines that load model.hf_path and have no trainer ranks.
 
     Raises: ConfigError, DataError for the first setting that cannot work.
     """
+    resolve_device(config.cluster)
     validate(config)
-    validate_judge(config.judge, config.rollout, config.model)
+    validate_judge(config.judge, config.rollout, config.model, cuda=config.cluster.device == "cuda")
     if uses_reward_model(config.reward_model) and not is_supervised(config.algorithm):
         validate_reward_model(config)
-    # The search for a GPU imports torch, which is slow. Only judges depend on it.
-    lacks = cannot_run(config, cuda=config.cluster.uses_cuda if config.judge.hf_path is not None else None)
-    for problem in (*lacks, missing_engine(config.algorithm, config.rollout, config.judge)):
+    for problem in (*cannot_run(config), missing_engine(config.algorithm, config.rollout, config.judge)):
         if problem is not None:
             raise ConfigError(problem)
+    if sends_weights and not is_supervised(config.algorithm):
+        _check_nccl(config)
     # Only for the error: the key is read again when the server is called.
     server_key(config.judge)
     _check_cluster(config.cluster)
     _check_placement(config, 0 if is_supervised(config.algorithm) else config.rollout.num_engines)
     _check_data(config.data, config.algorithm)
     make_paths_absolute(config)
+    if sends_weights and not is_supervised(config.algorithm) and config.weights.directory is not None:
+        SharedFolder("weights.directory", config.weights.directory).check_writable()
     if uses_judge(config.judge):
         config.judge.template = template_text(config.judge)
 
@@ -59,6 +68,7 @@ def check_update(config: Config) -> None:
 
     Raises: ConfigError for the first setting that cannot work.
     """
+    resolve_device(config.cluster)
     validate(config)
     _check_cluster(config.cluster)
     _check_placement(config, num_engines=0)
@@ -66,14 +76,21 @@ def check_update(config: Config) -> None:
 
 
 def missing_files(
-    data: DataConfig, algorithm: AlgorithmConfig, model: ModelConfig, judge: JudgeConfig, rollout: RolloutConfig
+    data: DataConfig,
+    algorithm: AlgorithmConfig,
+    model: ModelConfig,
+    judge: JudgeConfig,
+    rollout: RolloutConfig,
+    *,
+    cuda: bool,
 ) -> list[str]:
-    """Return one message for each of data, model and judge whose files are missing or invalid on this machine."""
+    """Return one message for each of data, model and judge whose files are missing or invalid on this machine. `cuda`:
+    the run uses GPUs."""
     messages = []
     for check in (
         lambda: _check_data(data, algorithm),
         lambda: _check_model(model),
-        lambda: validate_judge(judge, rollout, model),
+        lambda: validate_judge(judge, rollout, model, cuda=cuda),
     ):
         try:
             check()
@@ -82,15 +99,51 @@ def missing_files(
     return messages
 
 
-def has_gpu(devices: Path = DEVICES) -> bool:
-    """Return True if a GPU driver has created device files. This check needs no library."""
-    return any(any(devices.glob(pattern)) for pattern in GPU_FILES)
+def resolve_device(cluster: ClusterConfig) -> None:
+    """Replace cluster.device=auto by the device of this machine, once and before all rules that depend on it.
+
+    `prepare` rejects GPUs that torch cannot use.
+    """
+    if cluster.device == "auto":
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        cluster.device = "cuda" if not hidden and has_gpu() and torch_has_cuda() else "cpu"
+
+
+def has_gpu(devices: Path | None = None) -> bool:
+    """Return True if a driver of NVIDIA GPUs has created device files. This check needs no library."""
+    return any(any((devices or DEVICES).glob(pattern)) for pattern in GPU_FILES)
+
+
+def torch_has_cuda() -> bool:
+    """Return True if the installed torch was built for CUDA, found without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version = Path(spec.origin).parent / "version.py"
+    return re.search(r"^cuda\b.*= *'", version.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 def _check_placement(config: Config, num_engines: int) -> None:
     """Place the processes, only for the errors: the run computes the placement again."""
-    on_gpus = config.cluster.device == "cuda"
-    place(config.cluster, config.rollout, config.num_trainer_ranks, on_gpus=on_gpus, num_engines=num_engines)
+    cluster = config.cluster
+    place(cluster, config.rollout, config.num_trainer_ranks, on_gpus=cluster.uses_cuda, num_engines=num_engines)
+
+
+def _check_nccl(config: Config) -> None:
+    """Require one NCCL in the environments of the trainer and of SGLang if weights are sent between their GPUs.
+
+    The versions that are loaded are compared when the processes connect, but the engines have loaded the model then.
+    """
+    uses_nccl = config.cluster.placement == "disaggregated" and config.weights.transport in ("auto", "network")
+    if not uses_nccl or config.rollout.engine != "sglang" or config.cluster.device == "cpu":
+        return
+    packages = nccl_packages()
+    if packages is not None and not packages.connect:
+        raise ConfigError(
+            "rollout.engine=sglang: NCCL sends the weights (cluster.placement=disaggregated), and connects only "
+            f"processes with the same version of it; the trainer's environment has {packages.trainer[1]}, and SGLang's "
+            f"has {packages.sglang[1]}; {packages.remedy}"
+        )
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:

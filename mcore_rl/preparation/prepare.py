@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
 from mcore_rl.algorithms.aggregation import check_mode
 from mcore_rl.algorithms.registry import configured_loss
@@ -16,7 +18,7 @@ from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.models import uses_lora, uses_reference, uses_reward_model
 from mcore_rl.config.rules.rollout import has_turns
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.config.schema import DataConfig, RolloutConfig, resolved_dtype
+from mcore_rl.config.schema import ClusterConfig, DataConfig, RolloutConfig, resolved_dtype
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.columns import check_keys
 from mcore_rl.data.loading import load_prompts, load_supervised
@@ -102,7 +104,17 @@ def prepare_models(config: Config) -> PreparedModels:
     return _prepare_models(config, _policy(config))
 
 
+def _check_gpus(cluster: ClusterConfig) -> None:
+    """Reject GPUs of this machine that torch cannot use. The preflight only looks for their device files."""
+    if cluster.device == "cuda" and cluster.address is None and not torch.cuda.is_available():
+        raise ConfigError(
+            "cluster.device=cuda (auto, if this machine has GPUs), but torch cannot use a GPU here: the driver is "
+            "missing or too old for it; run `mcore-rl doctor`, or set cluster.device=cpu"
+        )
+
+
 def _policy(config: Config) -> ResolvedModel:
+    _check_gpus(config.cluster)
     # Set first, since later checks need the data type.
     config.model.dtype = resolved_dtype(config.model.dtype, cuda=config.cluster.uses_cuda)
     return ResolvedModel.policy(ModelRole.policy(config.actor, config.model), config.num_trainer_ranks)

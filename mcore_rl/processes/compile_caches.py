@@ -24,7 +24,10 @@ FOLDERS = {
     "TRITON_CACHE_DIR": "triton",
     "VLLM_CACHE_ROOT": "vllm",
 }
-"""Environment variable -> folder. SGLang (0.5.23) derives DG_JIT_CACHE_DIR from SGLANG_CACHE_DIR."""
+"""Environment variable -> folder."""
+DEEP_GEMM, DEEP_GEMM_OF_SGLANG = "DG_JIT_CACHE_DIR", "SGLANG_DG_CACHE_DIR"
+"""Variables of DeepGEMM. SGLang (0.5.23) overwrites the first with the second, by default deep_gemm in
+SGLANG_CACHE_DIR."""
 
 
 def use_node_directories() -> None:
@@ -35,6 +38,8 @@ def use_node_directories() -> None:
     directory = PARENT / f"mcore-rl-{os.getuid()}"
     with contextlib.suppress(OSError):
         directory.mkdir(mode=0o700)
+    if DEEP_GEMM in os.environ and os.environ[DEEP_GEMM] != str(directory / FOLDERS[DEEP_GEMM]):
+        os.environ.setdefault(DEEP_GEMM_OF_SGLANG, os.environ[DEEP_GEMM])  # the user's choice
     if _is_private(directory):
         for name, folder in FOLDERS.items():
             os.environ.setdefault(name, str(directory / folder))

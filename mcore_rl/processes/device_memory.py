@@ -1,4 +1,4 @@
-"""Memory of the GPU that this process uses."""
+"""Memory and identity of the GPUs of this process."""
 
 from __future__ import annotations
 
@@ -12,5 +12,10 @@ def device_memory() -> DeviceMemory | None:
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
-    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    return DeviceMemory(f"GPU-{uuid}", total - free, total, torch.cuda.memory_reserved())
+    device = gpu_uuid(torch.cuda.current_device())
+    return DeviceMemory(device, total - free, total, torch.cuda.memory_reserved())
+
+
+def gpu_uuid(number: int) -> str:
+    """Return the UUID of GPU `number` of this process, with the prefix GPU-."""
+    return f"GPU-{torch.cuda.get_device_properties(number).uuid}"

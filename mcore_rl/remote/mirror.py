@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from mcore_rl.errors import DataError, StorageError
-from mcore_rl.remote.storage import file_system, in_parallel, named_errors, put_folder
+from mcore_rl.remote.file_systems import file_system, named_errors
+from mcore_rl.remote.storage import in_parallel, put_folder
 
 
 @dataclass(frozen=True)

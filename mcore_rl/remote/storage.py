@@ -1,5 +1,4 @@
-"""Files at URLs such as s3://bucket/file. fsspec selects the package of a protocol, such as s3fs; its own variables and
-files hold the credentials."""
+"""Files at URLs such as s3://bucket/file."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from mcore_rl.config.remote_names import is_url
-from mcore_rl.errors import ConfigError, DataError, McoreRLError, StorageError
+from mcore_rl.errors import DataError, StorageError
+from mcore_rl.remote.file_systems import PARALLEL_FILES, file_system, named_errors
 from mcore_rl.remote.hub import DATA_KINDS
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 MARKERS = ("config.json", "adapter_config.json")
 """Files of an export that are uploaded last: their presence means that it is complete."""
-PARALLEL_FILES = 8
-"""Files that are copied at the same time."""
 T = TypeVar("T")
 
 
@@ -104,44 +102,6 @@ def in_parallel(copy: Callable[[T], None], files: Sequence[T]) -> None:
     with ThreadPoolExecutor(PARALLEL_FILES) as pool:
         for _ in pool.map(copy, files):
             pass
-
-
-@contextmanager
-def named_errors(key: str, url: str, kind: type[McoreRLError] = ConfigError, note: str = "") -> Iterator[None]:
-    """Convert errors of the block, except this project's, to `kind` with `key` and the remedy."""
-    try:
-        yield
-    except McoreRLError:
-        raise
-    # The packages of protocols raise errors of their own, for example botocore's if there are no credentials.
-    except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), "")
-        shown = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
-        raise kind(
-            f"{key}={url}: {shown}{note}; check the address, the network and the credentials, or set {key} to a local "
-            "path"
-        ) from error
-
-
-def file_system(key: str, url: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL, and the path there."""
-    from fsspec.core import url_to_fs
-    from fsspec.registry import known_implementations
-
-    protocol = url.partition("://")[0]
-    try:
-        system, path = url_to_fs(url)
-    except ImportError as error:
-        # The message names the package: "Install s3fs to access S3".
-        raise ConfigError(f"{key}={url}: {error}; install it with pip, or set {key} to a local path") from None
-    except ValueError:
-        if protocol in known_implementations:
-            raise
-        raise ConfigError(
-            f"{key}={url}: {protocol}:// is not known to fsspec; use one such as s3://, gs:// or abfs://, or set {key} "
-            "to a local path"
-        ) from None
-    return system, path.rstrip("/")
 
 
 def _found(system: AbstractFileSystem, path: str) -> tuple[str, str, list[str]]:

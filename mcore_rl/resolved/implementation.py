@@ -170,19 +170,19 @@ def choose(installed: Installed, request: BuildRequest) -> Implementation:
     return Implementation(
         layers=layers,
         attention=_attention(installed, engine, request),
-        norm=Component(
-            layers.value if engine else "torch RMSNorm", "comes with its layers" if engine else "local layers"
-        ),
+        norm=_norm(layers),
         rope=_rope(engine, request),
         experts=experts,
         permute=permute,
         dispatcher=_dispatcher(installed, request),
         fp8=_fp8(installed, engine, request),
-        gradient_accumulation=_gradient_accumulation(installed),
+        gradient_accumulation=_gradient_accumulation(installed, request),
     )
 
 
 def _layers(installed: Installed, request: BuildRequest) -> Component:
+    if request.layout.hf_tensors:
+        return Component("transformers", f"{request.role.key('strategy')}={request.role.section.strategy}")
     if not installed.cuda:
         return Component("local", "TransformerEngine's layers need a CUDA device")
     if installed.transformer_engine is None:
@@ -190,6 +190,12 @@ def _layers(installed: Installed, request: BuildRequest) -> Component:
     if request.adapters:
         return Component("local", "adapters need a projection's input, which TransformerEngine normalizes internally")
     return Component("TransformerEngine", f"transformer-engine {installed.transformer_engine} is installed")
+
+
+def _norm(layers: Component) -> Component:
+    if layers.value == "local":
+        return Component("torch RMSNorm", "local layers")
+    return Component(layers.value, "comes with its layers")
 
 
 def _attention(installed: Installed, engine: bool, request: BuildRequest) -> Component:
@@ -206,7 +212,8 @@ def _attention(installed: Installed, engine: bool, request: BuildRequest) -> Com
             f"{key}={request.layout.cp}: on GPUs context-parallel ranks need TransformerEngine's layers, but {whose}; "
             f"{remedy}"
         )
-    return Component("SDPA", "torch's, sequence by sequence: megatron's local attention takes no packed rows")
+    whose = "transformers'" if request.layout.hf_tensors else "megatron's local"
+    return Component("SDPA", f"torch's, sequence by sequence: {whose} attention takes no packed rows")
 
 
 def _rope(engine: bool, request: BuildRequest) -> Component:
@@ -276,9 +283,11 @@ def _fp8(installed: Installed, engine: bool, request: BuildRequest) -> Component
     return Component(fp8, f"{key}={fp8}")
 
 
-def _gradient_accumulation(installed: Installed) -> Component:
+def _gradient_accumulation(installed: Installed, request: BuildRequest) -> Component:
     if not installed.cuda:
         return Component("unfused", "fused accumulation needs a CUDA device")
+    if request.layout.shard_parameters:
+        return Component("unfused", "gathered parameters have no gradient buffer to which a kernel could add")
     if not installed.gradient_fusion:
         # TransformerEngine has its own kernel, but Megatron's output projection requires apex's (0.16.1).
         return Component("unfused", "NVIDIA apex with fused_weight_gradient_mlp_cuda is not installed")

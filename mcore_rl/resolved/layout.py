@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
-from mcore_rl.config.models import MoeConfig, ParallelConfig
-from mcore_rl.config.roles import POLICY, KeyNames
+from mcore_rl.config.models import FSDP2, MoeConfig, ParallelConfig
+from mcore_rl.config.roles import POLICY, KeyNames, ModelRole
 from mcore_rl.config.rules.validation import check_ranks_divide
 from mcore_rl.errors import ConfigError
 from model_converters.errors import ConversionError
@@ -54,6 +55,24 @@ def check_experts(moe: MoeConfig, sizes: TransformerArguments, names: KeyNames =
             raise ConfigError(f"{key}={value}, but the model has no {lacks}; set it to {default}")
 
 
+def role_layout(role: ModelRole, world_size: int, hf_config: HFConfig) -> TrainLayout:
+    """Return the layout of a role's ranks, checked against the model: train_layout and the strategy.
+
+    Raises: ConfigError naming the key that does not fit.
+    """
+    layout = train_layout(role.section.parallel, world_size, hf_config, role)
+    if role.section.strategy != FSDP2:
+        return layout
+    sizes, key = model_arguments(hf_config, role.checkpoint).transformer, role.key("strategy")
+    if sizes.get("num_moe_experts") or sizes.get("multi_latent_attention"):
+        raise ConfigError(
+            f"{key}={FSDP2} is not supported for models with experts or latent attention "
+            f"({role.checkpoint}={role.model.hf_path}); set {key}=megatron, with "
+            f"{role.key('parallel.shard_parameters')}=true to divide all parameters"
+        )
+    return replace(layout, shard_parameters=True, hf_tensors=True)
+
+
 def train_layout(
     parallel: ParallelConfig, world_size: int, hf_config: HFConfig, names: KeyNames = POLICY
 ) -> TrainLayout:
@@ -84,6 +103,7 @@ def train_layout(
             first_stage_layers=parallel.first_stage_layers,
             last_stage_layers=parallel.last_stage_layers,
             pipeline_layout=parallel.pipeline_layout,
+            shard_parameters=parallel.shard_parameters,
         )
         layout.stage_layers(sizes["num_layers"])  # called only for its error
     _check_mtp_layers(layout, arguments, names)

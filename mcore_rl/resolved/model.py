@@ -14,7 +14,8 @@ from mcore_rl.config.rules.validation import read_hf_config
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import BuildRequest, Implementation, choose
-from mcore_rl.resolved.layout import check_experts, conversion_errors, model_arguments, train_layout
+from mcore_rl.resolved.layout import check_experts, conversion_errors, model_arguments, role_layout
+from mcore_rl.resolved.quantization import check_blocks
 from mcore_rl.resolved.recompute import recompute_arguments
 from model_converters.families import check_for_engine, engine_overrides, family_for, missing_engine_fields
 from model_converters.families.parts.family import ModelArguments
@@ -60,7 +61,7 @@ class ResolvedModel:
 
     @classmethod
     def _checked(cls, role: ModelRole, num_ranks: int, hf_config: dict[str, Any], left_out: int = 0) -> ResolvedModel:
-        spec = cls(role, hf_config, train_layout(role.section.parallel, num_ranks, hf_config, role), left_out)
+        spec = cls(role, hf_config, role_layout(role, num_ranks, hf_config), left_out)
         check_experts(role.section.moe, spec.arguments.transformer, role)
         return spec
 
@@ -107,14 +108,15 @@ def policy_config(role: ModelRole) -> tuple[dict[str, object], int]:
 
 
 def check_engine_model(role: EngineRole, algorithm: AlgorithmConfig, hf_config: HFConfig) -> None:
-    """Reject a config.json from which the engine builds a different model than transformers and the trainer. A
-    supervised run has no engine, so every config.json passes.
+    """Reject a config.json from which the engine builds a different model than transformers and the trainer, or that it
+    cannot divide into the blocks of rollout.quantization. A supervised run has no engine, so every config.json passes.
 
-    Raises: ConfigError naming the field.
+    Raises: ConfigError naming the field or matrix.
     """
     if not is_supervised(algorithm):
         with conversion_errors(f"{role.checkpoint}={role.model.hf_path}: "):
             check_for_engine(hf_config, role.section.engine)
+        check_blocks(role, hf_config)
 
 
 def overridden_fields(model: ModelConfig, hf_config: HFConfig) -> list[str]:

@@ -84,7 +84,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         try:
-            deltas, completions = self.engine.step(max(1, int(min(STEPS_PER_CALL, self._paused.fewest_left))))
+            deltas, completions = self.engine.step(STEPS_PER_CALL, max(1, self._paused.fewest_left))
         except Exception as error:
             self._fail(error)
             return
@@ -96,7 +96,7 @@ class EngineLoop:
         self._paused.remove([completion.request_id for completion in completions])
         for completion in completions:
             self._listeners.pop(completion.request_id)(completion)
-        self._pause(self._paused.count(deltas))
+        self._pause(self._paused.count(deltas, self._version))
 
     @property
     def busy_seconds(self) -> float:

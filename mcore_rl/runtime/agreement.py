@@ -16,8 +16,10 @@ from pathlib import Path
 from mcore_rl.config import Config
 from mcore_rl.config.fields import leaves
 from mcore_rl.config.functions import names_function
+from mcore_rl.config.rules.engine_support import sglang_packages, sglang_version
 from mcore_rl.data.checksum import file_crc32
 from mcore_rl.errors import ConfigError
+from mcore_rl.resolved import nccl
 from mcore_rl.runtime.addresses import missing_interface
 
 PACKAGES = (
@@ -30,9 +32,10 @@ PACKAGES = (
     "ray",
     "transformers",
     "numpy",
+    *nccl.PACKAGES,  # which need not be the ones that torch pins
 )
-WRITTEN = ("run.dir", "trainer.export_hf", "trainer.export_adapter", "checkpoint.copy_to")
-"""Keys whose paths need not exist."""
+WRITTEN = ("run.dir", "trainer.export_hf", "trainer.export_adapter", "checkpoint.copy_to", "weights.directory")
+"""Keys whose paths need not exist, or whose files change."""
 READ_BY_DRIVER = ("data.train", "data.val", "data.val_sets", "data.weights", "data.curriculum", "data.cache_dir")
 LARGEST_DIGESTED = 1 << 20
 """Maximum bytes of a file whose content is compared; larger files are compared by size."""
@@ -43,10 +46,14 @@ ABSENT = "nothing"
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Facts about one host: versions by package, and digests of files by key (ABSENT if a file does not exist)."""
+    """Facts about one host: versions by package, and digests of files by key (ABSENT if a file does not exist).
+
+    `sglang`: versions of SGLang and of its NCCL; empty if the host lacks SGLang, which only hosts of engines need.
+    """
 
     name: str
     versions: Mapping[str, str]
+    sglang: Mapping[str, str]
     files: Mapping[str, str]
     sees_mark: bool
     seconds: float
@@ -62,10 +69,21 @@ def host_facts(paths: Mapping[str, str], mark: Path) -> HostFacts:
         except metadata.PackageNotFoundError:
             versions[package] = "none"
     files = {key: digest(Path(path)) for key, path in paths.items()}
-    return HostFacts(socket.gethostname(), versions, files, mark.exists(), time.time(), missing_interface())
+    seconds, seen = time.time(), mark.exists()
+    return HostFacts(socket.gethostname(), versions, _sglang_versions(), files, seen, seconds, missing_interface())
 
 
-def check_hosts(run_dir: str, paths: Mapping[str, str], ask: Callable[[Path], list[HostFacts]]) -> None:
+def _sglang_versions() -> dict[str, str]:
+    version = sglang_version()
+    if version is None:
+        return {}
+    package = nccl.nccl_in(sglang_packages())
+    return {"sglang": version, "NCCL in SGLang's environment": package[1] if package else "none"}
+
+
+def check_hosts(
+    run_dir: str, paths: Mapping[str, str], ask: Callable[[Path], list[HostFacts]], *, uses_sglang: bool
+) -> None:
     """Compare all hosts with this one. `paths` comes from `named_paths`; `ask` returns the `host_facts` of the other
     hosts for the given mark.
 
@@ -89,12 +107,7 @@ def check_hosts(run_dir: str, paths: Mapping[str, str], ask: Callable[[Path], li
                 "storage that all hosts share"
             )
         _check_files(paths, here, there)
-        for package, version in here.versions.items():
-            if there.versions[package] != version:
-                raise ConfigError(
-                    f"{there.name} has {package} {there.versions[package]}, and {here.name} has {version}: install the "
-                    "same version on every host of cluster.nodes"
-                )
+        _check_versions(here, there, uses_sglang=uses_sglang)
         # The host read its clock at some time between `started` and `ended` of this host's clock.
         apart = max(started - there.seconds, there.seconds - ended)
         if apart > MOST_SECONDS_APART:
@@ -129,6 +142,16 @@ def digest(path: Path) -> str:
         (each.name, size, file_crc32(each).value if size <= LARGEST_DIGESTED else 0) for each, size in sizes.items()
     ]
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
+
+
+def _check_versions(here: HostFacts, there: HostFacts, *, uses_sglang: bool) -> None:
+    wanted = {**here.versions, **here.sglang}
+    for package, version in (*there.versions.items(), *(there.sglang.items() if uses_sglang else ())):
+        if version != wanted.get(package, version):
+            raise ConfigError(
+                f"{there.name} has {package} {version}, and {here.name} has {wanted[package]}: install the same "
+                "version on every host of cluster.nodes"
+            )
 
 
 def _check_files(paths: Mapping[str, str], here: HostFacts, there: HostFacts) -> None:

@@ -14,7 +14,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.runtime.daemons import Daemons, Guard, services_kept_from_ray, signals_kept_from_ray
+from mcore_rl.runtime.daemons import (
+    Daemons,
+    Guard,
+    daemons_killed_at_once,
+    services_kept_from_ray,
+    signals_kept_from_ray,
+)
 from mcore_rl.runtime.session import loopback_session
 from mcore_rl.runtime.stops import STOPS
 
@@ -78,7 +84,8 @@ def ray_cluster(
     finally:
         # The daemons end on purpose from here on. The guard stays, because `ray.shutdown` hangs if one died before.
         guard.let_end()
-        ray.shutdown()
+        with daemons_killed_at_once():
+            ray.shutdown()
         guard.stop()
         session.close()
 

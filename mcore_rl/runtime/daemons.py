@@ -72,6 +72,37 @@ def services_kept_from_ray() -> Iterator[None]:
             setattr(Node, name, start)
 
 
+@contextlib.contextmanager
+def daemons_killed_at_once() -> Iterator[None]:
+    """Let `ray.shutdown` in the block kill the daemons that this process started, and their children.
+
+    Ray (2.60) sends TERM, which is blocked in them (`signals_kept_from_ray`), and waits a second for each daemon before
+    it kills it. The raylet's agents would notice its death two seconds later. Children of workers are not killed here:
+    the death of a worker ends them, and launchers of sandboxes must remove their directories then.
+    """
+    kill = Node.kill_all_processes
+
+    def kill_with_children(self: Node, check_alive: bool = True, **options: bool) -> None:
+        children = [child for daemon in Daemons.started().processes.values() for child in _children(daemon)]
+        kill(self, check_alive=check_alive)
+        for process in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    Node.kill_all_processes = kill_with_children
+    try:
+        yield
+    finally:
+        Node.kill_all_processes = kill
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return list(process.children())
+    except psutil.NoSuchProcess:
+        return []
+
+
 @dataclass
 class Daemons:
     """Daemons of the cluster that this process started, by name; none if it joined a cluster."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from mcore_rl.config.rules.engine_support import sglang_keys
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.errors import ConfigError
@@ -302,7 +303,8 @@ def _check_hosts(config: Config, watch: Watch) -> None:
         def ask(mark: Path) -> list[HostFacts]:
             return watch.get([process.call(RunProcess.host_facts, paths, mark) for process in others])
 
-        check_hosts(config.run.dir, paths, ask)
+        uses_sglang = bool(sglang_keys(config.algorithm, config.rollout, config.judge))
+        check_hosts(config.run.dir, paths, ask, uses_sglang=uses_sglang)
     if checks_users:
         users = watch.get([process.call(RunProcess.other_users) for _, process in one_per_host.values()])
         for (host, _), names in zip(one_per_host.values(), users, strict=True):

@@ -70,11 +70,12 @@ class DevicePhases:
     record: Callable[[dict[str, Metric]], None]
     span: Callable[[str], AbstractContextManager[None]]
     at_point: Callable[[str], None] = lambda point: None
-    _awake: set[str] = field(default_factory=set, init=False)
-    """Parts of the engines that are in device memory: weights, kv_cache."""
     _has_weights: bool = field(default=False, init=False)
     """True if engines have weights, in device or host memory; False if they were discarded until the next sync."""
     _phase: Phase | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.engines.make_room = self.make_room
 
     def enter(self, phase: Phase) -> None:
         """Free and restore memory for `phase`."""
@@ -91,7 +92,7 @@ class DevicePhases:
         elif phase is Phase.SYNC:
             # The trainer's parameters need the memory of the KV cache. The weights return before the sync, which writes
             # into them.
-            if "kv_cache" in self._awake:
+            if "kv_cache" in self.engines.awake:
                 self._put_to_sleep(keep_weights=True)
             self._offload(NOT_SYNCED)
             self._wake("weights")
@@ -109,33 +110,31 @@ class DevicePhases:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Offload all trainer state, for engines that restart in the block. Afterwards, return to the previous
-        phase."""
+        """Return to the present phase after the block."""
         before = self._phase
-        self._offload(ALL_STATE)
         yield
         if before is not None:
             self.enter(before)
 
+    def make_room(self) -> None:
+        """Offload all trainer state, for an engine that starts. The next phase waits for the engine."""
+        if self._phase is not Phase.GENERATE:  # then it is offloaded already
+            self._phase = None
+            self._offload(ALL_STATE)
+
     def _put_to_sleep(self, *, keep_weights: bool) -> None:
-        if "weights" not in self._awake:
+        if not self.engines.awake:
+            self.engines.settle()
             return
         with self.span("engine_sleep"):
             released = self.engines.sleep(keep_weights)
-        self._awake.clear()
         self.record({"memory/engine_released_bytes": Total(released)})
         self.at_point("asleep")
 
     def _wake(self, part: str) -> None:
-        if not self._awake and self.engines.failed():
-            # An engine that died in its sleep starts awake, with a KV cache for the free memory: offload trainer state
-            # first.
-            self._offload(ALL_STATE)
-            self.engines.start_asleep()
-        if part not in self._awake:
+        if part not in self.engines.awake:
             with self.span("engine_wake_up"):
                 self.engines.wake_up(part)
-            self._awake.add(part)
 
     def _offload(self, parts: tuple[str, ...]) -> int:
         with self.span("offload"):

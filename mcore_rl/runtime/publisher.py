@@ -17,11 +17,14 @@ from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.phases import Phase, Stages, staged
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
+from mcore_rl.types import Mean, Metric, Total
 from mcore_rl.weights.connection import Connection, check_plan
-from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.delta.copies import FrameBytes
+from mcore_rl.weights.engine_config import engine_layout
 from mcore_rl.weights.sync_plan import SyncPlan
-from mcore_rl.weights.transports.link import Rendezvous, open_store
-from mcore_rl.weights.transports.nccl_group import announce_loss
+from mcore_rl.weights.transports.arrival import Rendezvous, announce_loss
+from mcore_rl.weights.transports.files.run_files import RunFiles
+from mcore_rl.weights.transports.link import open_store
 from mcore_rl.weights.transports.topology import Topology
 from mcore_rl.weights.verify import Comparison, require_equal
 
@@ -35,6 +38,7 @@ class SlicePublisher:
 
     Trainer and engine processes follow the plan without the driver, which calls each process once: they convert, send
     and load concurrently. `plan` includes all engines. `store` is the rendezvous store, which lives as long as the run.
+    `files`: folder of the weights if weights.transport=files; engines then fetch an update before they pause for it.
     """
 
     trainers: TrainerGroup
@@ -43,6 +47,9 @@ class SlicePublisher:
     store: dist.TCPStore
     recompute: bool = False
     """True if running requests recompute their KV cache after an update."""
+    record: Callable[[dict[str, Metric]], None] = lambda metrics: None
+    """Receives the metrics of each sync."""
+    files: RunFiles | None = None
     _generation: int = field(default=0, init=False)
     """Number of the current transfer group; 0: none."""
     _members: Sequence[FleetEngine] = field(default=(), init=False)
@@ -51,26 +58,38 @@ class SlicePublisher:
     """The plan for the current members."""
     _broken: bool = field(default=True, init=False)
     """True if a new group is needed."""
+    _warned: bool = field(default=False, init=False)
+    """True after the note that weights.delta has no effect."""
 
     @property
     def stages(self) -> Stages:
         return self.trainers.stages
 
     @staticmethod
-    def connect(trainers: TrainerGroup, engines: Fleet, config: Config) -> SlicePublisher:
+    def connect(
+        trainers: TrainerGroup,
+        engines: Fleet,
+        config: Config,
+        record: Callable[[dict[str, Metric]], None],
+        files: RunFiles | None = None,
+    ) -> SlicePublisher:
         """Plan the sync and connect all processes.
 
         Raises: ConfigError.
         """
         rollout, weights, watch = config.rollout, config.weights, trainers.watch
-        layout = EngineLayout(rollout.tp, expert_parallel=rollout.expert_parallel)
+        layout = engine_layout(rollout)
         of_trainers, of_engines = trainers.call(TrainerProcess.endpoint).results(), engines.endpoints()
-        topology = Topology(tuple(of_trainers), tuple(of_engines), layout.num_ranks, weights.transport)
+        topology = Topology(tuple(of_trainers), tuple(of_engines), layout.num_ranks, weights.transport, weights.delta)
         sizes = int(weights.bucket_mib * MIB), weights.num_buckets
         [plan] = watch.get([trainers.processes[0].call(TrainerProcess.sync_plan, layout, topology, *sizes)])
+        # vLLM's kernels on GPUs may round scales up to powers of two and then round the codes again. Scales that are
+        # already powers of two stay as they are.
+        plan = replace(plan, quantization=rollout.quantization, power_of_two_scales=config.cluster.uses_cuda)
         check_plan(plan)
         store = open_store(ray.util.get_node_ip_address())
-        publisher = SlicePublisher(trainers, engines, plan, store, recompute=rollout.swap == RECOMPUTE)
+        recompute = rollout.swap == RECOMPUTE
+        publisher = SlicePublisher(trainers, engines, plan, store, recompute=recompute, record=record, files=files)
         publisher._connect(engines.engines)
         return publisher
 
@@ -147,8 +166,11 @@ class SlicePublisher:
 
     def _connect(self, members: Sequence[FleetEngine]) -> None:
         """Create a transfer group of trainer ranks and engines: create staging buffers, map them in all processes, and
-        remove their names at once, so that no crash leaves them behind."""
+        remove their names at once, so that no crash leaves them behind. The buffers of the earlier group are freed
+        before."""
         trainers, watch = self.trainers, self.trainers.watch
+        if self._generation:
+            self._disconnect(members)
         # A group that failed may have left keys in the store; the number keeps them apart.
         self._generation += 1
         self._members = list(members)
@@ -156,9 +178,11 @@ class SlicePublisher:
         self._member_plan = replace(self.plan, topology=topology)
         try:
             made = trainers.call(TrainerProcess.create_buffers, ray.put(self._member_plan)).results()
-            segments = {number: name for of_rank in made for number, name in of_rank.items()}
+            buffers = {number: name for of_rank in made for number, name in of_rank.items()}
             rendezvous = Rendezvous(self.store.host, self.store.port, self._generation)
-            connection = ray.put(Connection(self._member_plan, rendezvous, segments, watch.dependent_seconds))
+            folder = None if self.files is None else self.files.begin_connection(self._generation)
+            settings = rendezvous, buffers, watch.dependent_seconds, folder
+            connection = ray.put(Connection(self._member_plan, *settings))
             ranks = trainers.call(TrainerProcess.connect_weights, connection)
             engines = [
                 engine.process.call(EngineProcess.connect, connection, place) for place, engine in enumerate(members)
@@ -169,8 +193,18 @@ class SlicePublisher:
             watch.get([rank.call(TrainerProcess.unlink_buffers) for rank in trainers.processes])
         self._broken = False
 
+    def _disconnect(self, engines: Sequence[FleetEngine]) -> None:
+        """End the current transfer group, also one that failed half-way. Afterwards no process maps a staging buffer of
+        another: `engines` are all engines that are alive, and a process that died has no mapping."""
+        ranks = self.trainers.call(TrainerProcess.disconnect_weights)
+        left = [engine.process.call(EngineProcess.disconnect) for engine in engines]
+        self.trainers.watch.get([*ranks.references, *left])
+
     def _send(self, version: int) -> None:
         sending = self.trainers.call(TrainerProcess.send_weights)
+        if self.files is not None:
+            fetching = [engine.process.call(EngineProcess.fetch_update) for engine in self._members]
+            self.trainers.watch.get([*fetching, *sending.references])
         receiving = [
             engine.process.call(EngineProcess.receive_update, version, self.recompute) for engine in self._members
         ]
@@ -185,6 +219,20 @@ class SlicePublisher:
                 if acknowledged[reader] != sent[number]:
                     name = topology.name(topology.member(reader))
                     raise WeightSyncError(f"{name} acknowledged {acknowledged[reader]} of {sent[number]} bytes")
+        if topology.delta:
+            self._record_delta()
+
+    def _record_delta(self) -> None:
+        """Record the bytes of the last sync between hosts, and their share of the weights that they stand for."""
+        total = sum(self.trainers.call(TrainerProcess.delta_bytes).results(), FrameBytes())
+        if total.content:
+            self.record({
+                "weights/delta_bytes": Total(total.sent),
+                "weights/delta_share": Mean(total.sent, total.content),
+            })  # fmt: skip
+        elif not self._warned:
+            self._warned = True
+            self.engines.note("weights.delta=true has no effect: all engine ranks receive weights from their own host")
 
 
 def _lack_weights(engines: Sequence[FleetEngine]) -> bool:

@@ -156,7 +156,9 @@ class Stops:
                 hook(unraisable)
                 return
             self._was_swallowed = True
-            timer = threading.Timer(SECONDS_TO_LEAVE_A_CALLBACK, signal.raise_signal, (self._interrupted_by,))
+            # Not signal.raise_signal: a signal to the timer's thread would not end a wait of the main thread.
+            main = threading.main_thread().ident
+            timer = threading.Timer(SECONDS_TO_LEAVE_A_CALLBACK, signal.pthread_kill, (main, self._interrupted_by))
             timer.daemon = True
             timer.start()
 

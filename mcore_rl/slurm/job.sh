@@ -10,6 +10,16 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 cluster_pid='' preempted_at=''
 
 say() { printf '%s mcore-rl job %s: %s\n' "$(date '+%F %T')" "$job" "$*"; }
+# `controller ARGUMENTS...` calls scontrol, and again after a failure: a busy controller or authentication service refuses for
+# a moment, and a run must not end because of that.
+controller() {
+  local tries
+  for ((tries = 0; tries < 10; tries++)); do
+    ((tries == 0)) || pause 3
+    scontrol "$@" && return
+  done
+  return 1
+}
 # bash handles signals between commands and during `wait`, so long commands run in the background.
 await() {
   local status
@@ -81,7 +91,7 @@ requeue() {
   # A node can only be excluded while the job is pending, so this shell ignores the TERM that ends the job.
   trap '' TERM
   if (($# == 0)); then
-    scontrol requeue "$job" || { say "SLURM refuses to queue the job again; submit it again to continue"; exit 75; }
+    controller requeue "$job" || { say "SLURM refuses to queue the job again; submit it again to continue"; exit 75; }
   else
     exclude "$@"
   fi
@@ -89,23 +99,24 @@ requeue() {
   exit 0
 }
 exclude() {
-  local excluded nodes
-  excluded=$(scontrol show job "$job" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
+  local shown excluded nodes tries
   nodes=$(IFS=, && printf '%s' "$*")
-  [[ -z $excluded || $excluded == '(null)' ]] || nodes=$excluded,$nodes
-  if scontrol requeuehold "$job"; then
-    local tries
-    for ((tries = 0; tries < 20; tries++)); do
-      # Delayed: SLURM counts a start as failed if the script of the previous start ends during it.
-      if scontrol update JobId="$job" ExcNodeList="$nodes" StartTime=now+60 2>/dev/null; then
-        scontrol release "$job"
-        say "excluded from now on: $nodes"
-        return
-      fi
-      sleep 1
-    done
-    say "the job is held: scontrol update JobId=$job ExcNodeList=$nodes, then scontrol release $job"
-    exit 1
+  if shown=$(controller show job "$job"); then
+    excluded=$(sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p' <<<"$shown")
+    [[ -z $excluded || $excluded == '(null)' ]] || nodes=$excluded,$nodes
+    if controller requeuehold "$job"; then
+      for ((tries = 0; tries < 20; tries++)); do
+        # Delayed: SLURM counts a start as failed if the script of the previous start ends during it.
+        if scontrol update JobId="$job" ExcNodeList="$nodes" StartTime=now+60 2>/dev/null; then
+          controller release "$job" || break
+          say "excluded from now on: $nodes"
+          return
+        fi
+        sleep 1
+      done
+      say "the job is held: scontrol update JobId=$job ExcNodeList=$nodes, then scontrol release $job"
+      exit 1
+    fi
   fi
   say "SLURM refuses to change the job; submit it again with --exclude=$nodes"
   exit 1

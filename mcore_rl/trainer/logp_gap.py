@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mcore_rl.config.quantization import UNQUANTIZED
 from mcore_rl.config.rules.models import uses_lora
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateSchedule, build_batch, gather
@@ -18,7 +19,7 @@ KEY, AUTO = "rollout.max_logp_gap", "auto"
 BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05}
 """Limit of the mean absolute difference in nats, by the engine's dtype (model.dtype)."""
 FP8 = 0.2
-"""Limit in nats if the trainer computes in FP8 (actor.fp8), which has a 3-bit mantissa."""
+"""Limit in nats with actor.fp8 or rollout.quantization: FP8 has a 3-bit mantissa."""
 NUM_PROMPTS = 4
 """Prompts per engine. If the trainer has more data-parallel ranks, the number is raised, since each needs one prompt.
 """
@@ -29,7 +30,8 @@ def logp_gap_limit(config: Config) -> float | None:
     limit = config.rollout.max_logp_gap
     if limit != AUTO:
         return None if limit is None else float(limit)
-    return BY_DTYPE[config.model.dtype] if config.actor.fp8 == "none" else FP8
+    rounds = config.actor.fp8 != "none" or config.rollout.quantization != UNQUANTIZED
+    return FP8 if rounds else BY_DTYPE[config.model.dtype]
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,12 @@ def probable_causes(config: Config, gap: LogpGap) -> list[str]:
         f"a field of {config.model.hf_path}/config.json that {rollout.engine} and the trainer interpret differently "
         "(sliding_window, rope_scaling, logit_scale and the like)"
     )
-    causes.append(f"rounding: model.dtype={config.model.dtype}, or a quantized model.hf_path")
+    causes.append(f"rounding: model.dtype={config.model.dtype}, or a quantised model.hf_path")
     if config.actor.fp8 != "none":
         causes.append(f"rounding of actor.fp8={config.actor.fp8}")
-    causes.append(f"a different attention in the engine (backend of {rollout.engine}, quantized KV cache)")
+    if rollout.quantization != UNQUANTIZED:
+        causes.append(f"rounding of the engine's weights, rollout.quantization={rollout.quantization}")
+    causes.append(f"a different attention in the engine (backend of {rollout.engine}, quantised KV cache)")
     if uses_lora(config.actor):
         causes.append("rounding of the adapters, which the engine holds merged into the weights")
     if gap.own_routing:

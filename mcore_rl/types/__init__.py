@@ -22,6 +22,7 @@ from mcore_rl.types.data import (
     TrajectoryBuffers,
 )
 from mcore_rl.types.device import DeviceMemory
+from mcore_rl.types.drafts import DraftCounts
 from mcore_rl.types.metrics import (
     Correlation,
     Deviation,

@@ -7,44 +7,52 @@ remove the names of the shared memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.send import WeightSender
 from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.arrival import Rendezvous
+from mcore_rl.weights.transports.files.channel import FileChannel
+from mcore_rl.weights.transports.files.run_files import shared_folder
 from mcore_rl.weights.transports.interface import Channels, MessageReceiver
-from mcore_rl.weights.transports.link import MAX_ROUNDS, Link, Rendezvous
+from mcore_rl.weights.transports.link import MAX_ROUNDS, Link
 from mcore_rl.weights.transports.mapped_buffers import MappedBuffer, MappedReceiver
 from mcore_rl.weights.transports.nccl import NcclChannel
 from mcore_rl.weights.transports.network import NetworkReceiver
-from mcore_rl.weights.transports.segments import SEGMENTS, Segment
-from mcore_rl.weights.transports.topology import CUDA_IPC
+from mcore_rl.weights.transports.shared_buffer import SharedBuffer, SharedNames, Users
 from model_converters.errors import LayoutError
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Arguments that every process needs to connect. `segments`: names of the shared memory, by buffer number."""
+    """Arguments that every process needs to connect. `buffers`: names of the shared staging buffers, by number.
+    `folder`: URL of the connection's files if weights.transport=files, else None."""
 
     plan: SyncPlan
     rendezvous: Rendezvous
-    segments: Mapping[int, str]
+    buffers: Mapping[int, SharedNames]
     timeout_seconds: float
+    folder: str | None = None
 
-    def segment(self, number: int) -> Segment:
+    def attach(self, number: int) -> SharedBuffer:
         """Map staging buffer `number` into this process.
 
         Raises: WeightSyncError if it does not exist any more.
         """
-        return SEGMENTS[self.plan.topology.buffers[number].kind == CUDA_IPC].attach(self.segments[number])
+        return SharedBuffer.attach(self.plan.topology.buffers[number], self.buffers[number], self.plan.num_slots)
 
     def channels(self, member: int) -> Channels:
         """Connect to the transfer group as number `member`.
 
-        Collective: all processes of the sync.
+        Collective: all processes of the sync, except for files.
         """
         topology = self.plan.topology
+        if self.folder is not None:
+            folder = shared_folder(self.folder)
+            return Channels(FileChannel(folder, topology, member, timeout_seconds=self.timeout_seconds))
         processes, seconds = (*topology.trainers, *topology.engines), self.timeout_seconds
         address = processes[member].address
         link = Link.connect(
@@ -59,16 +67,24 @@ class Connection:
 
 
 class TrainerSetup:
-    """Connects a trainer rank: `create_buffers`, then `connect`, then `unlink` once all processes have connected."""
+    """Connects a trainer rank: `create_buffers`, then `connect`, then `unlink` once all processes have connected.
+
+    The connection ends with `disconnect` in all processes, and then `close`, which frees the buffers: CUDA does not
+    define what happens to mappings of freed memory. Both also end a connection that failed half-way.
+    """
 
     def __init__(self, plan: SyncPlan, rank: int) -> None:
         self._plan = plan
         self._rank = rank
         buffers = plan.topology.buffers
         self._incoming = plan.incoming([number for number, each in enumerate(buffers) if rank in each.writers])
-        self._segments: dict[int, Segment] = {}
+        self._owned: dict[int, SharedBuffer] = {}
+        """Staging buffers that this rank owns."""
+        self._attached: dict[int, SharedBuffer] = {}
+        """Mapped staging buffers of other ranks."""
+        self._sender: WeightSender | None = None
 
-    def create_buffers(self) -> dict[int, str]:
+    def create_buffers(self) -> dict[int, SharedNames]:
         """Create the staging buffers that this rank owns. Returns their names by buffer number.
 
         Raises: ConfigError if this host's shared memory is too small.
@@ -76,9 +92,8 @@ class TrainerSetup:
         for number, incoming in self._incoming.items():
             buffer = self._plan.topology.buffers[number]
             if buffer.owner == self._rank:
-                kind = SEGMENTS[buffer.kind == CUDA_IPC]
-                self._segments[number] = kind.create(incoming.slot_bytes * self._plan.num_slots)
-        return {number: segment.name for number, segment in self._segments.items()}
+                self._owned[number] = SharedBuffer.create(buffer, incoming.slot_bytes, self._plan.num_slots)
+        return {number: shared.names for number, shared in self._owned.items()}
 
     def connect(self, connection: Connection) -> WeightSender:
         """Map the staging buffers of this host or GPU, and connect to all peers.
@@ -86,22 +101,51 @@ class TrainerSetup:
         Collective: all processes of the sync.
         """
         # Buffers are mapped before the transfer group connects: afterwards their names are removed.
-        memories = {
-            number: (self._segments.get(number) or connection.segment(number)).memory for number in self._incoming
-        }
-        channels = connection.channels(self._rank)
-        mapped = {
-            number: MappedBuffer(number, self._plan, incoming, memories[number], channels.link)
-            for number, incoming in self._incoming.items()
-        }
-        sender = WeightSender(self._plan, self._rank, channels, mapped)
-        sender.handshake()
-        return sender
+        for number in self._incoming.keys() - self._owned.keys():
+            self._attached[number] = connection.attach(number)
+        buffers = self._owned | self._attached
+        for number, shared in buffers.items():
+            users = Users(self._plan.topology.buffers[number])
+            shared.signals.join(users.writer(self._rank))
+            if number in self._owned:
+                shared.signals.join(users.relay)
+        with ExitStack() as undo:
+            channels = connection.channels(self._rank)
+            undo.callback(channels.close)
+            channels.on_close.extend(shared.signals.leave for shared in buffers.values())
+            mapped = {
+                number: MappedBuffer(number, self._plan, incoming, buffers[number], connection.timeout_seconds)
+                for number, incoming in self._incoming.items()
+            }
+            self._sender = WeightSender(self._plan, self._rank, channels, mapped)
+            self._sender.handshake()
+            undo.pop_all()
+        return self._sender
 
     def unlink(self) -> None:
         """Remove the names of the shared memory. Existing mappings stay valid."""
-        for segment in self._segments.values():
-            segment.unlink()
+        for shared in list(self._owned.values()):  # another thread may be in `create_buffers`
+            shared.unlink()
+
+    def disconnect(self) -> None:
+        """End the connections, and unmap the buffers of other ranks. Further calls do nothing.
+
+        Raises: WeightSyncError if views of a buffer still exist.
+        """
+        if self._sender is not None:
+            self._sender.close()
+        while self._attached:
+            self._attached.popitem()[1].close()
+
+    def close(self) -> None:
+        """Free the buffers of this rank. Call after all processes that map them have disconnected or ended.
+
+        Raises: WeightSyncError if views of a buffer still exist.
+        """
+        self.disconnect()
+        self.unlink()
+        while self._owned:
+            self._owned.popitem()[1].close()
 
 
 def connect_engine_rank(connection: Connection, engine_rank: int) -> SliceReceiver:
@@ -112,17 +156,26 @@ def connect_engine_rank(connection: Connection, engine_rank: int) -> SliceReceiv
     plan = connection.plan
     number = plan.topology.buffer_of(engine_rank)
     incoming = plan.incoming([number])[number]
-    # Map the buffer before connecting: its name is removed once all processes have connected.
-    memory = connection.segment(number).memory if number in connection.segments else None
     member = plan.topology.member(engine_rank)
-    channels = connection.channels(member)
-    channels.handshake(plan.peers(member, incoming.messages), *plan.gpu_peers(member, incoming.messages))
-    messages: MessageReceiver
-    if memory is None:
-        messages = NetworkReceiver(channels.of(number), number, incoming, plan)
-    else:
-        messages = MappedReceiver(MappedBuffer(number, plan, incoming, memory, channels.link))
-    return SliceReceiver(messages, incoming, plan.num_rounds, channels, number)
+    with ExitStack() as undo:
+        # Map the buffer before connecting: its name is removed once all processes have connected.
+        shared = connection.attach(number) if number in connection.buffers else None
+        if shared is not None:
+            undo.callback(shared.close)
+            shared.signals.join(Users(plan.topology.buffers[number]).reader(engine_rank))
+        channels = connection.channels(member)
+        undo.callback(channels.close)
+        channels.handshake(plan.peers(member, incoming.messages), *plan.gpu_peers(member, incoming.messages))
+        messages: MessageReceiver
+        if shared is None:
+            messages = NetworkReceiver(channels, number, incoming, plan)
+        else:
+            channels.on_close.append(shared.signals.leave)
+            mapped = MappedBuffer(number, plan, incoming, shared, connection.timeout_seconds)
+            messages = MappedReceiver(mapped, engine_rank)
+        receiver = SliceReceiver(messages, incoming, plan.num_rounds, channels, number)
+        undo.pop_all()
+    return receiver
 
 
 def check_plan(plan: SyncPlan) -> None:

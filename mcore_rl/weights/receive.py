@@ -7,6 +7,8 @@ States of a receiver:
                            v
                         broken       (the engine holds half an update and must not generate)
 
+    any state --close--> closed         (the staging buffer is unmapped, and its owner may free it)
+
 Order of messages in one round of a mapped staging buffer (transports/mapped_buffers.py):
 
     engine rank                               trainer rank
@@ -16,7 +18,8 @@ Order of messages in one round of a mapped staging buffer (transports/mapped_buf
 
 `begin` sends FREE for the first `num_slots` rounds, so the senders run up to `num_slots` rounds ahead of the engine.
 `receive(r)` returns only after the engine has copied what it keeps: its slot is overwritten soon after. Over the
-network there is no FREE message: a receive is posted for each round, and a send completes only with its receive.
+network there is no FREE message: a receive is posted for each round, and a send completes only with its receive. Files
+(transports/files/) have no messages besides the weights; `fetch` copies them to memory before `begin`.
 
 A broken receiver cannot be reused, because messages of the failed update may still be in flight: the next update needs
 a new link and a new receiver.
@@ -30,7 +33,8 @@ from contextlib import contextmanager
 import torch
 
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.slices.messages import Slice, views
+from mcore_rl.weights.quantization import TensorBox
+from mcore_rl.weights.slices.messages import views
 from mcore_rl.weights.sync_plan import IncomingMessages
 from mcore_rl.weights.transports.interface import Channels, MessageReceiver
 from mcore_rl.weights.transports.link import MessageKind, MessageTag
@@ -53,6 +57,9 @@ class SliceReceiver:
         self._buffer = buffer
         self._state = "attached"
         self._next = 0
+        self._senders = {message.sender for message in incoming.messages}
+        self._is_fetching = False
+        """True from the fetch of an update to its begin."""
         self._boxes: dict[int, list[tuple[str, tuple[int, ...], torch.Tensor]]] = {}
         """Arguments of `load` by round. The memory of a slot stays the same for all updates."""
 
@@ -61,11 +68,31 @@ class SliceReceiver:
         """Planned bytes of one update."""
         return self._incoming.num_bytes
 
+    def fetch(self) -> None:
+        """Begin to fetch the next update into this process, before `begin`, if the transport can. The engine may use
+        its weights meanwhile."""
+        self._expect("attached", "fetch")
+        with self._broken_on_error():
+            self._fetch()
+        self._is_fetching = True
+
+    def is_fetched(self) -> bool:
+        """Return whether no later call of the update will wait for a sender.
+
+        Raises: PeerLostError; StorageError, WeightSyncError naming a file.
+        """
+        with self._broken_on_error():
+            return self._channels.host.is_fetched()
+
     def begin(self) -> None:
+        """Begin an update, and fetch it unless `fetch` was called."""
         self._expect("attached", "begin")
         self._state = "updating"
         self._next = 0
         with self._broken_on_error():
+            if not self._is_fetching:
+                self._fetch()
+            self._is_fetching = False
             self._messages.begin()
 
     def receive(self, sync_round: int, load: LoadBox) -> int:
@@ -83,7 +110,11 @@ class SliceReceiver:
         received = self._messages.receive(sync_round)
         if sync_round not in self._boxes:
             placed = [pair for message, memory in received for pair in views(message, memory)]
-            self._boxes[sync_round] = [(each.hf_name, first_index(each), place) for each, place in placed]
+            self._boxes[sync_round] = [
+                (box.hf_name, box.first, place)
+                for each, places in placed
+                for box, place in zip(each.boxes, places, strict=True)
+            ]
         for box in self._boxes[sync_round]:
             load(*box)
         num_bytes = sum(message.num_bytes for message, _ in received)
@@ -101,11 +132,10 @@ class SliceReceiver:
         with self._broken_on_error():
             if self._next != self.num_rounds:
                 raise WeightSyncError(f"the update ended after {self._next} of {self.num_rounds} rounds")
-            self._messages.finish()
         self._state = "attached"
 
-    def digests(self) -> list[tuple[Slice, bytes]]:
-        """Receive the trainer ranks' digests of all slices that this rank keeps.
+    def digests(self) -> list[tuple[TensorBox, bytes]]:
+        """Receive the trainer ranks' digests of all boxes that this rank keeps.
 
         Raises: PeerLostError.
         """
@@ -114,19 +144,33 @@ class SliceReceiver:
             return self._digests()
 
     def close(self) -> None:
-        """Free the connections between GPUs. Afterwards this object cannot be used."""
-        self._channels.close()
+        """End the connections and unmap the staging buffer, whose owner may free it then. Afterwards this object cannot
+        be used; further calls do nothing.
 
-    def _digests(self) -> list[tuple[Slice, bytes]]:
-        by_sender: dict[int, list[Slice]] = {}
+        Raises: WeightSyncError if views of the buffer still exist.
+        """
+        if self._state == "closed":
+            return
+        self._state = "closed"
+        self._channels.close()  # first: a transfer that has not ended would write into the memory
+        self._boxes.clear()
+        self._messages.close()
+
+    def _fetch(self) -> None:
+        self._channels.host.fetch(self._buffer, self._senders)
+
+    def _digests(self) -> list[tuple[TensorBox, bytes]]:
+        self._fetch()
+        by_sender: dict[int, list[TensorBox]] = {}
         for sync_round in sorted(self._incoming.rounds):
             for placed in self._incoming.at(sync_round):
-                by_sender.setdefault(placed.message.sender, []).extend(placed.message.slices)
+                boxes = by_sender.setdefault(placed.message.sender, [])
+                boxes += (box for each in placed.message.slices for box in each.boxes)
         digests = []
-        for sender, slices in by_sender.items():
-            rows = torch.zeros(len(slices), DIGEST_BYTES, dtype=torch.uint8)
-            self._channels.link.receive(rows, sender, MessageTag(MessageKind.DIGESTS, self._buffer, 0)).wait()
-            digests += [(each, row.numpy().tobytes()) for each, row in zip(slices, rows, strict=True)]
+        for sender, boxes in by_sender.items():
+            rows = torch.zeros(len(boxes), DIGEST_BYTES, dtype=torch.uint8)
+            self._channels.host.receive(rows, sender, MessageTag(MessageKind.DIGESTS, self._buffer, 0)).wait()
+            digests += [(each, row.numpy().tobytes()) for each, row in zip(boxes, rows, strict=True)]
         return digests
 
     def _expect(self, state: str, call: str) -> None:
@@ -141,8 +185,3 @@ class SliceReceiver:
         except BaseException:
             self._state = "broken"
             raise
-
-
-def first_index(each: Slice) -> tuple[int, ...]:
-    """Return the indices of a slice's first element in its HF tensor."""
-    return tuple(each.start if dim == each.dim else 0 for dim in range(len(each.hf_shape)))

@@ -5,7 +5,7 @@ Slices are copied once, from the parameter into the staging buffer or the memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
@@ -13,10 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.block_maxima import BlockMaxima
+from mcore_rl.weights.delta.copies import FrameBytes, SentCopies
+from mcore_rl.weights.quantization import quantise_box
 from mcore_rl.weights.slices.messages import Message, Slice, views
 from mcore_rl.weights.sync_plan import SyncPlan
-from mcore_rl.weights.transports.interface import Channels, MessageSender
+from mcore_rl.weights.tensor_parts import part_of
+from mcore_rl.weights.transports.interface import Channel, Channels, MessageSender
 from mcore_rl.weights.transports.link import MessageKind, MessageTag
 from mcore_rl.weights.transports.mapped_buffers import MappedBuffer, MappedSender, Relay
 from mcore_rl.weights.transports.network import NetworkSender
@@ -35,10 +38,9 @@ class WeightSender:
     def __init__(self, plan: SyncPlan, rank: int, channels: Channels, mapped: Mapping[int, MappedBuffer]) -> None:
         self._plan = plan
         self._rank = rank
-        self._link = channels.link
         self._channels = channels
         self._mapped = mapped
-        self._places: dict[int, list[tuple[Slice, torch.Tensor]]] = {}
+        self._places: dict[int, list[tuple[Slice, tuple[torch.Tensor, ...]]]] = {}
         """Views of the outgoing memory by round. They stay the same for all updates."""
         self._num_rounds = plan.num_rounds
         # Sorted by buffer: NCCL matches messages by their order, and the relays post receives in the same order.
@@ -48,13 +50,29 @@ class WeightSender:
         self._senders: dict[int, MessageSender] = {
             number: MappedSender(mapped[number], rank) for number in targets & mapped.keys()
         }
+        remote = targets - mapped.keys()
+        deltas = {number for number in remote if plan.topology.sends_delta(number, rank)}
+        self._copies = SentCopies()
+        if deltas:
+            self._senders |= self._to_network(channels.host, deltas, self._copies)
         for channel in channels.all:
-            remote = {number for number in targets - mapped.keys() if channels.of(number) is channel}
-            outgoing = {sync_round: [each for each in messages if each.receiver in remote]
-                        for sync_round, messages in self._outgoing.items()}  # fmt: skip
-            self._senders |= dict.fromkeys(remote, NetworkSender(channel, plan, outgoing))
+            whole = {number for number in remote - deltas if channels.of(number) is channel}
+            self._senders |= self._to_network(channel, whole)
         owned = sorted(number for number, each in mapped.items() if each.buffer.owner == rank)
-        self._relays = [Relay(mapped[number], channels.of(number)) for number in owned]
+        self._block_maxima = BlockMaxima(plan.divided_blocks(rank), rank, channels)
+        self._relays = [Relay(mapped[number], channels) for number in owned]
+
+    def _to_network(
+        self, channel: Channel, buffers: Set[int], copies: SentCopies | None = None
+    ) -> dict[int, MessageSender]:
+        outgoing = {sync_round: [each for each in messages if each.receiver in buffers]
+                    for sync_round, messages in self._outgoing.items()}  # fmt: skip
+        return dict.fromkeys(buffers, NetworkSender(channel, self._plan, outgoing, copies))
+
+    @property
+    def delta_bytes(self) -> FrameBytes:
+        """Bytes of the last update's messages to other hosts; 0 without weights.delta."""
+        return self._copies.bytes
 
     def handshake(self) -> None:
         """Connect to all peers. Call once, before the first update.
@@ -63,12 +81,20 @@ class WeightSender:
         """
         incoming = (each.incoming.messages for each in self._mapped.values())
         messages = list(chain.from_iterable((*self._outgoing.values(), *incoming)))
-        peers = self._plan.peers(self._rank, messages)
+        peers = self._plan.peers(self._rank, messages) | self._block_maxima.peers
         self._channels.handshake(peers, *self._plan.gpu_peers(self._rank, messages))
 
     def close(self) -> None:
-        """Free the connections between GPUs. Afterwards this object cannot be used."""
-        self._channels.close()
+        """End the connections, and release all views of the staging buffers, which may be unmapped or freed then.
+        Afterwards this object cannot be used; further calls do nothing."""
+        self._channels.close()  # first: a transfer that has not ended would write into the buffers
+        for mapped in self._mapped.values():
+            mapped.synchronize()  # copies that an error left in the queue
+        self._mapped = {}
+        self._places.clear()
+        self._senders.clear()
+        self._copies = SentCopies()
+        self._relays.clear()
 
     @torch.no_grad()
     def send(self, tensors: Mapping[str, torch.Tensor], span: Span = nullcontext) -> npt.NDArray[np.int64]:
@@ -79,10 +105,8 @@ class WeightSender:
         """
         with self._channels.closing_on_loss():
             sent = np.zeros(len(self._plan.topology.buffers), np.int64)
-            for sender in self._senders.values():
-                sender.begin()
-            for relay in self._relays:
-                relay.begin()
+            maxima = self._block_maxima.combine(tensors)
+            self._copies.reset()
             # A relay completes a round `delay` rounds after it posted the receives, so that relayed messages arrive
             # while this rank packs the next rounds.
             delay = self._plan.num_slots - 1
@@ -90,7 +114,7 @@ class WeightSender:
                 for relay in self._relays:
                     relay.post_receives(sync_round)
                 with span("send bucket"):
-                    for message in self._send(sync_round, tensors):
+                    for message in self._send(sync_round, tensors, maxima):
                         sent[message.receiver] += message.num_bytes
                 # One launch for the sends and the relay's receives of the round: NCCL must group them (nccl.py).
                 for channel in self._channels.all:
@@ -99,7 +123,7 @@ class WeightSender:
                     relay.complete(sync_round - delay)
             for sender in self._senders.values():
                 sender.flush()
-            self._link.flush()
+            self._channels.host.flush()
             return sent
 
     @torch.no_grad()
@@ -108,26 +132,38 @@ class WeightSender:
 
         Raises: PeerLostError.
         """
-        topology = self._plan.topology
+        topology, host = self._plan.topology, self._channels.host
+        with self._channels.closing_on_loss():
+            maxima = self._block_maxima.combine(tensors)
         slices: dict[int, list[Slice]] = {}
         for sync_round in sorted(self._outgoing):
             for message in self._outgoing[sync_round]:
                 slices.setdefault(message.receiver, []).extend(message.slices)
-        digests = {number: torch.empty(len(rows), DIGEST_BYTES, dtype=torch.uint8) for number, rows in slices.items()}
-        places = [(each, digests[number][row]) for number, rows in slices.items() for row, each in enumerate(rows)]
-        for each, place in sorted(places, key=lambda pair: pair[0].mcore_name):
-            computed = digest(part_of(each, tensors, each.shape).to(each.dtype))
-            place.copy_(torch.frombuffer(bytearray(computed), dtype=torch.uint8))
+        digests: dict[int, torch.Tensor] = {}
+        places: list[tuple[Slice, torch.Tensor]] = []
+        for number, of_buffer in slices.items():
+            counts = [len(each.boxes) for each in of_buffer]
+            digests[number] = torch.empty(sum(counts), DIGEST_BYTES, dtype=torch.uint8)
+            places += zip(of_buffer, digests[number].split(counts), strict=True)
+        for each, rows in sorted(places, key=lambda pair: pair[0].mcore_name):
+            part = part_of(each, tensors, each.shape)
+            values = tuple(torch.empty(box.shape, dtype=box.dtype, device=part.device) for box in each.boxes)
+            self._write(each, part, values, maxima)
+            for value, row in zip(values, rows, strict=True):
+                row.copy_(torch.frombuffer(bytearray(digest(value)), dtype=torch.uint8))
         with self._channels.closing_on_loss():
             pending = [
-                self._link.send(digests[number], topology.member(reader), MessageTag(MessageKind.DIGESTS, number, 0))
+                host.send(digests[number], recipient, MessageTag(MessageKind.DIGESTS, number, 0))
                 for number in slices
-                for reader in topology.buffers[number].readers
+                for recipient in topology.recipients(number)
             ]
             for transfer in pending:
                 transfer.wait()
+            host.flush()
 
-    def _send(self, sync_round: int, tensors: Mapping[str, torch.Tensor]) -> Sequence[Message]:
+    def _send(
+        self, sync_round: int, tensors: Mapping[str, torch.Tensor], maxima: Mapping[str, torch.Tensor]
+    ) -> Sequence[Message]:
         messages = self._outgoing.get(sync_round, [])
         acquired = [self._senders[message.receiver].acquire(sync_round, message) for message in messages]
         if sync_round not in self._places:
@@ -136,28 +172,23 @@ class WeightSender:
             ]
             # Sorted by tensor: a LoRA adapter is merged into its tensor on access, once per consecutive use.
             self._places[sync_round] = sorted(places, key=lambda pair: pair[0].mcore_name)
-        for each, place in self._places[sync_round]:
-            # copy_ also converts to the dtype of the slice.
-            place.copy_(part_of(each, tensors, place.shape))
+        for each, of_boxes in self._places[sync_round]:
+            self._write(each, part_of(each, tensors, each.shape), of_boxes, maxima)
         for message in messages:
             self._senders[message.receiver].send(sync_round, message)
         return messages
 
-
-def part_of(each: Slice, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-    """Return a view of a slice in this rank's tensors. `shape` is the slice's shape.
-
-    Raises: WeightSyncError for a missing tensor or a shape that differs from the plan.
-    """
-    tensor = tensors.get(each.mcore_name)
-    if tensor is None:
-        raise WeightSyncError(f"this rank has no {each.mcore_name}, which contains its slice of {each.hf_name}")
-    part = tensor
-    if each.hf_shape and part.dim() > each.dim and each.local_start + each.length <= part.shape[each.dim]:
-        part = part.narrow(each.dim, each.local_start, each.length)
-    if part.shape != shape:
-        raise WeightSyncError(
-            f"{each.mcore_name} {tuple(tensor.shape)} has no slice of shape {each.shape} from {each.local_start} of "
-            f"dim {each.dim} for {each.hf_name}"
-        )
-    return part
+    def _write(
+        self,
+        each: Slice,
+        part: torch.Tensor,
+        places: tuple[torch.Tensor, ...],
+        maxima: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Write the boxes of a slice, whose values are `part` of this rank's tensor. maxima: of divided blocks."""
+        if each.quantised:
+            shared = maxima[each.hf_name].to(part.device) if each.hf_name in maxima else None
+            powers = self._plan.power_of_two_scales
+            quantise_box(part, places, each.boxes[0], each.dtype, maxima=shared, power_of_two=powers)
+        else:
+            places[0].copy_(part)  # converts to the dtype of the slice

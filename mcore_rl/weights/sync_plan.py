@@ -6,19 +6,22 @@ A sync consists of rounds. In each round every engine receives one bucket.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import torch
 
+from mcore_rl.config.quantization import UNQUANTIZED
+from mcore_rl.weights.slices.divided_blocks import BlockGroup, divided_blocks
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Message, received_by, sent_by
-from mcore_rl.weights.slices.senders import RankLocations
+from mcore_rl.weights.slices.routes import RouteMap
 from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.transports.topology import Topology
 from model_converters.families import family_for
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
+from model_converters.mapping.separate import trainer_rows
 from model_converters.mapping.table import BoundRow, bind
 
 
@@ -57,6 +60,9 @@ class SyncPlan:
     Each staging buffer has `num_slots` slots of `bucket_bytes`. Slot `sync_round % num_slots` holds the messages of a
     round, so up to `num_slots` rounds are in flight. Messages are addressed to staging buffers: `Message.receiver` is
     the number of a buffer in `topology.buffers`.
+
+    quantization: value of rollout.quantization (quantization.py). power_of_two_scales: round the scales of quantised
+    tensors up to powers of two, for engines that would otherwise quantise the weights again.
     """
 
     hf_config: Mapping[str, object]
@@ -66,20 +72,36 @@ class SyncPlan:
     topology: Topology
     bucket_bytes: int
     num_slots: int
+    quantization: str = UNQUANTIZED
+    power_of_two_scales: bool = False
 
-    @property
+    @cached_property
     def rows(self) -> list[BoundRow]:
-        return bind(family_for(self.hf_config).rows(self.hf_config), self.hf_config, self.dtype)
+        rows = trainer_rows(family_for(self.hf_config).rows(self.hf_config), self.train_layout)
+        return bind(rows, self.hf_config, self.dtype)
 
     @cached_property
     def num_rounds(self) -> int:
         """Number of rounds, which is the number of buckets."""
-        return 1 + max((bucket for bucket, _ in ShardMap(self.rows, self.engine_layout).pieces(self.bucket_bytes)))
+        return 1 + max((bucket for bucket, _ in self.shard_map.pieces(self.bucket_bytes)))
 
     @cached_property
     def num_tensors(self) -> int:
         """Number of HF tensors that engines load."""
-        return len({name for bound in ShardMap(self.rows, self.engine_layout).rows for name in bound.hf})
+        return len({box.hf_name for box in self.shard_map.tensors()})
+
+    # Seconds for a model of 671B: computed once in each process, not sent with the plan.
+    @cached_property
+    def shard_map(self) -> ShardMap:
+        return ShardMap(self.rows, self.engine_layout, self.quantization)
+
+    @cached_property
+    def _route_map(self) -> RouteMap:
+        # The locations are of staging buffers instead of engine ranks: engines that share a buffer receive once.
+        return RouteMap(Placement(self.rows, self.train_layout), self.shard_map, self.topology.locations)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def incoming(self, buffers: Collection[int]) -> dict[int, IncomingMessages]:
         """Return all messages to these staging buffers.
@@ -87,7 +109,7 @@ class SyncPlan:
         Raises: LayoutError.
         """
         found = {buffer: IncomingMessages() for buffer in buffers}
-        for message in received_by(buffers, *self._arguments()):
+        for message in received_by(buffers, self._route_map, self.bucket_bytes):
             incoming = found[message.receiver]
             placed = incoming.rounds.setdefault(self._round_of(message), [])
             # The messages of a round follow each other in the slot, in the order of `received_by`.
@@ -102,9 +124,13 @@ class SyncPlan:
         Raises: LayoutError.
         """
         rounds: dict[int, list[Message]] = {}
-        for message in sent_by(rank, *self._arguments()):
+        for message in sent_by(rank, self._route_map, self.bucket_bytes):
             rounds.setdefault(self._round_of(message), []).append(message)
         return rounds
+
+    def divided_blocks(self, rank: int) -> list[BlockGroup]:
+        """Return the blocks of quantised tensors that a trainer rank divides with itself or others."""
+        return divided_blocks(rank, self._route_map.placement, self.shard_map)
 
     def peers(self, member: int, messages: Iterable[Message]) -> set[int]:
         """Return the members of the transfer group that a member exchanges messages with.
@@ -130,17 +156,13 @@ class SyncPlan:
         targets, sources = set(), set()
         for number, sender in {(message.receiver, message.sender) for message in messages}:
             buffer = self.topology.buffers[number]
-            if number in self.topology.gpu_buffers and sender not in buffer.writers:
+            if sender in buffer.writers or self.topology.sends_delta(number, sender):
+                continue
+            if number in self.topology.gpu_buffers:
                 target = self.topology.target(number)
                 targets |= {target} if sender == member else set()
                 sources |= {sender} if target == member else set()
         return targets, sources
-
-    def _arguments(self) -> tuple[Placement, ShardMap, RankLocations, int]:
-        # The locations are of staging buffers instead of engine ranks: engines that share a buffer receive once.
-        rows = self.rows
-        shard_map = ShardMap(rows, self.engine_layout)
-        return Placement(rows, self.train_layout), shard_map, self.topology.locations, self.bucket_bytes
 
     def _round_of(self, message: Message) -> int:
         # In one round different engines receive different buckets. A bucket holds neighbouring layers: with the same

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.slices.messages import Slice
+from mcore_rl.weights.quantization import TensorBox
 from mcore_rl.weights.slices.shard_map import Box
 
 DIGEST_BYTES = 16
@@ -23,11 +23,14 @@ _BLOCK_ELEMENTS = 1 << 22
 
 
 def digest(tensor: torch.Tensor) -> bytes:
-    """Compute a digest of shape, dtype and all elements. It does not depend on device and strides."""
+    """Compute a digest of shape, dtype and all elements. It does not depend on device and strides.
+
+    The sign of zero does not count, except in codes of quantised weights, which are compared bit for bit.
+    """
     found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=DIGEST_BYTES)
     for block in tensor.detach().reshape(-1).split(_BLOCK_ELEMENTS):
         # Replace -0.0 by 0.0: weights that can only be read back through a product lose the sign of zero.
-        block = block + 0 if block.is_floating_point() else block
+        block = block + 0 if block.is_floating_point() and block.dtype.itemsize > 1 else block
         found.update(block.cpu().contiguous().view(torch.uint8).numpy())
     return found.digest()
 
@@ -45,15 +48,15 @@ class Comparison:
 
 
 def compare(
-    expected: Sequence[tuple[Slice, bytes]], held: Iterable[tuple[str, torch.Tensor]], boxes: Mapping[str, Box]
+    expected: Sequence[tuple[TensorBox, bytes]], held: Iterable[tuple[str, torch.Tensor]], boxes: Mapping[str, Box]
 ) -> Comparison:
     """Compare an engine rank's tensors with the trainer's digests.
 
-    expected: slices with the digests that the trainer ranks computed.
+    expected: boxes with the digests that the trainer ranks computed.
     held: the engine rank's parts of HF tensors. A tied tensor occurs several times.
     boxes: the part of each tensor that this rank keeps, by name.
     """
-    by_name: dict[str, list[tuple[Slice, bytes]]] = {}
+    by_name: dict[str, list[tuple[TensorBox, bytes]]] = {}
     for each, expected_digest in expected:
         by_name.setdefault(each.hf_name, []).append((each, expected_digest))
     found, seen = Comparison(), set()
@@ -70,15 +73,14 @@ def compare(
     return found
 
 
-def _equal(tensor: torch.Tensor, box: Box, slices: Sequence[tuple[Slice, bytes]]) -> bool:
+def _equal(tensor: torch.Tensor, box: Box, parts: Sequence[tuple[TensorBox, bytes]]) -> bool:
     start, size = box
     if tuple(tensor.shape) != tuple(size):
         return False
-    for each, expected_digest in slices:
-        part = tensor
-        # Slices are parts of the whole tensor; the rank's tensor starts at `start`.
-        if each.hf_shape:
-            part = tensor.narrow(each.dim, each.start - start[each.dim], each.length)
+    for each, expected_digest in parts:
+        # Boxes are parts of the whole tensor; the rank's tensor starts at `start`.
+        begins = (first - held for first, held in zip(each.first, start, strict=True))
+        part = tensor[tuple(slice(begin, begin + n) for begin, n in zip(begins, each.shape, strict=True))]
         if digest(part) != expected_digest:
             return False
     return True

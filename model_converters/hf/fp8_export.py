@@ -137,13 +137,25 @@ def exported_config(config: HFConfig, plans: Iterable[TensorPlan]) -> dict[str, 
         kept |= {key: dtype for key in ("dtype", "torch_dtype") if key in kept}
     if quantised:
         # Readers treat every linear layer as quantised except the listed ones.
-        unquantised = [p.hf_name for p in others if len(p.shape) == 2 and p.hf_name.endswith(".weight")]
-        kept["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            **({_SCALE_FORMAT: "ue8m0"} if has_powers(config) else {}),
-            "weight_block_size": list(fp8_block(config) or EXPORT_BLOCK),
-            "modules_to_not_convert": [name.removesuffix(".weight") for name in unquantised],
-        }
+        unquantised = [plan.hf_name for plan in others if len(plan.shape) == 2]
+        fields = quantization_config(unquantised, fp8_block(config) or EXPORT_BLOCK)
+        kept["quantization_config"] = fields | ({_SCALE_FORMAT: "ue8m0"} if has_powers(config) else {})
     return kept
+
+
+def quantization_config(unquantised: Iterable[str], block: Block = EXPORT_BLOCK) -> dict[str, object]:
+    """Return the field quantization_config of config.json. `unquantised`: names of the matrices that are not FP8."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in unquantised if name.endswith(".weight")],
+    }
+
+
+def quantised_fields(rows: Iterable[BoundRow]) -> dict[str, object]:
+    """Return quantization_config for engines that receive the weights of rows marked `fp8` as codes and scales."""
+    unquantised = (bound for bound in rows if not bound.row.fp8)
+    named = ((name, shape) for bound in unquantised for name, shape in zip(bound.hf, bound.row.shapes, strict=True))
+    return quantization_config(name for name, shape in named if len(shape) == 2)

@@ -119,20 +119,31 @@ class HFCheckpoint:
         """Read the scales of all FP8 weights in their stored dtype."""
         return {name: self._files.read(name, scales) for name, scales in self._scales.items()}
 
-    def view(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
+    def view(
+        self,
+        name: str,
+        dim: int = 0,
+        start: int = 0,
+        length: int | None = None,
+        rows: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
         """Return a slice as a view of the privately mapped file; pages are read on first use and freed with the view.
 
-        FP8 and merged weights are computed into new memory instead.
+        FP8 and merged weights are computed into new memory instead. `rows` is like Piece's.
         """
         stored = self._find(name)
         if name in self._computed:
             shape = list(stored.shape)
             shape[dim] = shape[dim] if length is None else length
+            if rows is not None:
+                shape[0] = rows[1] - rows[0]
             out = torch.empty(shape, dtype=self.dtype(name))
-            self.read_into(name, out, dim=dim, start=start)
+            self.read_into(name, out, dim=dim, start=start, rows=rows)
             return out
         whole = self._mapped(stored).to(self.dtype(name))
-        return whole if length is None or not stored.shape else whole.narrow(dim, start, length)
+        if length is None or not stored.shape:
+            return whole
+        return _part(whole, dim, start, length, rows)
 
     def _mapped(self, stored: StoredTensor) -> torch.Tensor:
         if stored.num_bytes == 0:
@@ -151,24 +162,30 @@ class HFCheckpoint:
         self.read_into(name, out)
         return out
 
-    def read_into(self, name: str, out: torch.Tensor, *, dim: int = 0, start: int = 0) -> None:
-        """Fill `out` with indices [start, start + out.shape[dim]) of `dim`, converting dtype and device.
+    def read_into(
+        self, name: str, out: torch.Tensor, *, dim: int = 0, start: int = 0, rows: tuple[int, int] | None = None
+    ) -> None:
+        """Fill `out` with indices [start, start + out.shape[dim]) of `dim`, converting dtype and device. `rows` is like
+        Piece's.
 
         A slice that is contiguous in the file is read directly into `out` if that is contiguous CPU memory of the same
         dtype, without mapping the file or copying twice.
         """
         stored = self._find(name)
-        _check_slice(name, stored, out, dim, start)
+        # Rows of whole columns are one slice along dim 0, which may be contiguous in the file.
+        if rows is not None and out.shape[dim] == stored.shape[dim]:
+            dim, start, rows = 0, rows[0], None
+        _check_slice(name, stored, out, dim, start, rows)
         if name in self._computed:
-            row, column = (start, 0) if dim == 0 else (0, start)
+            row, column = (start, 0) if dim == 0 else (rows[0] if rows else 0, start)
             self._computed[name].read_into(self._files, out, row=row, column=column)
             return
         if not (out.dtype == stored.dtype and out.device.type == "cpu" and out.is_contiguous()):
-            out.copy_(self.view(name, dim, start, out.shape[dim] if out.dim() else 1))
+            out.copy_(self.view(name, dim, start, out.shape[dim] if out.dim() else 1, rows))
             return
         # The slice is contiguous in the file if all dimensions before `dim` have size 1.
         if prod(stored.shape[:dim]) != 1 and tuple(out.shape) != stored.shape:
-            out.copy_(self._mapped(stored).narrow(dim, start, out.shape[dim]))
+            out.copy_(_part(self._mapped(stored), dim, start, out.shape[dim], rows))
             return
         skipped = start * prod(stored.shape[dim + 1 :]) * stored.dtype.itemsize
         self._files.fill(name, stored, out, skipped=skipped)
@@ -180,11 +197,22 @@ class HFCheckpoint:
         return stored
 
 
-def _check_slice(name: str, stored: StoredTensor, out: torch.Tensor, dim: int, start: int) -> None:
+def _part(whole: torch.Tensor, dim: int, start: int, length: int, rows: tuple[int, int] | None) -> torch.Tensor:
+    part = whole.narrow(dim, start, length)
+    return part if rows is None else part[slice(*rows)]
+
+
+def _check_slice(
+    name: str, stored: StoredTensor, out: torch.Tensor, dim: int, start: int, rows: tuple[int, int] | None
+) -> None:
     fits = out.dim() == len(stored.shape)
     if fits and out.dim():
         rest = (*stored.shape[:dim], *stored.shape[dim + 1 :])
-        fits = (*out.shape[:dim], *out.shape[dim + 1 :]) == rest and 0 <= start <= stored.shape[dim] - out.shape[dim]
+        if rows is not None:
+            fits = 0 <= rows[0] <= rows[1] <= stored.shape[0]
+            rest = (rows[1] - rows[0], *rest[1:])
+        fits = fits and (*out.shape[:dim], *out.shape[dim + 1 :]) == rest
+        fits = fits and 0 <= start <= stored.shape[dim] - out.shape[dim]
     if not fits:
         raise ConversionError(
             f"{stored.file}: {name} {stored.shape} has no slice of shape {tuple(out.shape)} from {start} of dim {dim}"

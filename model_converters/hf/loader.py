@@ -47,7 +47,7 @@ def load_tensors(
     done, total = 0, sum(out.nbytes for *_, out in reads)
     on_read(done, total)
     for _, _, hf_name, piece, out in sorted(reads, key=lambda read: read[:2]):
-        checkpoint.read_into(hf_name, out, dim=piece.dim, start=piece.start)
+        checkpoint.read_into(hf_name, out, dim=piece.dim, start=piece.start, rows=piece.rows)
         done += out.nbytes
         on_read(done, total)
 
@@ -70,7 +70,9 @@ def _check_redundant(checkpoint: HFCheckpoint, load: TensorLoad) -> None:
     stored_copies = (name for name in load.copies if name in checkpoint.shapes)
     for hf_name, (own_name, piece) in product(stored_copies, load.sources):
         # Views of the mapped files: the comparison copies nothing, except FP8 and merged weights.
-        source, other = (checkpoint.view(name, piece.dim, piece.start, piece.length) for name in (own_name, hf_name))
+        source, other = (
+            checkpoint.view(name, piece.dim, piece.start, piece.length, piece.rows) for name in (own_name, hf_name)
+        )
         if not torch.equal(source, other):
             why = "config.json ties them; set tie_word_embeddings to false or remove the tensor"
             if hf_name not in load.bound.row.redundant:

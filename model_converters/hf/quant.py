@@ -78,25 +78,29 @@ def quantise(
         band = slice(index * block[0], (index + 1) * block[0])
         # The last block row may be shorter: the slice of `buffer` then has fewer rows.
         values = buffer[: rows - band.start].copy_(tensor[band])
-        amax = _column_block_maxima(torch.abs(values, out=magnitudes[: len(values)]), block[1])
+        amax = column_block_maxima(torch.abs(values, out=magnitudes[: len(values)]), block[1])
         if not torch.isfinite(amax).all():
             raise ConversionError("a tensor with NaN or infinity cannot be quantised")
-        scales[index] = _scales_of(amax, power_of_two).to(scale_dtype)
+        scales[index] = scales_of_maxima(amax, power_of_two).to(scale_dtype)
         if original_scales is not None:
             exact = _represents(original_scales[index].float(), values, tensor[band], block[1])
             scales[index] = torch.where(exact, original_scales[index].float(), scales[index])
-        values.div_(_spread(scales[index : index + 1], block[1], 0, columns))
+        values.div_(spread_scales(scales[index : index + 1], block[1], 0, columns))
         codes[band] = values.clamp_(-FP8_MAX, FP8_MAX)
     return codes, scales.to(scale_dtype)
 
 
-def _scales_of(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+def scales_of_maxima(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+    """Return the scale of each block from its largest magnitude; 1 for a block of zeros. Shapes: same as `amax`."""
+    # Divide by a tensor: CUDA multiplies by the reciprocal of a Python number, which can differ in the last bit.
     # Below the smallest normal number, amax / 448 would lose bits or underflow to 0.
-    scales = (amax / FP8_MAX).clamp_min(_SMALLEST_SCALE)
+    scales = (amax / torch.full_like(amax, FP8_MAX)).clamp_min(_SMALLEST_SCALE)
     if power_of_two:
         # frexp returns mantissas in [0.5, 1): a mantissa of exactly 0.5 is already a power of two.
         mantissas, exponents = torch.frexp(scales)
-        scales = torch.ldexp(torch.ones_like(scales), exponents - (mantissas == 0.5).int())
+        exponents = exponents - (mantissas == 0.5).int()
+        # The bits of 2^exponent. torch.ldexp multiplies by pow(2, exponent), which CUDA may round.
+        scales = ((exponents + 127) << 23).view(torch.float32)
     return torch.where(amax > 0, scales, 1.0)
 
 
@@ -105,16 +109,21 @@ def _represents(scales: torch.Tensor, values: torch.Tensor, tensor: torch.Tensor
 
     Shapes: scales [block columns]; values (float32) and tensor [rows, N] -> bool [block columns].
     """
-    spread = _spread(scales[None], width, 0, values.shape[1])
+    spread = spread_scales(scales[None], width, 0, values.shape[1])
     codes = (values / spread).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
     wrong = (codes.float().mul_(spread).to(tensor.dtype) != tensor).float()
-    return _column_block_maxima(wrong, width) == 0
+    return column_block_maxima(wrong, width) == 0
 
 
-def _column_block_maxima(magnitudes: torch.Tensor, width: int) -> torch.Tensor:
-    # Reduce rows first, then groups of `width` columns. Zeros complete the last group and do not change its maximum.
+def column_block_maxima(magnitudes: torch.Tensor, width: int, column: int = 0) -> torch.Tensor:
+    """Return the maximum of each block in one block row. The first column is number `column` of its block.
+
+    Shapes: [rows, N] -> [blocks that the columns touch].
+    """
+    # Reduce rows first, then groups of `width` columns. Zeros complete the outer groups and do not change their maxima.
     columns = magnitudes.amax(dim=0)
-    return torch.nn.functional.pad(columns, (0, -len(columns) % width)).view(-1, width).amax(dim=1)
+    padded = torch.nn.functional.pad(columns, (column, -(column + len(columns)) % width))
+    return padded.view(-1, width).amax(dim=1)
 
 
 class ScaleWindow:
@@ -130,7 +139,7 @@ class ScaleWindow:
         needed = scales[self._first : -(-(row + shape[0]) // self._block_rows)].float()
         if not (needed.abs() <= _LARGEST_SCALE).all():
             raise ConversionError("its scales contain NaN, infinity or absurdly large values; the file is corrupt")
-        self._spread = _spread(needed, width, column, shape[1]).mul_(_CODE_FACTOR)
+        self._spread = spread_scales(needed, width, column, shape[1]).mul_(_CODE_FACTOR)
 
     def dequantise(self, codes: torch.Tensor, out: torch.Tensor, *, row: int, column: int) -> None:
         """Fill float32 `out` with the values of `codes`: part of the window, starting at element (row, column)."""
@@ -145,12 +154,12 @@ class ScaleWindow:
             done += length
 
 
-def _spread(scales: torch.Tensor, width: int, column: int, num_columns: int) -> torch.Tensor:
+def spread_scales(scales: torch.Tensor, width: int, column: int, num_columns: int) -> torch.Tensor:
     """Expand scales to columns [column, column + num_columns).
 
     Shapes: [block rows, block columns] -> [block rows, num_columns].
     """
-    blocks = torch.arange(column, column + num_columns).div_(width, rounding_mode="floor")
+    blocks = torch.arange(column, column + num_columns, device=scales.device).div_(width, rounding_mode="floor")
     return scales.index_select(1, blocks)
 
 

@@ -16,8 +16,9 @@ from model_converters.families.parts.mtp import resolve_mtp, without_mtp
 from model_converters.hf.io import HFCheckpoint
 from model_converters.mapping.table import Row
 
-VALUE_HEAD = "output_layer.weight"
-_SCORE, _BIAS, _VOCABULARY = "score.weight", "score.bias", "lm_head.weight"
+VALUE_HEAD, SCORE = "output_layer.weight", "score.weight"
+"""The head's name in Megatron's model and in HF checkpoints."""
+_BIAS, _VOCABULARY = "score.bias", "lm_head.weight"
 
 
 def value_model_config(config: HFConfig) -> dict[str, object]:
@@ -27,7 +28,7 @@ def value_model_config(config: HFConfig) -> dict[str, object]:
 
 def with_value_head(rows: list[Row], config: HFConfig) -> list[Row]:
     """Replace the row of the output projection by the row of the value head; `rows` are for value_model_config."""
-    head = whole_row(VALUE_HEAD, _SCORE, (1, integer(config, "hidden_size")), place="head")
+    head = whole_row(VALUE_HEAD, SCORE, (1, integer(config, "hidden_size")), place="head")
     return [head if row.mcore == VALUE_HEAD else row for row in rows]
 
 
@@ -42,13 +43,13 @@ def resolve_value_head(checkpoint: HFCheckpoint, *, required: bool = False) -> t
     _, dropped = resolve_mtp(checkpoint.config, checkpoint.shapes, keep=False)
     config = value_model_config(checkpoint.config)
     rows = with_value_head(checkpoint.family.rows(config), config)
-    score = checkpoint.shapes.get(_SCORE)
+    score = checkpoint.shapes.get(SCORE)
     if score is None and required:
-        raise ConversionError(f"{_SCORE} is missing: the model must have the score head of a one-label classifier")
+        raise ConversionError(f"{SCORE} is missing: the model must have the score head of a one-label classifier")
     if score is None:
         rows = [row for row in rows if row.mcore != VALUE_HEAD]
     elif score[0] != 1:
-        raise ConversionError(f"{_SCORE} has {score[0]} labels; a value head has one")
+        raise ConversionError(f"{SCORE} has {score[0]} labels; a value head has one")
     elif _BIAS in checkpoint.shapes and bool(checkpoint.read(_BIAS).any()):
         # transformers adds a bias, initially zero, to token classification heads. It shifts all values equally.
         raise ConversionError(f"{_BIAS} is not zero: value heads with a bias are not supported")

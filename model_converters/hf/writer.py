@@ -50,7 +50,7 @@ class HFWriter:
         self._plans: dict[str, TensorPlan] = {}
         self._stored: dict[str, StoredTensor] = {}
         self._files = TensorFiles(os.O_WRONLY)
-        self._written: dict[str, set[int]] = {}
+        self._written: dict[str, set[tuple[int, int]]] = {}
         self._owner = False
 
     def begin(self, plans: Sequence[TensorPlan]) -> None:
@@ -97,17 +97,21 @@ class HFWriter:
         whole = not plan.shape or piece.length == plan.shape[piece.dim]
         # A piece along `dim` is one contiguous run of bytes per index of the dimensions before `dim`.
         runs = 1 if whole else prod(plan.shape[: piece.dim])
-        run_bytes = len(data) // runs
         stride = stored.num_bytes // runs
         first = stored.offset + (0 if whole else piece.start * prod(plan.shape[piece.dim + 1 :]) * plan.dtype.itemsize)
+        if piece.rows is not None:
+            # Rows of whole runs follow each other.
+            rows = piece.rows[1] - piece.rows[0]
+            first += piece.rows[0] * (stored.num_bytes // plan.shape[0])
+            runs = 1 if whole else runs // plan.shape[0] * rows
         try:
             descriptor = self._files.descriptor(stored.file)
+            run_bytes = len(data) // runs
             for run in range(runs):
                 write_exactly(descriptor, data[run * run_bytes : (run + 1) * run_bytes], first + run * stride)
         except OSError as error:
             raise ConversionError(f"{stored.file} cannot be written: {error.strerror}") from error
-        # The pieces of a tensor differ in `start`, so it identifies them.
-        self._written.setdefault(plan.hf_name, set()).add(piece.start)
+        self._written.setdefault(plan.hf_name, set()).add(_place(piece))
 
     def close(self) -> None:
         """Fsync this process's pieces and record their names for the owner. The owner calls finish instead."""
@@ -129,7 +133,7 @@ class HFWriter:
         incomplete = [
             name
             for name, plan in self._plans.items()
-            if self._written.get(name, set()) != {p.start for p in plan.pieces}
+            if self._written.get(name, set()) != set(map(_place, plan.pieces))
         ]
         if incomplete:
             raise ConversionError(f"{self.directory}: {len(incomplete)} tensors are incomplete: {listing(incomplete)}")
@@ -190,13 +194,13 @@ class HFWriter:
             )
         if plan.dtype == FP8 and tensor.dtype != FP8:
             raise ConversionError(f"{plan.hf_name} is planned in FP8; quantise it before writing")
-        if piece.start in self._written.get(plan.hf_name, ()):
+        if _place(piece) in self._written.get(plan.hf_name, ()):
             raise ConversionError(f"{plan.hf_name}: {piece} is written twice")
 
     def _merge_notes(self) -> None:
         for note in self.partial.glob("pieces.*.json"):
             for name, starts in json.loads(note.read_text()).items():
-                self._written.setdefault(name, set()).update(starts)
+                self._written.setdefault(name, set()).update(map(tuple, starts))
             note.unlink()
 
     def _write_index(self) -> None:
@@ -214,3 +218,8 @@ class HFWriter:
         if config is not None:
             exported = exported_config(config, self._plans.values())
             write_json(self.partial / "config.json", {**exported, **missing_engine_fields(config)})
+
+
+def _place(piece: Piece) -> tuple[int, int]:
+    """Return the indices at which a piece begins, which identify it among the pieces of a tensor."""
+    return piece.start, piece.rows[0] if piece.rows else 0

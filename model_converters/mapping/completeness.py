@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from model_converters.errors import ConversionError, listing
 from model_converters.mapping.layout import TrainLayout
-from model_converters.mapping.placement import Placement, local_shape
+from model_converters.mapping.placement import Placement, held_shape
 from model_converters.mapping.table import BoundRow
 from model_converters.mapping.transforms import Shape
 
@@ -51,8 +51,8 @@ def _model_shapes(bound: Sequence[BoundRow], layout: TrainLayout, rank: int | No
         # Leave out a tied head that has no tensor of its own. Shapes are unknown: shards may differ between ranks.
         return {b.mcore: () for b in bound if any(True for _ in placement.holdings(b))}
     at = layout.coordinates(rank)
-    shards = ((b, placement.shard_at(b, at)) for b in bound)
-    return {b.mcore: local_shape(b.row, shard[1]) for b, shard in shards if shard is not None}
+    parts = ((b, placement.part_at(b, at)) for b in bound)
+    return {b.mcore: held_shape(b.row, held) for b, held in parts if held is not None}
 
 
 def _compare(

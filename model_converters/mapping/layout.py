@@ -32,6 +32,9 @@ class TrainLayout:
     Experts: rank = etp + ETP * (ep + EP * (edp + EDP * pp)).
     Source: megatron.core.parallel_state.initialize_model_parallel, order "tp-cp-ep-dp-pp".
 
+    `shard_parameters`: ranks with the same data-parallel weights hold rows of them (see placement.chunk_range).
+    `hf_tensors`: ranks hold the tensors of HF checkpoints instead of Megatron's (see separate.py).
+
     `pipeline_layout` (see pipeline_layout.py) fixes the layers of every stage and virtual chunk, and thereby vpp.
 
     Raises: LayoutError if the sizes do not divide the world size.
@@ -47,6 +50,8 @@ class TrainLayout:
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     pipeline_layout: str | None = None
+    shard_parameters: bool = False
+    hf_tensors: bool = False
 
     def __post_init__(self) -> None:
         for name in ("world_size", "tp", "pp", "ep", "etp", "cp"):

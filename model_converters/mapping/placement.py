@@ -11,7 +11,7 @@ import torch
 
 from model_converters.errors import ConversionError, LayoutError
 from model_converters.mapping.layout import Coordinates, TrainLayout
-from model_converters.mapping.table import FINAL_NORM, BoundRow, Row
+from model_converters.mapping.table import FINAL_NORM, BoundRow, Row, is_sharded
 from model_converters.mapping.transforms import Segment, Shape
 
 
@@ -20,6 +20,8 @@ class Piece(NamedTuple):
 
     It has `length` indices along `dim`, from `start` in the HF tensor and from `local_start` in the mcore tensor, and
     covers all other dimensions completely. `part` is the index of the HF tensor in its row.
+
+    rows: indices [first, end) along dim 0 of the HF tensor, if the rank holds these rows only and `dim` is not 0.
     """
 
     rank: int
@@ -29,11 +31,12 @@ class Piece(NamedTuple):
     start: int
     length: int
     local_start: int
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One HF tensor and the pieces that tile it exactly once along one dimension, sorted by start."""
+    """One HF tensor and the pieces that tile it exactly once, sorted by start and rows."""
 
     hf_name: str
     shape: Shape
@@ -42,17 +45,33 @@ class TensorPlan:
     pieces: tuple[Piece, ...]
 
     def piece_shape(self, piece: Piece) -> Shape:
-        if not self.shape:
-            return ()
-        return (*self.shape[: piece.dim], piece.length, *self.shape[piece.dim + 1 :])
+        return box_shape(self.shape, piece.dim, piece.length, piece.rows)
+
+
+def box_shape(shape: Shape, dim: int, length: int, rows: tuple[int, int] | None) -> Shape:
+    """Return the shape of `length` indices along `dim` of a tensor, and of rows [first, end) if `rows` is given."""
+    if not shape:
+        return ()
+    part = [*shape[:dim], length, *shape[dim + 1 :]]
+    if rows is not None:
+        part[0] = rows[1] - rows[0]
+    return tuple(part)
+
+
+class ShardPart(NamedTuple):
+    """Rows of one shard of a row's tensor: one of `num_parts` parts along dim 0 (see chunk_range)."""
+
+    shard: int
+    num_shards: int
+    part: int = 0
+    num_parts: int = 1
 
 
 class Holding(NamedTuple):
-    """One shard of a bound row and the ranks that hold a replica of it."""
+    """One shard of a bound row, or a part of its rows, and the ranks that hold a replica of it."""
 
     ranks: range
-    shard: int
-    num_shards: int
+    held: ShardPart
 
 
 class Placement:
@@ -71,7 +90,21 @@ class Placement:
         self._check_mtp(bound)
 
     def holdings(self, bound: BoundRow) -> Iterator[Holding]:
-        """Yield one Holding per shard; none for a tied head that shares the embedding's tensor."""
+        """Yield one Holding per shard, or per part of one with layout.shard_parameters; none for a tied head that
+        shares the embedding's tensor."""
+        for ranks, shard, num_shards in self._shards(bound):
+            if not (self.layout.shard_parameters and is_sharded(bound)):
+                yield Holding(ranks, ShardPart(shard, num_shards))
+                continue
+            # Tensor-parallel ranks hold the same part of a tensor that they do not divide.
+            copies = self.layout.tp if bound.row.axis == "none" else 1
+            num_parts = len(ranks) // copies
+            for part in range(num_parts):
+                holders = ranks[part * copies : (part + 1) * copies]
+                yield Holding(holders, ShardPart(shard, num_shards, part, num_parts))
+
+    def _shards(self, bound: BoundRow) -> Iterator[tuple[range, int, int]]:
+        """Yield (ranks, shard, number of shards)."""
         row, layout = bound.row, self.layout
         # With one stage Megatron's tied head reads the embedding's tensor; with several, the last stage has a copy.
         if row.copy_of_embedding and layout.pp == 1:
@@ -83,12 +116,12 @@ class Placement:
             if row.axis == "none":
                 raise ConversionError(f"{bound.mcore}: an expert weight without an etp dimension is not supported")
             for shard in range(layout.etp):
-                yield Holding(layout.expert_holders(stage, ep, shard), shard, layout.etp)
+                yield layout.expert_holders(stage, ep, shard), shard, layout.etp
         elif row.axis == "none":
-            yield Holding(layout.dense_holders(stage, None), 0, 1)
+            yield layout.dense_holders(stage, None), 0, 1
         else:
             for shard in range(layout.tp):
-                yield Holding(layout.dense_holders(stage, shard), shard, layout.tp)
+                yield layout.dense_holders(stage, shard), shard, layout.tp
 
     def stage(self, bound: BoundRow) -> int:
         if bound.layer is not None:
@@ -106,6 +139,17 @@ class Placement:
             is_here = bound.expert // (row.num_experts // layout.ep) == at.ep
             return (at.etp, layout.etp) if is_here else None
         return (0, 1) if row.axis == "none" else (at.tp, layout.tp)
+
+    def part_at(self, bound: BoundRow, at: Coordinates) -> ShardPart | None:
+        """Return the part of the row that the rank with coordinates `at` holds, or None."""
+        shard, layout = self.shard_at(bound, at), self.layout
+        if shard is None:
+            return None
+        if not (layout.shard_parameters and is_sharded(bound)):
+            return ShardPart(*shard)
+        if bound.expert is not None:
+            return ShardPart(*shard, at.edp, layout.edp)
+        return ShardPart(*shard, at.cp + layout.cp * at.dp, layout.cp * layout.dp)
 
     def _check_mtp(self, bound: Sequence[BoundRow]) -> None:
         placed = self.layout.num_mtp_layers
@@ -148,3 +192,46 @@ def local_shape(row: Row, num_shards: int) -> Shape:
         return ()
     length = row.transform.local_length(row.shapes, row.dim, num_shards)
     return (*shape[: row.dim], length, *shape[row.dim + 1 :])
+
+
+def chunk_range(length: int, part: int, num_parts: int) -> tuple[int, int]:
+    """Return the indices [first, end) of a part, by the rule of torch.chunk: all parts but the last ones have the same
+    length; the last ones may be shorter or empty."""
+    each = -(-length // num_parts)
+    return min(part * each, length), min((part + 1) * each, length)
+
+
+def held_shape(row: Row, held: ShardPart) -> Shape:
+    """Return the shape of the tensor that a rank stores for a part of a shard."""
+    shape = local_shape(row, held.num_shards)
+    if held.num_parts == 1:
+        return shape
+    first, end = chunk_range(shape[0], held.part, held.num_parts)
+    return (end - first, *shape[1:])
+
+
+class HeldSegment(NamedTuple):
+    """A Segment of a part of a shard; `local_start` counts within the part. `rows` is like Piece's."""
+
+    part: int
+    start: int
+    local_start: int
+    length: int
+    rows: tuple[int, int] | None
+
+
+@lru_cache(maxsize=1 << 16)
+def held_segments(row: Row, held: ShardPart) -> tuple[HeldSegment, ...]:
+    """Return the segments of a shard, cut to the rows of `held`."""
+    segments = segments_of(row, held.shard, held.num_shards)
+    if held.num_parts == 1:
+        return tuple(HeldSegment(*segment, None) for segment in segments)
+    first, end = chunk_range(local_shape(row, held.num_shards)[0], held.part, held.num_parts)
+    if row.dim:
+        return tuple(HeldSegment(*segment, (first, end)) for segment in segments if first < end)
+    cut = []
+    for part, start, local_start, length in segments:
+        low, high = max(local_start, first), min(local_start + length, end)
+        if low < high:
+            cut.append(HeldSegment(part, start + low - local_start, low - first, high - low, None))
+    return tuple(cut)

@@ -11,7 +11,14 @@ import torch
 
 from model_converters.errors import ConversionError
 from model_converters.mapping.layout import TrainLayout
-from model_converters.mapping.placement import Piece, Placement, TensorPlan, local_shape, segments_of
+from model_converters.mapping.placement import (
+    Piece,
+    Placement,
+    ShardPart,
+    TensorPlan,
+    held_segments,
+    held_shape,
+)
 from model_converters.mapping.table import BoundRow
 from model_converters.mapping.transforms import Shape
 
@@ -56,10 +63,9 @@ def export_plan(bound: Sequence[BoundRow], layout: TrainLayout) -> list[TensorPl
             continue
         pieces: list[list[Piece]] = [[] for _ in row.hf]
         for holding in placement.holdings(row):
-            segments = segments_of(row.row, holding.shard, holding.num_shards)
-            rank = writers.pick(holding.ranks, prod(local_shape(row.row, holding.num_shards)) * row.dtype.itemsize)
-            for part, start, local_start, length in segments:
-                pieces[part].append(Piece(rank, row.mcore, part, row.row.dim, start, length, local_start))
+            rank = writers.pick(holding.ranks, prod(held_shape(row.row, holding.held)) * row.dtype.itemsize)
+            for part, start, local_start, length, rows in held_segments(row.row, holding.held):
+                pieces[part].append(Piece(rank, row.mcore, part, row.row.dim, start, length, local_start, rows))
         for name, shape, tiles in zip(row.hf, row.row.shapes, pieces, strict=True):
             plans.append(TensorPlan(name, shape, row.dtype, row.group, tuple(tiles)))
     return plans
@@ -90,25 +96,25 @@ def load_plan(bound: Sequence[BoundRow], layout: TrainLayout, rank: int) -> list
     """
     placement, at = Placement(bound, layout), layout.coordinates(rank)
     # A tensor can have several rows: multi-token prediction repeats embedding and head.
-    rows_by_name: dict[str, list[tuple[BoundRow, tuple[int, int]]]] = {}
+    rows_by_name: dict[str, list[tuple[BoundRow, ShardPart]]] = {}
     for row in bound:
-        shard = placement.shard_at(row, at)
-        if shard is not None:
-            rows_by_name.setdefault(row.mcore, []).append((row, shard))
+        held = placement.part_at(row, at)
+        if held is not None:
+            rows_by_name.setdefault(row.mcore, []).append((row, held))
     return [_load(rank, rows) for rows in rows_by_name.values()]
 
 
-def _load(rank: int, rows: Sequence[tuple[BoundRow, tuple[int, int]]]) -> TensorLoad:
+def _load(rank: int, rows: Sequence[tuple[BoundRow, ShardPart]]) -> TensorLoad:
     """Plan one mcore tensor. If several rows share it, the first is read: a row precedes its copies (Row.repeats)."""
-    row, (shard, num_shards) = rows[0]
+    row, held = rows[0]
     sources = tuple(
-        (row.hf[part], Piece(rank, row.mcore, part, row.row.dim, start, length, local_start))
-        for part, start, local_start, length in segments_of(row.row, shard, num_shards)
+        (row.hf[part], Piece(rank, row.mcore, part, row.row.dim, start, length, local_start, held_rows))
+        for part, start, local_start, length, held_rows in held_segments(row.row, held)
     )
     # All other HF names of this tensor must have equal values if the checkpoint contains them.
     named = (name for other, _ in rows for name in (*other.row.redundant, other.row.repeats, *other.hf))
     copies = tuple(name for name in named if name and name not in row.hf)
-    return TensorLoad(row.mcore, local_shape(row.row, num_shards), row, sources, copies)
+    return TensorLoad(row.mcore, held_shape(row.row, held), row, sources, copies)
 
 
 def local_slice(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:

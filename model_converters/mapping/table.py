@@ -29,6 +29,7 @@ class Row:
     own copy, which is loaded but never exported.
     redundant: optional HF names in a checkpoint that must have the same values.
     fp8: whether FP8 releases quantise this weight.
+    whole_in_engines: every rank of an inference engine holds the whole tensor, although `axis` divides it here.
     repeats: HF tensor that this row's HF tensor must equal. Two rows then share one mcore tensor: it is loaded through
     either row and exported to both. A checkpoint may lack this row's HF tensor (see mtp.resolve_copies).
     """
@@ -47,6 +48,7 @@ class Row:
     copy_of_embedding: bool = False
     redundant: tuple[str, ...] = ()
     fp8: bool = False
+    whole_in_engines: bool = False
     repeats: str = ""
 
 
@@ -61,6 +63,17 @@ class BoundRow:
     group: str
     layer: int | None
     expert: int | None
+
+
+def is_parameter(bound: BoundRow) -> bool:
+    """Return False for buffers: the expert bias of a router has no gradient and no optimizer state."""
+    return not bound.mcore.endswith("expert_bias")
+
+
+def is_sharded(bound: BoundRow) -> bool:
+    """Return False for tensors that every data-parallel rank has whole, also with sharded parameters: buffers, and the
+    adapters of a LoRA run."""
+    return is_parameter(bound) and ".adapter." not in bound.mcore
 
 
 def bind(rows: Sequence[Row], hf_config: Mapping[str, object], dtype: torch.dtype) -> list[BoundRow]:

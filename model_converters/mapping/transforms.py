@@ -94,6 +94,11 @@ class Heads(Same):
 
 
 @dataclass(frozen=True)
+class KeyValueHeads(Heads):
+    """Heads of keys or values. With more engine ranks than heads, several ranks keep the same head."""
+
+
+@dataclass(frozen=True)
 class GateUp:
     """Gated linear unit: a shard is [its rows of gate; its rows of up]."""
 

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "data": {"types", "config", "processes"},
     "sandbox": {"types", "config", "processes"},
     "rewards": {"types", "config", "data", "ports", "sandbox", "processes"},
-    "weights": {"types", "config", "model_converters"},
+    "weights": {"types", "config", "model_converters", "processes", "remote"},
     "megatron": {"types", "config", "resolved", "algorithms", "data", "model_converters", "weights"},
     "engines": {"types", "config", "ports", "weights", "processes"},
     "rollout": {"types", "config", "data", "ports", "sandbox", "processes"},
@@ -77,7 +77,7 @@ ONE_DOOR = {
     "swanlab": ["mcore_rl/observe/trackers/swanlab.py"],
     "argcomplete": ["mcore_rl/completion.py"],
     "huggingface_hub": ["mcore_rl/remote/hub.py", "mcore_rl/observe/trackers/trackio.py"],
-    "fsspec": ["mcore_rl/remote/storage.py"],
+    "fsspec": ["mcore_rl/remote/file_systems.py", "mcore_rl/remote/storage.py"],
     "prometheus_client": ["mcore_rl/observe/endpoint.py"],
 }
 INSIDE_FUNCTIONS = {

@@ -42,10 +42,10 @@ def model() -> Any:
 def engine(
     request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RemoteEngine]:
-    """Engine of the contract suite, of every kind and number of ranks."""
+    """Engine of the contract suite, of every kind and number of ranks, with and without drafts."""
     directory = tmp_path_factory.mktemp("model")
     model.save_pretrained(directory)
-    kind, tp = request.param
-    engine = start_engine(kind, directory, capture_routing=True, max_batched_tokens=PASS_TOKENS, tp=tp)
+    kind, layout = request.param
+    engine = start_engine(kind, directory, capture_routing=True, max_batched_tokens=PASS_TOKENS, **layout)
     yield engine
     engine.shutdown()

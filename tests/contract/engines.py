@@ -23,14 +23,31 @@ SGLANG = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
 SGLANG_IS_READY = SGLANG.parents[1].joinpath(".mcore-rl-ready").exists()
 WITH_SGLANG = pytest.mark.skipif(not SGLANG_IS_READY, reason="needs .venv-sglang: make sglang")
 MARKS = {"vllm": [], "sglang": [WITH_SGLANG]}
+ON_DEMAND = on_demand_unless(False)
 PASS_TOKENS = 32
 """Maximum tokens of one pass: prompts that are submitted together are computed in pieces."""
+ATTENTION_DP = {"tp": 2, "expert_parallel": True, "data_parallel_attention": True}
+"""Settings of two SGLang ranks with different requests."""
 RANKS = [
-    pytest.param((kind, tp), id=f"{kind}-tp{tp}", marks=[*marks, *on_demand_unless(tp == 1)])
-    for tp in (1, 2)
-    for kind, marks in MARKS.items()
+    *(
+        pytest.param((kind, {"tp": tp}), id=f"{kind}-tp{tp}", marks=[*marks, *on_demand_unless(tp == 1)])
+        for tp in (1, 2)
+        for kind, marks in MARKS.items()
+    ),
+    *(
+        pytest.param((kind, {"tp": tp, **keys}), id=f"{kind}-tp{tp}-{next(iter(keys))}", marks=MARKS[kind] + ON_DEMAND)
+        for kind, keys in (("sglang", {"overlap_schedule": True}), ("vllm", {"draft": "ngram"}))
+        for tp in (1, 2)
+    ),
+    *(
+        pytest.param(
+            ("sglang", {**ATTENTION_DP, **keys}), id="-".join(["sglang-dp2", *keys]), marks=[WITH_SGLANG, *ON_DEMAND]
+        )
+        for keys in ({}, {"overlap_schedule": True})
+    ),
 ]
-"""Engines with one and two ranks. test_two_ranks.py tests failures that need several ranks."""
+"""Engines with one and two ranks, and keys of rollout. test_two_ranks.py tests failures that need several ranks, and
+test_drafts.py compares responses with and without drafts."""
 DIVIDED_BY_TWO = {"head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
 """Sizes of a model that two SGLang ranks can divide between them on CPU."""
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}

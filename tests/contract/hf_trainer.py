@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from mcore_rl.weights.connection import Connection, TrainerSetup
+from mcore_rl.weights.engine_config import engine_layout
 from mcore_rl.weights.send import WeightSender
-from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.arrival import Rendezvous
 from mcore_rl.weights.transports.hosts import this_host
-from mcore_rl.weights.transports.link import Rendezvous, open_store
+from mcore_rl.weights.transports.link import open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from mcore_rl.weights.verify import require_equal
 from model_converters.families.parts.hf_config import read_hf_config
@@ -55,16 +56,24 @@ class HFTrainer:
     ) -> None:
         self.model = model
         self._engine = engine
-        self._pool = ThreadPoolExecutor(32)  # threads of a broken update may wait until their timeout
+        self._pool = ThreadPoolExecutor(32)  # threads of a broken update wait until the engine has disconnected
+        self._sending: list[Future[Any]] = []
+        self.setups: list[TrainerSetup] = []
         rollout = engine.settings["rollout_config"]
-        layout = EngineLayout(tp=rollout.tp, expert_parallel=rollout.expert_parallel)
+        layout = engine_layout(rollout)
         topology = Topology((HERE,) * LAYOUT.world_size, (HERE,) * layout.num_ranks, layout.num_ranks, transport)
         hf_config, dtype = read_hf_config(Path(engine.directory)), getattr(torch, engine.settings["dtype"])
-        self.plan = SyncPlan(hf_config, dtype, LAYOUT, layout, topology, bucket_bytes, num_slots)
+        quantization = rollout.quantization
+        self.plan = SyncPlan(hf_config, dtype, LAYOUT, layout, topology, bucket_bytes, num_slots, quantization)
         self.connect()
 
     def connect(self) -> None:
         """Connect to the engine. Called before the first update, and after a broken one."""
+        if self.setups:
+            self._engine.call("disconnect")  # ends the waits of trainer ranks in a broken update, too
+            wait(self._sending)
+            for setup in self.setups:
+                setup.close()
         self.setups = [TrainerSetup(self.plan, rank) for rank in range(LAYOUT.world_size)]
         segments = {number: name for setup in self.setups for number, name in setup.create_buffers().items()}
         rendezvous = Rendezvous("127.0.0.1", self._store.port, next(self._generations))
@@ -121,14 +130,19 @@ class HFTrainer:
 
     def overwrite_buffers(self) -> None:
         for setup in self.setups:
-            for segment in setup._segments.values():
-                segment.memory.fill_(63)
+            for shared in setup._owned.values():
+                shared.segment.memory.fill_(63)
+
+    def tensors(self) -> Tensors:
+        """Return the HF tensors that the ranks hold."""
+        return hf_tensors(self.model)
 
     def _on_ranks(self, method: Callable[[WeightSender, Tensors], Any]) -> list[Future[Any]]:
-        checkpoint = hf_tensors(self.model)
+        checkpoint = self.tensors()
         ranks = range(LAYOUT.world_size)
         held = [trainer_tensors(self.plan.rows, LAYOUT, rank, checkpoint) for rank in ranks]
-        return [
+        self._sending = [
             self._pool.submit(partial(method, sender, tensors))
             for sender, tensors in zip(self._senders, held, strict=True)
         ]
+        return self._sending

@@ -10,11 +10,12 @@ import sys
 
 import torch
 
-from mcore_rl.weights.transports.link import Link, MessageKind, MessageTag, Rendezvous
+from mcore_rl.weights.transports.arrival import Rendezvous
+from mcore_rl.weights.transports.link import Link, MessageKind, MessageTag
 
 NUM_WEIGHTS = 1 << 18
 TAG = MessageTag(MessageKind.WEIGHTS, buffer=3, sync_round=5)
-READY = MessageTag(MessageKind.READY, buffer=3, sync_round=5)
+DIGESTS = MessageTag(MessageKind.DIGESTS, buffer=3, sync_round=5)
 
 
 def weights_of(member: int) -> torch.Tensor:
@@ -23,18 +24,17 @@ def weights_of(member: int) -> torch.Tensor:
 
 
 def main(port: int, member: int) -> None:
-    """Exchange weights and a control message with the other member; prints the results as JSON."""
+    """Exchange weights and a number with the other member; prints the results as JSON."""
     peer = 1 - member
     meeting = Rendezvous("127.0.0.1", port, generation=1)
     link = Link.connect(meeting, member, 2, "127.0.0.1", timeout_seconds=60, name=lambda each: f"member {each}")
     link.handshake([peer])
     number, weights = torch.zeros(1, dtype=torch.int64), torch.zeros(NUM_WEIGHTS, dtype=torch.bfloat16)
-    pending = [link.receive(number, peer, READY), link.receive(weights.view(torch.uint8), peer, TAG)]
-    link.send_control(100 + member, peer, READY)
-    sent = link.send(weights_of(member).view(torch.uint8), peer, TAG)
-    for each in (*pending, sent):
+    pending = [link.receive(number, peer, DIGESTS), link.receive(weights.view(torch.uint8), peer, TAG)]
+    sent = [link.send(torch.tensor([100 + member]), peer, DIGESTS)]
+    sent.append(link.send(weights_of(member).view(torch.uint8), peer, TAG))
+    for each in (*pending, *sent):
         each.wait()
-    link.flush()
     equal = torch.equal(weights, weights_of(peer))
     print(json.dumps({"torch": torch.__version__, "number": int(number), "equal": equal}), flush=True)
 

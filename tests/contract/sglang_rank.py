@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.engines.sglang import cpu
+from mcore_rl.engines.sglang.devices import cpu_patches
 
-cpu.prepare()
+cpu_patches.prepare()
 
 import sglang.srt.managers.scheduler  # noqa: E402
 
-cpu.patch()
+cpu_patches.patch()
 
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -30,7 +30,7 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE  # noqa: E402
 from sglang.srt.runtime_context import get_exec  # noqa: E402
 
 from mcore_rl.engines.sglang import weights  # noqa: E402
-from mcore_rl.engines.sglang.devices import Cpu  # noqa: E402
+from mcore_rl.engines.sglang.devices.cpu import Cpu  # noqa: E402
 from mcore_rl.engines.sglang.scheduler import SteppedScheduler  # noqa: E402
 from mcore_rl.errors import ConfigError  # noqa: E402
 from mcore_rl.weights.slices.shard_map import Box  # noqa: E402

@@ -21,9 +21,9 @@ from unittest import mock
 
 import torch
 
-from mcore_rl.engines.sglang import cpu
+from mcore_rl.engines.sglang.devices import cpu_patches
 
-cpu.prepare()
+cpu_patches.prepare()
 
 from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402

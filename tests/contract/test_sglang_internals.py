@@ -6,15 +6,17 @@ import os
 import subprocess
 from pathlib import Path
 
+from mcore_rl.config.rules.engine_support import sglang_packages
+from mcore_rl.processes.compile_caches import DEEP_GEMM, DEEP_GEMM_OF_SGLANG
 from tests.contract.engines import SGLANG, WITH_SGLANG
 
 ROOT = Path(__file__).parents[2]
 CHANGED = """
 from types import SimpleNamespace
-from mcore_rl.engines.sglang import cpu
-cpu.prepare()
+from mcore_rl.engines.sglang.devices import cpu_patches
+cpu_patches.prepare()
 from sglang.srt.managers.scheduler import Scheduler
-cpu.patch()
+cpu_patches.patch()
 from mcore_rl.engines.sglang.internals import check_scheduler, check_signatures
 check_signatures()
 run_batch = Scheduler.run_batch
@@ -43,3 +45,12 @@ def test_internals_changed_signature_or_attribute_is_named() -> None:
     assert not_called == f"{differs} (too many positional arguments)"
     assert too_few == f"{differs} (missing a required argument: 'pp_proxy')"
     assert lacking.startswith("SGLang's scheduler lacks output_streamer.send_to_detokenizer.send_output (")
+
+
+@WITH_SGLANG
+def test_deep_gemm_directory_is_overwritten_with_sglangs_own() -> None:
+    (packages,) = sglang_packages()
+    source = (packages / "sglang/srt/layers/deep_gemm_wrapper/compile_utils.py").read_text()
+    assert f'os.environ["{DEEP_GEMM}"] = envs.{DEEP_GEMM_OF_SGLANG}.get()' in source
+    variables = (packages / "sglang/srt/environ.py").read_text()
+    assert f'{DEEP_GEMM_OF_SGLANG} = EnvStr(lambda: _default_cache_subdir("deep_gemm"))' in variables

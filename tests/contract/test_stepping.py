@@ -112,7 +112,11 @@ def test_step_with_limit_returns_the_tokens_and_experts_of_single_steps(
         assert expected.routed_experts is not None
         rows = len(completion.routed_experts)
         np.testing.assert_array_equal(completion.routed_experts, expected.routed_experts[:rows])
-    assert max(len(delta.token_ids) for delta in deltas) == (4 if engine.kind == "sglang" else 1)
+    most = max(len(delta.token_ids) for delta in deltas)
+    if engine.settings["rollout_config"].draft == "none":
+        assert most == (4 if engine.kind == "sglang" else 1)
+    else:
+        assert most > 1
 
 
 def test_submit_while_others_run_changes_no_response(engine: RemoteEngine, undisturbed: dict[str, Completion]) -> None:
@@ -329,6 +333,11 @@ def logp_recomputed(
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_update_while_running_tokens_have_exact_versions(engine: RemoteEngine, model: Any, recompute: bool) -> None:
+    check_versions(engine, model, recompute)
+
+
+def check_versions(engine: RemoteEngine, model: Any, recompute: bool) -> None:
+    """Update several times while requests are running, and compare the log-probabilities with the versions' models."""
     trainer = HFTrainer(copy.deepcopy(model), engine, 1 << 20, 2)
     base = engine.weight_version + 1
     models, requests, completions = {}, make_requests(), []

@@ -15,8 +15,9 @@ from mcore_rl.engines.vllm.arguments import engine_arguments
 from model_converters.errors import ConversionError
 from model_converters.hf.index import read_headers
 from model_converters.hf.unlisted_files import find_unlisted
+from tests.selection import needs_package
 
-vllm = pytest.importorskip("vllm")
+pytestmark = needs_package("vllm", "make setup")
 
 
 def read_by_vllm(directory: Path, load_format: str) -> set[str]:

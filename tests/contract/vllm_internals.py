@@ -64,3 +64,15 @@ def rows_with_generators(engine: Any) -> tuple[list[int], list[int]]:
     finally:
         sampler._upstream_bookkeeping = upstream
     return seen, sorted(batch.generators)
+
+
+def proposed_lengths(engine: Any, lengths: list[int], num_sampled: int) -> list[int]:
+    """Return the lengths of the drafts for requests of these lengths, in which a single token repeats."""
+
+    def propose(worker: Any) -> list[int]:
+        sampled, tokens = [[7] * num_sampled for _ in lengths], np.full((len(lengths), max(lengths)), 7)
+        drafts = worker.model_runner.drafter.propose(sampled, np.array(lengths), tokens)
+        return [len(draft) for draft in drafts]
+
+    found: list[int] = engine._engine.model_executor.collective_rpc(propose)[0]
+    return found

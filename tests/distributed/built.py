@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -19,12 +20,13 @@ def build(
     """Build this rank's chunks in a layout of all ranks. `settings` are fields of ModelConfig; without random_init the
     weights are undefined. Returns the chunks and the layout."""
     from mcore_rl.megatron.model import model, parallel
-    from mcore_rl.resolved.layout import train_layout
+    from mcore_rl.resolved.layout import role_layout
     from mcore_rl.resolved.model import ResolvedModel
 
-    layout = train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
+    section = replace(actor or ActorConfig(), parallel=ParallelConfig(**sizes))
+    role = ModelRole.policy(section, ModelConfig(hf_path="", **settings))
+    layout = role_layout(role, dist.get_world_size(), hf_config)
     parallel.initialize_groups(layout, timeout_seconds=60, seed=3)
-    role = ModelRole.policy(actor or ActorConfig(), ModelConfig(hf_path="", **settings))
     return model.build_model(ResolvedModel(role, hf_config, layout), installed=installed), layout
 
 

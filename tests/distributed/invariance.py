@@ -63,7 +63,8 @@ def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str
     from mcore_rl.megatron.step.objective import RankBatch
 
     actor = build_actor(directory, case)
-    load_weights(actor, checkpoint)
+    if not actor.layout.shard_parameters:
+        load_weights(actor, checkpoint)
     place = actor.layout.coordinates(rank)
     shares, chunks = policy_batch.shares(actor), policy_batch.chunks()
     values = {s: found for share in shares for s, found in policy_values(actor, share, chunks).items()}
@@ -89,9 +90,11 @@ def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str
 
 
 def build_actor(directory: str, case: Case) -> Any:
-    """Build an actor with random weights on this rank."""
+    """Build an actor on this rank: with random weights, or with the model's if parameters are sharded, which Megatron's
+    reader cannot load."""
     config = make_config(directory, case.parallel)
-    config.model.random_init, config.actor.tokens_per_microbatch = True, case.tokens
+    config.model.random_init = "shard_parameters" not in case.parallel
+    config.actor.tokens_per_microbatch = case.tokens
     return policy_batch.build_actor(config)
 
 

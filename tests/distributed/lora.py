@@ -125,6 +125,6 @@ def adapter_pieces(actor: Any, *, gradients: bool = False) -> list[Any]:
         for factor, parameter in adapter_parameters(actor.chunks)
     }
     return [
-        (plan.hf_name, plan.shape, piece.dim, piece.start, view.detach().float().numpy().copy())
+        (plan.hf_name, plan.shape, piece.dim, piece.start, piece.rows, view.detach().float().numpy().copy())
         for plan, piece, view in export_pieces(adapter_plan(actor), held, actor.rank)
     ]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.config.models import OffloadConfig
+from mcore_rl.config.models import OffloadConfig, ParallelConfig
 from tests.distributed import lora, policy_batch
 from tests.distributed.syncing import synced_slices
 from tests.distributed.two_steps import train_two_steps
@@ -42,6 +42,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer on the host": {"cpu_offload": True},
     "overlapped": {"overlap_grad_reduce": True, "overlap_param_gather": True},
     "replicated": {"distributed_optimizer": False},
+    "sharded": {
+        "parallel": ParallelConfig(shard_parameters=True),
+        "offload": OffloadConfig(params=True, optimizer=True),
+    },
 }
 
 
@@ -136,15 +140,16 @@ def _reference(actor: Any) -> tuple[dict[int, Any], dict[int, Any], dict[int, An
     return held, before, policy()
 
 
-def _digests(actor: Any) -> dict[tuple[str, int, int, int], bytes]:
-    """Digests of all slices that this rank sends to an engine, by name, dim, start and length."""
-    from mcore_rl.weights.send import part_of
+def _digests(actor: Any) -> dict[tuple[str, int, int, int, tuple[int, int] | None], bytes]:
+    """Digests of all slices that this rank sends to an engine, by name, dim, start, length and rows."""
+    from mcore_rl.weights.tensor_parts import part_of
     from mcore_rl.weights.verify import digest
 
     sent = synced_slices(actor)
     tensors = actor.tensors()
     return {
-        (each.hf_name, each.dim, each.start, each.length): digest(part_of(each, tensors, each.shape)) for each in sent
+        (each.hf_name, each.dim, each.start, each.length, each.rows): digest(part_of(each, tensors, each.shape))
+        for each in sent
     }
 
 

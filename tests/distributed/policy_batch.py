@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.config.models import ParallelConfig
+from mcore_rl.config.models import ActorConfig, ParallelConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.data.trajectories import compact_temperatures
 from mcore_rl.types import RankShare, TrajectoryBuffers
@@ -133,11 +133,18 @@ def config(directory: str | Path, parallel: dict[str, Any], tokens_per_microbatc
     made.algorithm.entropy_coefficient = ENTROPY_COEFFICIENT
     loss = made.algorithm.policy_loss
     loss.clip_low, loss.clip_high, loss.dual_clip = CLIP_LOW, CLIP_HIGH, DUAL_CLIP
-    made.actor.parallel = ParallelConfig(**parallel)
+    set_layout(made.actor, parallel)
     made.actor.tokens_per_microbatch = tokens_per_microbatch
     made.actor.logprob_chunk_tokens = 7
     made.cluster.collective_timeout_seconds = 60
     return made
+
+
+def set_layout(section: ActorConfig, parallel: dict[str, Any]) -> None:
+    """Set the keys of the section's parallel layout and, if it is among them, the strategy."""
+    sizes = {"strategy": "megatron"} | parallel
+    section.strategy = sizes.pop("strategy")
+    section.parallel = ParallelConfig(**sizes)
 
 
 def build_actor(config: Config) -> Any:
@@ -215,30 +222,31 @@ def reference_gradients(directory: str | Path, samples: list[int]) -> tuple[floa
 
 
 def hf_pieces(actor: Any, tensors: dict[str, torch.Tensor] | None = None) -> list[Any]:
-    """Return tensors by canonical name, by default the parameters, as this rank's slices of HF tensors."""
+    """Return tensors by canonical name, by default the parameters in their exported dtype, as this rank's slices of HF
+    tensors."""
     from model_converters.mapping.plan import export_pieces
 
-    held = actor.tensors() if tensors is None else tensors
-    return [
-        (plan.hf_name, plan.shape, piece.dim, piece.start, view.detach().float().cpu().numpy().copy())
-        for plan, piece, view in export_pieces(actor.export_plan(), held, actor.rank)
-    ]
+    found = []
+    for plan, piece, view in export_pieces(actor.export_plan(), tensors or actor.tensors(), actor.rank):
+        values = view.detach().to(plan.dtype if tensors is None else view.dtype).float().cpu().numpy().copy()
+        found.append((plan.hf_name, plan.shape, piece.dim, piece.start, piece.rows, values))
+    return found
 
 
 def gradient_pieces(actor: Any) -> list[Any]:
     """Return the gradients as this rank's slices of HF tensors. The routers' correction bias has no gradient: it is
     represented by its value."""
-    gradients = {p.data_ptr(): p.main_grad for chunk in actor.chunks for p in chunk.parameters()}
+    gradients = {p.data_ptr(): p.main_grad for chunk in actor.ddp for p in chunk.parameters()}
     return hf_pieces(actor, {name: gradients.get(t.data_ptr(), t) for name, t in actor.tensors().items()})
 
 
 def assemble(ranks: list[list[Any]]) -> dict[str, torch.Tensor]:
     """Assemble whole HF tensors from the slices of all ranks, float64; NaN where no rank wrote."""
     whole: dict[str, torch.Tensor] = {}
-    for name, shape, dim, start, values in (piece for rank in ranks for piece in rank):
+    for name, shape, dim, start, rows, values in (piece for rank in ranks for piece in rank):
         target = whole.setdefault(name, torch.full(tuple(shape), torch.nan, dtype=torch.float64))
         part = torch.from_numpy(values).double()
-        target.narrow(dim, start, part.shape[dim]).copy_(part)
+        target.narrow(dim, start, part.shape[dim])[slice(*rows) if rows else ...].copy_(part)
     return whole
 
 

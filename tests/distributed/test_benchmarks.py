@@ -22,12 +22,13 @@ from tests.readme import ROOT
 
 GROUPS = {
     "engines": ("engine_loop", "episodes"),
-    "sglang": ("sglang_steps",),
+    "drafts": ("drafts",),
+    "sglang": ("sglang_steps", "sglang_schedules"),
     "runs": ("async_step", "whole_step"),
 }
 """Benchmarks that need processes with their own imports; `python -m benchmarks` runs them."""
-LONG = ("sglang", "runs")
-"""Groups that start three SGLang processes or four whole runs; they take minutes instead of seconds."""
+LONG = ("drafts", "sglang", "runs")
+"""Groups that start two more engines, five SGLang processes or four whole runs."""
 FORKED = [
     name
     for name, benchmark in BENCHMARKS.items()
@@ -35,12 +36,14 @@ FORKED = [
 ]
 """Benchmarks that run in a fork of a process that has imported torch and megatron-core; their children fork too."""
 PEERS = {
+    "delta_link": "needs root and network namespaces",
     "mbridge": "scripts/setup_mbridge.sh",
     "refit": "scripts/setup_mbridge.sh",
     "sglang_steps": "make sglang",
+    "sglang_schedules": "make sglang",
     "whole_step": "scripts/setup_trl.sh",
 }
-"""Command that installs the peer of a benchmark; without the peer the benchmark is skipped."""
+"""Command that installs the peer of a benchmark, or what else it needs; without it the benchmark is skipped."""
 
 
 def _run(name: str) -> int | str:

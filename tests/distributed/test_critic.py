@@ -30,6 +30,8 @@ CASES: dict[int, dict[str, Case]] = {
     1: {"dense": ("dense", {}, ONE_MICROBATCH), "moe": ("moe", {}, ONE_MICROBATCH), "dense cut": ("dense", {}, SMALL)},
     2: {
         "dense dp2": ("dense", {}, SMALL),
+        "dense sharded": ("dense", {"shard_parameters": True}, SMALL),
+        "dense fsdp2": ("dense", {"strategy": "fsdp2"}, SMALL),
         "dense tp2": ("dense", {"tp": 2}, SMALL),
         "dense tp2 without sp": ("dense", {"tp": 2, "sequence_parallel": False}, SMALL),
         "dense pp2": ("dense", {"pp": 2}, SMALL),
@@ -39,7 +41,7 @@ CASES: dict[int, dict[str, Case]] = {
         "moe pp2": ("moe", {"pp": 2}, SMALL),
     },
 }
-SAVED, RESUMED = "dense tp2", "dense pp2"
+SAVED, RESUMED = "dense fsdp2", "dense pp2"
 SAMPLES = sorted(s for update in policy_batch.UPDATES for s in update)
 
 
@@ -133,14 +135,13 @@ def references(directories: dict[str, str]) -> dict[str, dict[str, Any]]:
 def _critic(rank: int, directory: str, parallel: dict[str, Any], tokens: int, **keys: Any) -> Any:
     import torch.distributed as dist
 
-    from mcore_rl.config.models import ParallelConfig
     from mcore_rl.megatron.roles.critic import MegatronCritic
 
     config = policy_batch.config("nowhere", {"tp": 64}, 1)  # the critic reads no setting of the actor
     config.run.seed = SEED
     section = config.critic
     section.hf_path, section.tokens_per_microbatch, section.clip_range = directory, tokens, CLIP_RANGE
-    section.parallel = ParallelConfig(**parallel)
+    policy_batch.set_layout(section, parallel)
     optimizer = section.optimizer
     # eps and warm-up: see test_actor_update. The norm is clipped, so a head that is counted twice changes the result.
     optimizer.lr, optimizer.eps, optimizer.warmup_steps, optimizer.clip_grad = LR, 1e-2, 1, 0.05
@@ -154,16 +155,17 @@ def _pieces(critic: Any, *, gradients: bool = False) -> list[Any]:
     from model_converters.families import family_for
     from model_converters.hf.value_head import with_value_head
     from model_converters.mapping.plan import export_pieces, export_plan
+    from model_converters.mapping.separate import trainer_rows
     from model_converters.mapping.table import bind
 
     hf_config, held = critic.hf_config, critic.tensors()
     if gradients:
-        parameters = {p.data_ptr(): p.main_grad for chunk in critic.chunks for p in chunk.parameters()}
+        parameters = {p.data_ptr(): p.main_grad for chunk in critic.ddp for p in chunk.parameters()}
         held = {name: parameters[tensor.data_ptr()] for name, tensor in held.items()}
-    rows = with_value_head(family_for(hf_config).rows(hf_config), hf_config)
+    rows = trainer_rows(with_value_head(family_for(hf_config).rows(hf_config), hf_config), critic.layout)
     plan = export_plan(bind(rows, hf_config, torch.float32), critic.layout)
     return [
-        (tensor.hf_name, tensor.shape, piece.dim, piece.start, view.detach().float().numpy().copy())
+        (tensor.hf_name, tensor.shape, piece.dim, piece.start, piece.rows, view.detach().float().numpy().copy())
         for tensor, piece, view in export_pieces(plan, held, critic.rank)
     ]
 
@@ -268,7 +270,7 @@ def test_critic_updates_on_ranks_equal_one_rank(case: str, results: Any) -> None
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
-def test_critic_checkpoint_of_tp2_resumes_in_pp2(results: Any) -> None:
+def test_critic_checkpoint_of_shards_resumes_in_pp2(results: Any) -> None:
     saved, loaded = _joined(results[SAVED], "weights"), _joined(results[RESUMED], "loaded")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
     error, name = _worst(_joined(results[RESUMED], "third"), _joined(results[SAVED], "third"))

@@ -2,9 +2,10 @@
 entropies of all tokens, the gradients, and the parameters after two optimizer steps equal those of one rank.
 
 The model has experts and latent attention. Layouts: on 2 ranks all that the model supports; on 4 a choice that combines
-every two axes; on 8 one layout that uses every axis. MCORE_RL_EVERY_TEST=1 runs all layouts on up to 4 ranks and a
-choice on 8 ranks for three models. With simulated TransformerEngine, without that variable: the layouts in which its
-layers differ, tensor parallelism and whole experts, on 2 ranks.
+every two axes; on 8 one layout that uses every axis; on 2 and 4 one with sharded parameters. MCORE_RL_EVERY_TEST=1 runs
+all layouts on up to 4 ranks, also with sharded parameters, and a choice on 8 ranks for three models. With simulated
+TransformerEngine, without that variable: the layouts in which its layers differ, tensor parallelism and whole experts,
+on 2 ranks.
 
 test_actor_gradients compares with transformers.
 """
@@ -40,6 +41,8 @@ VALUE_TOLERANCE = 2e-5  # nats
 WEIGHT_TOLERANCE = 4e-6  # weights are of size 1 and move by about 1e-3
 # Autograd hooks of Megatron's DDP keep actors alive, each with process groups that have about 50 threads.
 CASES_PER_LAUNCH = 12
+SHARDED = {"shard_parameters": True}
+USUALLY_SHARDED: dict[int, tuple[dict[str, int], ...]] = {2: ({"ep": 2},), 4: ({"tp": 2, "ep": 2},)}
 
 
 def cover(choices: Sequence[dict[str, int]]) -> list[dict[str, int]]:
@@ -69,7 +72,16 @@ def _cases(num_ranks: int) -> list[Case]:
             cases.append(Case(model, tokens=ONE_MICROBATCH))
     if SIMULATED and not EVERY_TEST:
         cases = [case for case in cases if num_ranks == 2 and case.parallel.keys() <= {"tp", "ep", "etp"}]
-    return cases
+    return cases + [Case(model, layout | SHARDED) for model, layout in _sharded(num_ranks)]
+
+
+def _sharded(num_ranks: int) -> list[tuple[str, dict[str, int]]]:
+    """Choose layouts in which parameters are sharded."""
+    if EVERY_TEST and num_ranks <= 4:
+        fields = {name: tiny_fields(kind, **changes) for name, (kind, changes) in MODELS.items()}
+        every = [(name, layout) for name, hf in fields.items() for layout in layouts(num_ranks, hf)]
+        return [(name, layout) for name, layout in every if "pp" not in layout]
+    return [("v3", layout) for layout in USUALLY_SHARDED.get(num_ranks, ())] if not SIMULATED else []
 
 
 CASES: dict[int, list[Case]] = {num_ranks: _cases(num_ranks) for num_ranks in (2, 4, 8)}

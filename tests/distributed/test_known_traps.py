@@ -85,16 +85,16 @@ def _build_without(removed: str, config: Any) -> Any:
 
     refuse, wrap = layout._check_sequence_parallel, optimizer.DistributedDataParallel
 
-    def wrap_before_telling(model_config: Any, *args: Any, **options: Any) -> Any:
-        model_config.calculate_per_token_loss = False
-        wrapped = wrap(model_config, *args, **options)
-        model_config.calculate_per_token_loss = True
-        return wrapped
+    class WrappedBeforeTelling(wrap):
+        def __init__(self, model_config: Any, *args: Any, **options: Any) -> None:
+            model_config.calculate_per_token_loss = False
+            super().__init__(model_config, *args, **options)
+            model_config.calculate_per_token_loss = True
 
     if removed == "refusal":
         layout._check_sequence_parallel = lambda *_: None
     if removed == "sum over tokens":
-        optimizer.DistributedDataParallel = wrap_before_telling
+        optimizer.DistributedDataParallel = WrappedBeforeTelling
     try:
         actor = policy_batch.build_actor(config)
     finally:

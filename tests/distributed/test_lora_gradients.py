@@ -36,6 +36,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "dense pp2": ("dense", {"pp": 2}, SMALL),
         # The first chunk is the embedding alone: it has no adapter.
         "dense pp2 layout": ("dense", {"pp": 2, "pipeline_layout": "E|tt|t|tL"}, SMALL),
+        "some sharded": ("some", {"shard_parameters": True}, SMALL),
         "dense cp2": ("dense", {"cp": 2}, SMALL),
         "some tp2": ("some", {"tp": 2}, SMALL),
         "odd tp2 without sp": ("odd", {"tp": 2, "sequence_parallel": False}, SMALL),
@@ -49,6 +50,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
     },
     4: {
         "v3 tp2 pp2": ("v3", {"tp": 2, "pp": 2}, SMALL),
+        "v3 tp2 sharded": ("v3", {"tp": 2, "shard_parameters": True}, SMALL, {"recompute": "full"}),
         "v3 tp2 ep4": ("v3", {"tp": 2, "ep": 4}, SMALL),
     },
 }

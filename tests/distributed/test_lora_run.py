@@ -24,6 +24,7 @@ CASES = [
     Case("moe", (2, {"ep": 2}), ((1, {}), (2, {"cp": 2}))),
     Case("v3", (2, {"tp": 2, "ep": 2}), ((1, {}), (2, {"pp": 2}))),
     Case("dense", (2, {"tp": 2}), ((2, {}),), dtype="bfloat16"),
+    Case("v3", (2, {"ep": 2, "shard_parameters": True}), ((1, {}),)),
 ]
 EMBEDDING_APART = Case("dense", (2, {"pp": 2, "pipeline_layout": "E|ttttL"}))
 ALL_CASES = [pytest.param(case, id=str(case)) for case in CASES]
@@ -167,8 +168,8 @@ def test_engines_receive_merged_weights(case: Case, root: Path, saved: Any) -> N
     merged = load_file(root / f"{case} merged" / "model.safetensors")
     sent: Counter[str] = Counter()
     for of_rank in saved[str(case)]["digests"]:
-        for (name, dim, start, length), found in of_rank.items():
-            part = merged[name].narrow(dim, start, length)
+        for (name, dim, start, length, rows), found in of_rank.items():
+            part = merged[name].narrow(dim, start, length)[slice(*rows) if rows else ...]
             assert found == digest(part), (name, start)
             sent[name] += part.numel()
     assert sent == {name: tensor.numel() for name, tensor in merged.items()}

@@ -43,7 +43,7 @@ def test_canonical_name_covers_transformer_engine_names() -> None:
     from mcore_rl.megatron.model.names import canonical_name
 
     layer = SimpleNamespace(layer_number=7, mlp=SimpleNamespace(local_expert_indices=[4, 5, 6, 7]))
-    model = SimpleNamespace(decoder=SimpleNamespace(layers=[layer, layer]))
+    model = SimpleNamespace(decoder=SimpleNamespace(layers=[layer, layer]), has_hf_names=False)
     spelled = {
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
         "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
+from tests.distributed import policy_batch
 from tests.distributed.built import build
 from tests.distributed.launch import launch
 from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, checkpoint_tensors, write_tiny_model
@@ -238,7 +239,7 @@ def _gradient_pieces(chunks: list[Any], hf_config: dict[str, Any], layout: Any, 
 
     plans = export_plan(bind(family_for(hf_config).rows(hf_config), hf_config, torch.float32), layout)
     return [
-        (plan.hf_name, plan.shape, piece.dim, piece.start, tensor.numpy().copy())
+        (plan.hf_name, plan.shape, piece.dim, piece.start, piece.rows, tensor.numpy().copy())
         for plan, piece, tensor in export_pieces(plans, canonical_tensors(chunks), rank)
     ]
 
@@ -279,11 +280,9 @@ def test_deferred_projection_gradients_equal_transformers(
     """Compare every parameter, not the norm: partial gradients of hidden states that are summed twice, or not at all,
     scale some layers only. Tolerance: float32 rounding relative to the tensor's largest gradient."""
     expected = references[ALL_CASES[case]]["gradients"]
-    found: dict[str, np.ndarray] = {}
-    for outcome in outcomes[case]:
-        for name, shape, dim, start, values in outcome["gradients"]:
-            whole = found.setdefault(name, np.full(shape, np.nan, np.float32))
-            whole[(slice(None),) * dim + (slice(start, start + values.shape[dim]),)] = values
+    found = policy_batch.assemble([outcome["gradients"] for outcome in outcomes[case]])
     assert set(found) == set(expected)
     for name, theirs in expected.items():
-        np.testing.assert_allclose(found[name], theirs, rtol=0, atol=2e-5 * np.abs(theirs).max() + 1e-8, err_msg=name)
+        np.testing.assert_allclose(
+            found[name].numpy(), theirs, rtol=0, atol=2e-5 * np.abs(theirs).max() + 1e-8, err_msg=name
+        )

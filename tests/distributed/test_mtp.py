@@ -40,7 +40,7 @@ def _through_the_model(rank: int, directory: str, sizes: dict[str, int]) -> tupl
     tensors = canonical_tensors(chunks)
     plans = export_plan(bind(family_for(hf_config).rows(hf_config), hf_config, torch.float32), layout)
     return sorted(tensors), [
-        (plan.hf_name, plan.shape, piece.dim, piece.start, view.numpy().copy())
+        (plan.hf_name, plan.shape, piece.dim, piece.start, piece.rows, view.numpy().copy())
         for plan, piece, view in export_pieces(plans, tensors, rank)
     ]
 

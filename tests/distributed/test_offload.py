@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.config.models import OffloadConfig
 from mcore_rl.errors import OffloadedError
 from tests.distributed import policy_batch
 from tests.distributed.gradient_oracle import case_parameters
@@ -198,6 +199,18 @@ def test_offloaded_tensors_raise_when_read(size: int, case: str, results: Any) -
         assert all("actor.offload.grads" in message for message in grads)
         owner = "params" if "float32" in case else "optimizer"  # in float32 the main parameters are the parameters
         assert all(f"actor.offload.{owner}" in message for message in masters)
+
+
+@pytest.mark.parametrize("keeps", [OffloadConfig(), OffloadConfig(params=True)])
+def test_offload_returns_freed_memory_if_no_part_leaves(keeps: OffloadConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations of the last pass would stay in torch's allocator while an engine of the same GPU wakes up."""
+    from mcore_rl.megatron.optim.offload import Offloader
+
+    returned: list[None] = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: returned.append(None))
+    memory = Offloader([torch.nn.Linear(2, 2)], None, keeps)
+    assert memory.offload(("grads", "optimizer")) == 0
+    assert len(returned) == 1
 
 
 @pytest.mark.parametrize(("size", "case"), case_parameters(CASES))

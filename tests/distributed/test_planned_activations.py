@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed import policy_batch
 from tests.distributed.built import build
 from tests.distributed.launch import launch
 from tests.tiny_models import tiny_fields
@@ -27,6 +28,9 @@ CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
         ("qwen3", {}, "selective", ["mlp"]),
         ("qwen3", {}, "selective", ["layernorm"]),
         ("qwen3", {}, "full", []),
+        ("llama", {"strategy": "fsdp2"}, "none", []),
+        ("qwen3", {"strategy": "fsdp2"}, "none", []),
+        ("qwen3", {"strategy": "fsdp2"}, "full", []),
         ("qwen3_moe", {}, "none", []),
         ("qwen3_moe", {}, "selective", ["moe"]),
         ("qwen3_moe", {}, "full", []),
@@ -60,16 +64,16 @@ def fields_of(kind: str) -> dict[str, Any]:
 
 
 def planned(num_ranks: int, kind: str, parallel: dict[str, int], recompute: str, modules: list[str]) -> float:
-    from mcore_rl.config.models import ParallelConfig
+    from mcore_rl.config.roles import ModelRole
     from mcore_rl.config.schema import Config
     from mcore_rl.planner.activations import Execution, chunk_activations
-    from mcore_rl.resolved.layout import model_arguments, train_layout
+    from mcore_rl.resolved.layout import model_arguments, role_layout
 
     config = Config()
-    config.actor.parallel = ParallelConfig(**parallel)
+    policy_batch.set_layout(config.actor, parallel)
     config.actor.recompute, config.actor.recompute_modules = recompute, modules
     hf_config = fields_of(kind)
-    layout = train_layout(config.actor.parallel, num_ranks, hf_config)
+    layout = role_layout(ModelRole.policy(config.actor, config.model), num_ranks, hf_config)
     square = sum(length * length for length in LENGTHS) / sum(LENGTHS)
     run = Execution(config.actor, layout, 4, fused=False, cuda=False, imbalance=1.0, square_length=square)
     layers = range(hf_config["num_hidden_layers"])
@@ -80,18 +84,33 @@ def measure(rank: int, cases: list[tuple[str, dict[str, int], str, list[str]]]) 
     return [saved_bytes(*case) for case in cases]
 
 
+def _use_rows(chunk: Any) -> None:
+    """Make the rows that this rank keeps the parameters of a model that is not wrapped."""
+    from mcore_rl.megatron.model.shards import local_shard
+
+    for module in chunk.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, local_shard(parameter))
+
+
 def saved_bytes(kind: str, parallel: dict[str, int], recompute: str, modules: list[str]) -> float:
     """Bytes of the storages saved by a forward pass of one packed row, without weights."""
     import torch
 
-    from mcore_rl.config.models import ActorConfig, ParallelConfig
+    from mcore_rl.config.models import ActorConfig
     from mcore_rl.megatron.model.attention import pack_sequences
     from mcore_rl.megatron.optim.optimizer import wrap_chunks
 
     hf_config = fields_of(kind)
-    actor = ActorConfig(parallel=ParallelConfig(**parallel), recompute=recompute, recompute_modules=modules)
-    (chunk,), _ = build(hf_config, parallel, actor=actor, random_init=True)
-    (wrapped,) = wrap_chunks([chunk], actor)
+    actor = ActorConfig(recompute=recompute, recompute_modules=modules)
+    policy_batch.set_layout(actor, parallel)
+    (chunk,), _ = build(hf_config, vars(actor.parallel), actor=actor, random_init=True)
+    if chunk.has_hf_names:
+        # Gathered copies of sharded parameters would count as activations. The rows of the only rank are whole.
+        _use_rows(chunk)
+        wrapped = chunk
+    else:
+        [wrapped] = wrap_chunks([chunk], actor)
     weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
     found: dict[int, torch.Tensor] = {}
 

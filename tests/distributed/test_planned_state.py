@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from mcore_rl.config.models import LoraConfig, OptimizerSettings
 from tests.distributed import policy_batch
 from tests.distributed.launch import launch
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import add_mtp_layer, write_tiny_model
 
 TIED = {"tie_word_embeddings": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,6 +44,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
 
 ADAPTERS = {"lora": LoraConfig(rank=3)}
 WHOLE, OVERLAPPED = {"distributed_optimizer": False}, {"overlap_grad_reduce": True}
+SHARDED, FSDP2 = {"shard_parameters": True}, {"strategy": "fsdp2"}
 ON_HOST = {"optimizer": OptimizerSettings(cpu_offload=True)}
 SETTINGS: dict[int, list[tuple[str, dict[str, Any], str, dict[str, Any]]]] = {
     1: [("tied", {}, "float32", {}), ("v3", {}, "float32", {})],
@@ -51,9 +54,14 @@ SETTINGS: dict[int, list[tuple[str, dict[str, Any], str, dict[str, Any]]]] = {
         ("moe", {"ep": 2}, "bfloat16", WHOLE),
         ("odd", {}, "bfloat16", OVERLAPPED),
         ("odd", {}, "float32", ON_HOST),
+        ("odd", SHARDED, "bfloat16", {}),
+        ("odd", FSDP2, "bfloat16", {}),
+        ("tied", FSDP2, "float32", {}),
+        ("moe", {"ep": 2, **SHARDED}, "float32", {}),
         ("odd", {"tp": 2}, "float32", ADAPTERS),
         ("odd", {}, "bfloat16", ADAPTERS | OVERLAPPED),
         ("moe", {"ep": 2}, "bfloat16", ADAPTERS | ON_HOST),
+        ("moe", SHARDED, "bfloat16", ADAPTERS),
         ("v3", {"tp": 2}, "bfloat16", ADAPTERS | {"lora": LoraConfig(rank=3, target_modules=["kv_b_proj", "up_proj"])}),
     ],
 }
@@ -76,6 +84,28 @@ def test_planned_state_equals_allocated_bytes(directories: dict[str, str], num_r
             assert allocated[rank][index] == planned[rank], (
                 f"{Path(directory).name} {layout} {dtype} {actor} rank {rank}"
             )
+
+
+def test_planned_layers_are_the_modules_that_shards_gather(tmp_path: Path) -> None:
+    """Multi-token prediction has a transformer layer, and parameters outside of it."""
+    from mcore_rl.config.roles import POLICY
+    from mcore_rl.megatron.model.output import PolicyModel
+    from mcore_rl.megatron.model.sharded import meta_model
+    from mcore_rl.planner.stages import stage_parameters
+    from model_converters.mapping.layout import TrainLayout
+
+    directory, layout = write_tiny_model(tmp_path, "deepseek_v3"), TrainLayout(world_size=1)
+    add_mtp_layer(directory)
+    hf_config = json.loads((directory / "config.json").read_text())
+    with meta_model(hf_config, layout, 0, PolicyModel, names=POLICY) as [model]:
+        layers = [pair for pair in model.named_modules() if type(pair[1]).__name__ == "TransformerLayer"]
+        sizes = {f"{name}.": sum(each.numel() for each in layer.parameters()) for name, layer in layers}
+    [parameters] = stage_parameters(hf_config, layout, 0)
+    planned = Counter[str]()
+    for parameter in parameters:
+        planned[parameter.layer] += parameter.elements
+    assert planned.pop("") > 0
+    assert planned == sizes
 
 
 ROLES = [
@@ -132,7 +162,7 @@ def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[
         critic = MegatronCritic(config, rank, 2, None)
         batch = critic.values(policy_batch.shares(critic)[:1], policy_batch.chunks())
         critic.update(batch, 0, {sample: own + 1 for sample, own in batch.values.items()})
-        _, *sizes = allocated(critic.chunks, critic.optimizer)
+        _, *sizes = allocated(critic.ddp, critic.optimizer)
         role = ModelRole.reward_model(config.reward_model, config.model)
         chunks = build_model(ResolvedModel(role, critic.hf_config, critic.layout), kind=ValueModel)
         bare = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
@@ -147,22 +177,22 @@ def plan_states(
     from mcore_rl.config.roles import ModelRole
     from mcore_rl.megatron.model.model import DTYPES
     from mcore_rl.planner.activations import Execution
-    from mcore_rl.planner.stages import stage_parameters
-    from mcore_rl.planner.state import stage_state
-    from mcore_rl.resolved.layout import train_layout
+    from mcore_rl.planner.stages import rank_states, stage_parameters
+    from mcore_rl.resolved.layout import role_layout
     from mcore_rl.resolved.model import policy_config
 
     config = policy_batch.config(directory, parallel, 64)
     vars(config.actor).update(actor)
-    hf_config, _ = policy_config(ModelRole.policy(config.actor, config.model))
-    layout = train_layout(config.actor.parallel, num_ranks, hf_config)
+    role = ModelRole.policy(config.actor, config.model)
+    hf_config, _ = policy_config(role)
+    layout = role_layout(role, num_ranks, hf_config)
     run = Execution(
         config.actor, layout, DTYPES[dtype].itemsize, fused=False, cuda=False, imbalance=1.0, square_length=0
     )
     states = [
         state
         for stage in range(layout.pp)
-        for state in stage_state(stage_parameters(hf_config, layout, stage, lora=config.actor.lora), stage, run)
+        for state in rank_states(stage_parameters(hf_config, layout, stage, lora=config.actor.lora), stage, run)
     ]
     return [(s.parameters, s.weights_bytes, s.gradients_bytes, s.optimizer_bytes, s.host_bytes) for s in states]
 
@@ -179,14 +209,20 @@ def after_an_update(directory: str, parallel: dict[str, Any], dtype: str, settin
     vars(config.actor).update(settings)
     actor = policy_batch.build_actor(config)
     policy_batch.update_once(actor)
-    return allocated(actor.chunks, actor.optimizer)
+    if actor.layout.shard_parameters:
+        # Gradients of shards exist during an update only.
+        actor.accumulate_gradients(actor.recompute_logp(policy_batch.shares(actor)[:1], policy_batch.chunks())[0], 0)
+    return allocated(actor.ddp, actor.optimizer)
 
 
 def allocated(chunks: Any, optimizer_of_all: Any) -> tuple[int, ...]:
+    from mcore_rl.megatron.model.shards import local_shard
     from mcore_rl.megatron.optim.host_optimizer import HostOptimizer
     from mcore_rl.megatron.optim.main_params import optimizer_parts
 
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    # In a LoRA run the frozen weights may be sharded.
+    parameters = [whole if (shard := local_shard(whole)) is None else shard for whole in parameters]
     weights = storages(parameters)
     gradients = storages(parameter.main_grad for parameter in parameters if parameter.requires_grad)
     optimizer, host = {}, {}

@@ -39,6 +39,7 @@ CASES: dict[int, dict[str, Case]] = {
     1: {"moe": ("moe", {}, ONE_MICROBATCH)},
     2: {
         "dense dp2": ("dense", {}, SMALL),
+        "dense fsdp2": ("dense", {"strategy": "fsdp2"}, SMALL),
         "dense tp2": ("dense", {"tp": 2}, SMALL),
         "dense pp2": ("dense", {"pp": 2}, SMALL),
         "dense cp2": ("dense", {"cp": 2}, SMALL),

@@ -52,15 +52,20 @@ def describe(ranks: int, layout: dict[str, int]) -> str:
     return "".join(f"{key}{size}" for key, size in layout.items()) + f"of{ranks}"
 
 
+SHARDED = {"shard_parameters": True}
+FSDP2 = {"strategy": "fsdp2"}
 CASES = [
     Case("dense", 1, {}, ((2, {"tp": 2}),)),
     Case("dense", 2, {"tp": 2}, ((2, {"pp": 2}),)),
     Case("dense", 2, {"pp": 2, "vpp": 2}, ((2, {}), (2, {"pp": 2, "vpp": 2}))),
     Case("tied", 2, {"pp": 2}, ((1, {}),)),
-    Case("moe", 2, {"tp": 2, "ep": 2}, ((4, {"ep": 4}),)),
+    Case("moe", 2, {"tp": 2, "ep": 2}, ((4, {"ep": 4}), (4, {"ep": 2, **SHARDED}))),
     Case("v3", 2, {"tp": 2, "ep": 2}, ((2, {"pp": 2, "ep": 1}),)),
     Case("mtp", 2, {"pp": 2}, ((1, {}), (2, {"tp": 2}))),
-    Case("dense bf16", 2, {}, ((2, {"tp": 2}),)),
+    Case("dense bf16", 2, {}, ((2, {"tp": 2}), (2, SHARDED), (2, FSDP2))),
+    Case("tied", 2, SHARDED, ((1, {}),)),
+    Case("tied", 2, FSDP2, ((1, {}), (2, {"tp": 2}), (1, FSDP2))),
+    Case("moe bf16", 2, {"ep": 2, **SHARDED}, ((2, {}), (4, {"tp": 2, **SHARDED}))),
     Case("replicated", 2, {}, ((2, {}),), other="dense"),
     Case("replicated bf16", 2, {"ep": 2}, ((2, {}),)),
     Case("moe bf16", 1, {}, ((2, {"tp": 2, "ep": 2}),)),
@@ -79,7 +84,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def _actor(root: str, model: str, layout: dict[str, int]) -> Any:
+def _actor(root: str, model: str, layout: dict[str, Any]) -> Any:
     config = policy_batch.config(f"{root}/{model}", layout, 24)
     optimizer = config.actor.optimizer
     # eps and warm-up: see test_actor_update.

@@ -33,7 +33,8 @@ CASES: dict[int, dict[str, Case]] = {
         "bfloat16": ("dense", {}, SMALL, {"dtype": "bfloat16", "offload": True}),
     },
     2: {
-        "dense dp2": ("dense", {}, SMALL, OFFLOADED),
+        "dense sharded": ("dense", {"shard_parameters": True}, SMALL, OFFLOADED),
+        "dense fsdp2": ("dense", {"strategy": "fsdp2"}, SMALL, OFFLOADED),
         "dense tp2": ("dense", {"tp": 2}, SMALL, {}),
         "dense tp2 without sp": ("dense", {"tp": 2, "sequence_parallel": False}, SMALL, {}),
         "dense pp2": ("dense", {"pp": 2}, SMALL, OFFLOADED),
@@ -88,7 +89,6 @@ def expected(directories: dict[str, str]) -> dict[str, list[float]]:
 def _reward_model(rank: int, directory: str, parallel: dict[str, Any], tokens: int, options: dict[str, Any]) -> Any:
     import torch.distributed as dist
 
-    from mcore_rl.config.models import ParallelConfig
     from mcore_rl.megatron.roles.reward_model import MegatronRewardModel
 
     config = policy_batch.config("nowhere", {"tp": 64}, 1)  # the reward model reads no setting of the actor
@@ -96,7 +96,8 @@ def _reward_model(rank: int, directory: str, parallel: dict[str, Any], tokens: i
     config.model.dtype = options.get("dtype", "float32")
     section = config.reward_model
     section.hf_path, section.tokens_per_microbatch = directory, tokens
-    section.parallel, section.offload.params = ParallelConfig(**parallel), options.get("offload", False)
+    policy_batch.set_layout(section, parallel)
+    section.offload.params = options.get("offload", False)
     return MegatronRewardModel(config, rank, dist.get_world_size(), None)
 
 

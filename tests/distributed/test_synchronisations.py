@@ -28,8 +28,8 @@ AN_UPDATE = {
     # Number of tokens on all ranks: the losses of MTP layers and routers are means over them.
     Wait("mcore_rl/megatron/roles/rank_model.py", "RankModel.token_weights", "tensor"): 1,
     Wait("mcore_rl/megatron/roles/rank_model.py", "RankModel.token_weights", "tolist"): 1,
-    # Check for finite gradients before the step, one wait per DDP buffer.
-    Wait(f"{_STEP}/finite_check.py", "_is_finite", "_local_scalar_dense"): 1,
+    # Check for finite gradients before the step, one wait for all of them.
+    Wait(f"{_STEP}/finite_check.py", "_are_finite", "_local_scalar_dense"): 1,
     Wait(f"{_STEP}/finite_check.py", "require_finite", "tensor"): 1,
     Wait(f"{_STEP}/finite_check.py", "require_finite", "_local_scalar_dense"): 1,
     # Metrics of all kinds of modules together.

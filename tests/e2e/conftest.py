@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,20 +41,3 @@ def whole_run(task: Path) -> Path:
             kept = "observe.keep_trajectories=3"
             output.write_text(train(task, directory, export, kept, TMPDIR=str(temporary)))
     return directory
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Makes a file system of the given size ("64k"), where this machine lets us mount one."""
-    directory = tmp_path / "small"
-
-    def mount(size: str) -> Path:
-        directory.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("cannot mount a file system here")
-        return directory
-
-    yield mount
-    if directory.is_mount():
-        subprocess.run(["umount", "-l", str(directory)], check=True)

@@ -45,8 +45,9 @@ def digits(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
 """
 
 
-def write_task(directory: Path) -> Path:
-    """Write prompts, a character tokenizer, a tiny Qwen3-MoE, a reward file, and the configuration; return its path."""
+def write_task(directory: Path, kind: str = "qwen3_moe") -> Path:
+    """Write prompts, a character tokenizer, a tiny model, a reward file, and the configuration; return its path. kind:
+    the model's type."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -55,7 +56,7 @@ def write_task(directory: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     sizes = {"vocab_size": len(vocabulary), "head_dim": 32, "eos_token_id": 1}  # vLLM has no CPU kernel for 16
-    model = write_tiny_model(directory / "model", "qwen3_moe", std=0.06, **sizes)
+    model = write_tiny_model(directory / "model", kind, std=0.06, **sizes)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(model)
@@ -141,13 +142,16 @@ class TrainProcess:
         return "\n".join(said)
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 180) -> Any:
-        """Poll until the condition holds, every 5 ms so that the caller acts within short phases."""
+        """Poll until the condition holds, every 5 ms so that the caller acts within short phases. A search of processes
+        takes longer: poll it less often, or it would keep a core busy."""
         deadline = time.monotonic() + seconds
-        while not (found := condition()):
+        while True:
+            began = time.monotonic()
+            if found := condition():
+                return found
             assert self.process.poll() is None, f"the run ended before the condition held:\n{self.text()[-4000:]}"
             assert time.monotonic() < deadline, f"the condition did not hold in {seconds} s:\n{self.where_it_is()}"
-            time.sleep(0.005)
-        return found
+            time.sleep(min(0.2, max(0.005, 4 * (time.monotonic() - began))))
 
     def processes(self, title: str = "") -> list[psutil.Process]:
         """Return the run's living processes except the driver, regardless of their current parent."""
@@ -256,7 +260,8 @@ def in_step(run: TrainProcess, step: int, phase: str) -> Callable[[], bool]:
         return generating
     if phase == "updating":
         calling = in_call(run, "ray::TrainerProcess", "update")
-        return lambda: (rollouts / f"step_{step}.jsonl").exists() and calling()
+        # calling() first: finding processes can take longer than the phase.
+        return lambda: calling() and (rollouts / f"step_{step}.jsonl").exists()
     if phase == "checkpointing":
         return lambda: (run.run_dir / "checkpoints" / f".step_{step}.partial").exists()
     raise ValueError(phase)

@@ -125,13 +125,21 @@ class Slurm:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout.strip()
 
+    def ask(self, *command: str) -> str:
+        """Run a command that can be repeated; again after a failure. munged gives up a caller that is late by 2 s."""
+        for _ in range(10):
+            with contextlib.suppress(AssertionError):
+                return self.call(*command)
+            time.sleep(1)
+        return self.call(*command)
+
     def submit(self, script: Path) -> str:
         """Submit a job that runs in its script's directory; return its id."""
         return self.call("sbatch", "--parsable", str(script), cwd=script.parent)
 
     def state(self, job: str) -> dict[str, str]:
         """Return the fields of `scontrol show job`."""
-        shown = self.call("scontrol", "show", "job", job)
+        shown = self.ask("scontrol", "show", "job", job)
         return dict(field.split("=", 1) for field in shown.split() if "=" in field)
 
     def wait(self, condition: Callable[[], bool], what: str, log: Path, seconds: float = 400) -> None:
@@ -152,7 +160,7 @@ class Slurm:
         self.wait(lambda: log.read_text().count(": queued again\n") == restart, "the script's last words", log)
         self.wait(lambda: self.state(job)["JobState"] == "PENDING", "the start before to be over", log)
         time.sleep(2)  # until SLURM has registered the end of the previous start
-        self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def logs(self) -> str:
         return "\n".join(f"{path.name}: {path.read_text()[-800:]}" for path in sorted(self.directory.glob("*.log")))
@@ -215,7 +223,7 @@ def _start(slurm: Slurm) -> None:
         # Not `ip netns exec`, which hides the control groups that slurmd needs.
         enter = ("nsenter", f"--net=/run/netns/{slurm.network.namespace(name)}")
         slurm.call(*enter, "unshare", "--mount", "--ipc", "--uts", "bash", "-c", start)
-    idle = lambda: slurm.call("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * len(NODES)  # noqa: E731
+    idle = lambda: slurm.ask("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * len(NODES)  # noqa: E731
     slurm.wait(idle, "all nodes to be idle", directory / "slurmctld.log", 120)
 
 

@@ -29,40 +29,44 @@ class DebugRollout(TrainProcess):
         return [sys.executable, "-m", "mcore_rl.cli", "debug", "rollout", str(self.config), f"run.dir={self.run_dir}"]
 
 
-def test_debug_rollout_generates_the_first_batch_of_a_run(task: Path, whole_run: Path, tmp_path: Path) -> None:
-    with DebugRollout(task, tmp_path / "run") as run:
-        run.wait_until(lambda: run.processes(ENGINE))
-        # The run has two trainer ranks; this command starts none.
-        assert not run.processes("ray::TrainerProcess")
-        assert run.finish() == 0, run.text()[-6000:]
-        assert not run.left_after(30)
-    assert "32 responses in 8 groups, 32 shown" in run.text()
-    records = records_of(tmp_path / "run" / "debug_rollout", "step_1")
-    # Weights that the engine reads from the checkpoint are those that trainer ranks send before the first step.
-    assert records == records_of(whole_run, "step_1")[:32]
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["debug_rollout"]
-    assert no_segment_is_left()
-
-
-# `train` would accept it, since it grades the trial with the ground truth.
+# `train` would accept it, since its trial on an empty response raises no error.
 STRICT = """
+import sys
+
+sys.path.insert(0, {task!r})
+from reward import digits
+
 def strict(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    if solution_str != ground_truth:
+    if len(solution_str) % 4 == 3:
         raise ValueError("no\\x1b[2Jway")
-    return 1.0
+    return digits(data_source, solution_str, ground_truth, extra_info)
 """
 
 
-def test_debug_rollout_shows_responses_that_cannot_be_graded(task: Path, tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(STRICT)
-    overrides = (f"reward.function={tmp_path / 'reward.py'}:strict", "trainer.prompts_per_step=2")
-    with DebugRollout(task, tmp_path / "run", (*overrides, "trainer.prompts_per_update=2")) as run:
+def test_debug_rollout_generates_the_first_batch_of_a_run(task: Path, whole_run: Path, tmp_path: Path) -> None:
+    """Some responses cannot be graded; they are shown, too, and end the command with an error."""
+    (tmp_path / "strict.py").write_text(STRICT.format(task=str(task.parent)))
+    overrides = (f"reward.function={tmp_path / 'strict.py'}:strict", "reward.max_error_fraction=0.01")
+    with DebugRollout(task, tmp_path / "run", overrides) as run:
+        run.wait_until(lambda: run.processes(ENGINE))
+        # The run has two trainer ranks; this command starts none.
+        assert not run.processes("ray::TrainerProcess")
         assert run.finish() == 1, run.text()[-6000:]
         assert not run.left_after(30)
     lines = run.text().splitlines()
-    assert any(line.startswith("error of 8 responses: ") and "noU+001B[2Jway" in line for line in lines)
-    assert sum(line.startswith("    response: ") for line in lines) == 8
-    assert "8 of 8 responses of step 1, which reaches reward.max_error_fraction" in lines[-1]
+    records = records_of(tmp_path / "run" / "debug_rollout", "step_1")
+    ungraded = [record for record in records if len(record["response"]) % 4 == 3]
+    assert 0 < len(ungraded) < 32
+    assert "32 responses in 8 groups, 32 shown" in run.text()
+    assert sum(line.startswith("    response: ") for line in lines) == 32
+    assert any(line.startswith(f"error of {len(ungraded)} responses: ") and "noU+001B[2Jway" in line for line in lines)
+    assert f"{len(ungraded)} of 32 responses of step 1, which reaches reward.max_error_fraction" in lines[-1]
+    # Weights that the engine reads from the checkpoint are those that trainer ranks send before the first step.
+    pairs = list(zip(records, records_of(whole_run, "step_1")[:32], strict=True))
+    assert [ours["response"] for ours, _ in pairs] == [expected["response"] for _, expected in pairs]
+    assert all(ours == expected for ours, expected in pairs if ours not in ungraded)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["debug_rollout"]
+    assert no_segment_is_left()
 
 
 class DebugTrain(TrainProcess):

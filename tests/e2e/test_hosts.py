@@ -81,6 +81,28 @@ def test_a_run_over_two_hosts_is_the_run_on_one(
     assert {host: hosts.shared_memory(host) for host in "AB"} == before
 
 
+@pytest.mark.on_demand  # messages are compared bit for bit in tests/unit/weights/delta
+def test_run_with_deltas_and_a_lost_engine_is_the_run_on_one_host(hosts: TwoHosts, task: Path, tmp_path: Path) -> None:
+    """The learning rate changes only the smallest float32 weights."""
+    run_dir, one_host = tmp_path / "run", tmp_path / "one_host"
+    overrides = ("actor.optimizer.lr=2e-9", "trainer.steps=4")
+    train(task, one_host, *overrides)
+    deltas = (*WAYS["engine on a host of its own"], "weights.delta=true", "checkpoint.every_steps=1")
+    with start(hosts, task, run_dir, *overrides, *deltas) as run:
+        run.wait_until(lambda: (run_dir / "checkpoints" / "step_2").is_dir())
+        hosts.signal("B", "ray::EngineProcess", signal.SIGKILL)
+        assert run.finish() == 0, run.text()[-6000:]
+        assert "it starts again (1 of 3 times)" in run.text()
+        assert not run.left_after(30)
+    rows, whole = metrics(run_dir), metrics(one_host)
+    for step, row in whole.items():
+        for name, value in row.items():
+            if not name.startswith(("rollout/", "weights/", "engine/")):
+                assert rows[step][name] == value, (step, name)
+    shares = [row["weights/delta_share"] for row in rows.values()]
+    assert shares[0] > 1 > 0.7 > min(shares), shares  # the first sync is whole
+
+
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A task whose model is divisible by two SGLang ranks."""

@@ -14,7 +14,8 @@ import pytest
 
 from mcore_rl.config import load_config
 from mcore_rl.data.sampler import PromptSampler
-from tests.e2e.runs import ONE_RANK, assert_greedy_responses, metrics, records_of, train
+from tests.e2e.runs import ALPHABET, ONE_RANK, assert_greedy_responses, assert_same_records, metrics, records_of, train
+from tests.tiny_models import add_mtp_layer, write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -126,25 +127,86 @@ def test_eval_repeats_the_last_validation_by_set_and_changes_no_metrics(
     assert (whole_run / "metrics.jsonl").read_text() == before
 
 
-def test_finished_run_with_more_steps_resumes_in_another_layout(whole_run: Path, task: Path, tmp_path: Path) -> None:
-    longer = tmp_path / "longer"
+@pytest.mark.on_demand
+def test_run_with_drafts_equals_one_without(whole_run: Path, task: Path, tmp_path: Path) -> None:
+    train(task, tmp_path / "run", "rollout.draft=ngram", "rollout.draft_below=300")
+    assert_same_records(tmp_path / "run", whole_run)
+    rows = metrics(tmp_path / "run")
+    drafts = [{key: row.pop(key) for key in list(row) if key.startswith("engine/draft_")} for row in rows.values()]
+    assert sum(each["engine/draft_tokens"] for each in drafts[1:]) > 0
+    assert rows == metrics(whole_run)
+
+
+def test_sharded_run_resumed_without_shards_equals_replicated_run(whole_run: Path, task: Path, tmp_path: Path) -> None:
+    """Two steps with sharded parameters, which certify every sync, and two resumed without. Sums have another order, so
+    the metrics differ by rounding; a wrong row of a weight would change every response."""
+    directory = tmp_path / "run"
+    train(task, directory, "trainer.steps=2", "actor.parallel.shard_parameters=true", "weights.verify_every=1")
+    train(task, directory)
+    found, expected = metrics(directory), metrics(whole_run)
+    verified = expected[4]["weights/tensors_verified"]
+    assert [found[step].pop("weights/tensors_verified", None) for step in (1, 2)] == [verified, verified]
+    for step in (1, 2, 3, 4):
+        ours, theirs = (
+            {r["digest"]: (r["response"], r["version"]) for r in records_of(run, f"step_{step}")}
+            for run in (directory, whole_run)
+        )
+        assert ours == theirs
+        for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy"):
+            assert found[step][name] == pytest.approx(expected[step][name], rel=1e-4, abs=1e-6), name
+    assert found[4]["val/accuracy"] == expected[4]["val/accuracy"]
+
+
+@pytest.mark.on_demand
+def test_run_with_drafts_of_trained_layers_equals_one_without(task: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    model = write_tiny_model(tmp_path / "model", "glm4_moe", std=0.06, vocab_size=len(ALPHABET) + 3, head_dim=32)
+    add_mtp_layer(model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(task.parent / "model" / name, model)
+    common = (f"model.hf_path={model}", "actor.mtp_loss_coefficient=0.1", "trainer.steps=2")
+    train(task, tmp_path / "plain", *common)
+    train(task, tmp_path / "drafts", *common, "rollout.draft=mtp", "rollout.draft_below=300")
+    assert_same_records(tmp_path / "drafts", tmp_path / "plain")
+    plain, drafts = metrics(tmp_path / "plain")[2], metrics(tmp_path / "drafts")[2]
+    assert drafts["engine/draft_tokens"] > 0
+    with safe_open(model / "model.safetensors", "pt") as stored:
+        layer = [name for name in stored.keys() if name.startswith("model.layers.4.")]  # noqa: SIM118
+    shared = [name for name in layer if "embed_tokens" in name or "shared_head.head" in name]
+    assert drafts["weights/tensors_verified"] - plain["weights/tensors_verified"] == len(layer) - len(shared) > 20
+
+
+@pytest.fixture(scope="module")
+def longer_run(whole_run: Path, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directory of the finished run, continued by a step in another layout with a profile of rank 1. Beside it: the
+    output `longer.log`."""
+    longer = tmp_path_factory.mktemp("longer") / "run"
     shutil.copytree(whole_run, longer)
     validation = ("rollout.validation_temperature=1", "rollout.validation_samples=3")
     replay = ("actor.moe.router_replay=engine", "actor.moe.replay_check_every_steps=1", "trainer.prompts_per_update=8")
-    train(task, longer, "trainer.steps=5", "actor.parallel.tp=2", *validation, *replay)
-    after, before = metrics(longer), metrics(whole_run)
+    profile = ("observe.profile.steps=[5]", "observe.profile.ranks=[1]")
+    log = train(task, longer, "trainer.steps=5", "actor.parallel.tp=2", *validation, *replay, *profile)
+    (longer.parent / "longer.log").write_text(log)
+    return longer
+
+
+def test_finished_run_with_more_steps_resumes_in_another_layout(whole_run: Path, task: Path, longer_run: Path) -> None:
+    after, before = metrics(longer_run), metrics(whole_run)
     assert {step: after[step] for step in before} == before
     # From two data-parallel ranks to one: batches are split differently, but training continues with the next prompts.
-    proofs = [json.loads((longer / "checkpoints" / f"step_{step}" / "complete.json").read_text()) for step in (4, 5)]
+    proofs = [
+        json.loads((longer_run / "checkpoints" / f"step_{step}" / "complete.json").read_text()) for step in (4, 5)
+    ]
     assert [(proof["layout"]["tp"], proof["layout"]["ep"]) for proof in proofs] == [(1, 2), (2, 2)]
     sampler = PromptSampler(64, 3, True)
     state = json.loads((whole_run / "checkpoints" / "step_4" / "state.json").read_text())
     sampler.load_state_dict(state["positions"]["sampler"])
     rows = (task.parent / "train.jsonl").read_text().splitlines()
     expected = {json.loads(rows[row])["prompt"] for row in sampler.draw(8)}
-    assert expected <= {record["prompt"] for record in records_of(longer, "step_5")}
+    assert expected <= {record["prompt"] for record in records_of(longer_run, "step_5")}
     # Validation samples three responses per prompt.
-    records = records_of(longer, "val_step_5")
+    records = records_of(longer_run, "val_step_5")
     assert [(r["group"], r["sample"]) for r in records] == [
         (group, sample) for group in range(16) for sample in range(3)
     ]
@@ -157,17 +219,10 @@ def test_finished_run_with_more_steps_resumes_in_another_layout(whole_run: Path,
     assert after[5]["rollout/logp_diff_max"] < 1e-4
 
 
-def test_profiled_step_has_a_trace_of_the_chosen_rank_only(task: Path, tmp_path: Path) -> None:
-    options = (
-        "trainer.steps=2",
-        "observe.profile.steps=[2]",
-        "observe.profile.ranks=[1]",
-        "trainer.validate_before=false",
-    )
-    log = train(task, tmp_path / "run", *options)
-    assert f"profiles of step 2: {tmp_path / 'run' / 'profile'}" in log
-    (trace,) = (tmp_path / "run" / "profile").iterdir()
-    assert trace.name == "step_2_rank_1.json.gz"
+def test_profiled_step_has_a_trace_of_the_chosen_rank_only(longer_run: Path) -> None:
+    assert f"profiles of step 5: {longer_run / 'profile'}" in (longer_run.parent / "longer.log").read_text()
+    (trace,) = (longer_run / "profile").iterdir()
+    assert trace.name == "step_5_rank_1.json.gz"
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     names = {event.get("name") for event in events}
     # A span of the rank, and operators of its passes.

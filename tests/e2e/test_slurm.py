@@ -72,7 +72,7 @@ def test_preempted_job_excludes_bad_node_and_ends_with_equal_results(
     reports = [path.read_text() for path in (run_dir / "slurm" / f"{job}.1").glob("fabric-n*.log")]
     assert sorted(text.splitlines()[-1] for text in reports) == ["n1: sound", "n3: sound"]
     assert "nodes: 2, slots per node: 1" in "".join(reports)
-    slurm.call("scancel", "--signal=USR1", "--batch", job)
+    slurm.ask("scancel", "--signal=USR1", "--batch", job)
     slurm.wait(lambda: restarts() == 2 or says("the run ended"), "the job to be queued again", log)
     assert says("stopped on request: step 1 is saved"), log.read_text()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_1"]

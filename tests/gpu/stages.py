@@ -4,7 +4,13 @@ from __future__ import annotations
 
 STAGES: dict[str, tuple[str, ...]] = {
     # torch and kernels in one process
-    "devices": ("test_profile.py", "test_logprobs.py", "test_noise.py", "test_transformer_engine.py"),
+    "devices": (
+        "test_profile.py",
+        "test_logprobs.py",
+        "test_noise.py",
+        "test_fp8_codes.py",
+        "test_transformer_engine.py",
+    ),
     # memory that processes share, and transfers between them
     "connections": ("test_segments.py", "test_nccl.py", "test_weight_sync.py"),
     # Megatron ranks without engines

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import PeerLostError
-from mcore_rl.weights.transports.link import MessageKind, MessageTag, Rendezvous, open_store
+from mcore_rl.weights.transports.arrival import Rendezvous, announce_loss
+from mcore_rl.weights.transports.link import MessageKind, MessageTag, open_store
 from mcore_rl.weights.transports.nccl import NcclChannel
-from mcore_rl.weights.transports.nccl_group import ENVIRONMENT, announce_loss, nccl_version
+from mcore_rl.weights.transports.nccl_group import ENVIRONMENT, nccl_version
 
 pytestmark = pytest.mark.cuda(only=True)
 

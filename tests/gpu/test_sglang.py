@@ -19,7 +19,7 @@ import torch
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
-from tests.contract.engines import start_engine
+from tests.contract.engines import ATTENTION_DP, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.gpu.test_engines import BUCKETS, ONE, SIZES, TWO, largest_gap, sleep_and_sync
 from tests.tiny_models import VOCABULARY, YARN, tiny_model
@@ -35,6 +35,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": SIZES | EXPERTS,
     "deepseek_v3": SIZES | EXPERTS | LATENT | {"rope_parameters": YARN},
 }
+FOR_DEEPEP = {"hidden_size": 2048, "moe_intermediate_size": 256}
+"""Sizes for which DeepEP and DeepGEMM have kernels."""
+REQUESTS_BY_RANK = "qwen3_moe, requests by rank"
+"""Kind of model whose engine has attention data parallelism."""
 GAP_NATS = 0.5
 """bfloat16 and float32 differ where logits are large; with the weights of another version the gap is at least 4."""
 VERSIONS = itertools.count(1)
@@ -42,7 +46,10 @@ VERSIONS = itertools.count(1)
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param((kind, tp), marks=ONE if tp == 1 else TWO) for kind in KINDS for tp in (1, 2)],
+    params=[
+        *(pytest.param((kind, tp), marks=ONE if tp == 1 else TWO) for kind in KINDS for tp in (1, 2)),
+        pytest.param((REQUESTS_BY_RANK, 2), marks=TWO),
+    ],
     ids=str,
 )
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
@@ -50,7 +57,8 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     kind, tp = request.param
     directory = tmp_path_factory.mktemp("model")
     make_model(kind, 0).save_pretrained(directory)
-    settings = {"tp": tp, "gpu_memory_fraction": 0.1, "capture_routing": kind != "qwen3"}
+    settings: dict[str, Any] = {"tp": tp, "gpu_memory_fraction": 0.1, "capture_routing": kind != "qwen3"}
+    settings |= ATTENTION_DP if kind == REQUESTS_BY_RANK else {}
     engine = start_engine("sglang", directory, "bfloat16", load_weights=False, **settings)
     trainer = HFTrainer(make_model(kind, 1), engine, BUCKETS, 2)
     trainer.publish(next(VERSIONS))
@@ -59,6 +67,8 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def make_model(kind: str, seed: int) -> Any:
+    if kind == REQUESTS_BY_RANK:
+        return tiny_model("qwen3_moe", seed=seed, **(KINDS["qwen3_moe"] | FOR_DEEPEP)).to(torch.bfloat16)
     return tiny_model(kind, seed=seed, **KINDS[kind]).to(torch.bfloat16)
 
 
@@ -208,17 +218,61 @@ def abort_and_sleep(engine: Any, requests: list[GenerationRequest]) -> int:
     return int(engine.sleep(keep_weights=True))
 
 
+def equally_long(seed: int) -> list[GenerationRequest]:
+    """Return 32 greedy requests of 24 tokens, so that all batches have the same size."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, VOCABULARY, size=8).astype(np.int32) for _ in range(32)]
+    return [GenerationRequest(str(i), p, i, SamplingOptions(24, temperature=0.0)) for i, p in enumerate(prompts)]
+
+
 def test_several_steps_per_call_finish_all_requests(started: Any, report: Callable[[str], None]) -> None:
     engine, _ = started
-    rng = np.random.default_rng(4)
-    prompts = [rng.integers(2, VOCABULARY, size=8).astype(np.int32) for _ in range(32)]
-    requests = [GenerationRequest(str(i), p, i, SamplingOptions(24, temperature=0.0)) for i, p in enumerate(prompts)]
+    requests = equally_long(4)
     engine.generate(requests)  # compiles kernels
     lengths = {}
     for limit in (1, 4):
         lengths[limit], seconds = engine.call(run_timed, requests, limit)
         report(f"{limit} steps per call: {1e3 * seconds / 24:.2f} ms per step of 32 requests")
     assert lengths[1] == lengths[4] == [24] * 32
+
+
+def test_overlap_schedule_across_an_update_gives_the_same_tokens(started: Any, report: Callable[[str], None]) -> None:
+    """The pass in flight when the update begins belongs to the earlier weights."""
+    engine, trainer = started
+    if trainer.model.config.model_type != "qwen3_moe":
+        pytest.skip("one kind of model is enough for the schedule")
+    rollout = engine.settings["rollout_config"]
+    settings = {"tp": rollout.tp, "gpu_memory_fraction": 0.1, "capture_routing": True, "overlap_schedule": True}
+    overlapped = start_engine("sglang", engine.directory, "bfloat16", load_weights=False, **settings)
+    try:
+        trainers = [trainer, HFTrainer(deepcopy(trainer.model), overlapped, BUCKETS, 2)]
+        requests, first, second, found = equally_long(5), next(VERSIONS), next(VERSIONS), []
+        for each, served, steps in zip(trainers, (engine, overlapped), (7, 6), strict=True):
+            each.publish(first)
+            served.call(run_timed, requests, 4)  # compiles kernels
+            seconds = served.call(run_timed, requests, 4)[1]
+            report(f"{served.settings['rollout_config'].overlap_schedule}: {1e3 * seconds / 24:.2f} ms per step")
+            served.call(run_steps, requests, steps)
+            each.perturb(second)
+            each.publish(second)
+            found.append({done.request_id: done for done in served.call(run_steps, [], 24)})
+        for name, done in found[0].items():
+            other = found[1][name]
+            assert done.versions.tolist() == other.versions.tolist() == [first] * 7 + [second] * 17
+            assert done.token_ids.tolist() == other.token_ids.tolist()
+            assert np.abs(done.logp - other.logp).max() < GAP_NATS
+            assert len(done.routed_experts) == len(other.routed_experts) == 8 + 23
+    finally:
+        overlapped.shutdown()
+
+
+def run_steps(engine: Any, requests: list[GenerationRequest], count: int) -> list[Completion]:
+    """Submit requests, run up to `count` steps, and return what has finished. Runs in the engine's process."""
+    engine.submit(requests)
+    finished = []
+    for _ in range(count):
+        finished += engine.step()[1]
+    return finished
 
 
 def run_timed(engine: Any, requests: list[GenerationRequest], limit: int) -> tuple[list[int], float]:

@@ -10,8 +10,9 @@ from mcore_rl.weights.connection import Connection, TrainerSetup, connect_engine
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.arrival import Rendezvous
 from mcore_rl.weights.transports.hosts import this_host
-from mcore_rl.weights.transports.link import Rendezvous, open_store
+from mcore_rl.weights.transports.link import open_store
 from mcore_rl.weights.transports.nccl_group import nccl_version
 from mcore_rl.weights.transports.segments import device_uuid
 from mcore_rl.weights.transports.topology import Endpoint, Topology
@@ -56,6 +57,11 @@ def sync(rank: int, port: int) -> str:
             sender.send({name: tensor.to("cuda" if device_uuid() else "cpu") for name, tensor in held.items()})
         if receiver is not None:
             check_taken([receive(receiver)], checkpoint, PLAN_FIELDS, plan.engine_layout)
+    if receiver is not None:
+        receiver.close()
+    dist.barrier()
+    if setup:
+        setup.close()
     return topology.buffers[0].kind
 
 

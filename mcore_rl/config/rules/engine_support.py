@@ -49,7 +49,7 @@ def sglang_version() -> str | None:
 
 def missing_engine(algorithm: AlgorithmConfig, rollout: RolloutConfig, judge: JudgeConfig) -> str | None:
     """Return the remedy if rollout or judge use an engine that is not installed on this machine; else None."""
-    keys = _sglang_keys(algorithm, rollout, judge)
+    keys = sglang_keys(algorithm, rollout, judge)
     python, version = sglang_python(), sglang_version()
     if not keys or (python.is_file() and version == SGLANG_VERSION):
         return None
@@ -64,7 +64,7 @@ def check_sglang_model(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> N
     """Reject models that SGLang computes wrongly: it treats every layer of Qwen3-MoE as one with experts, and on CPU it
     silently pads heads and MLPs that its ranks do not divide. Also reject settings with which it would not start.
 
-    cuda: False if the device is not known yet.
+    cuda: the engine runs on GPUs.
     Raises: ConfigError.
     """
     engine, fraction = role.key("engine"), role.section.gpu_memory_fraction
@@ -82,14 +82,27 @@ def check_sglang_model(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> N
             f"{role.key('gpu_memory_fraction')}=1 leaves SGLang no memory for activations and CUDA graphs, which it "
             "does not count as its own; set it to at most 0.95"
         )
+    if role.section.data_parallel_attention:
+        _check_data_parallel_attention(role, hf, cuda=cuda)
     if role.section.tp > 1:
         _check_sglang_ranks(role, hf, cuda=cuda)
+
+
+def _check_data_parallel_attention(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> None:
+    key, family = role.key("data_parallel_attention"), hf.get("model_type")
+    if family == "mixtral":
+        raise ConfigError(f"{key}=true: SGLang divides the attention of {family} among all ranks; set it to false")
+    if family == "glm4_moe" and hf.get("n_shared_experts") and not cuda:
+        raise ConfigError(
+            f"{key}=true: SGLang on CPU divides the shared experts of {family} among all ranks; set it to false, or "
+            "use GPUs (cluster.device=cuda)"
+        )
 
 
 def _check_sglang_ranks(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> None:
     tp, key, engine = role.section.tp, role.key("tp"), role.key("engine")
     limits: dict[str, int] = {}
-    if not cuda:
+    if not cuda:  # also with data_parallel_attention, where the ranks do not divide the heads
         limits |= {"num_attention_heads": tp, "num_key_value_heads": tp}
         limits |= dict.fromkeys(MLP_SIZES, SGLANG_MLP_ROWS * tp)
     if role.section.expert_parallel:
@@ -106,6 +119,25 @@ def _check_sglang_ranks(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> 
             )
 
 
+def check_attention(rollout: RolloutConfig) -> None:
+    """Check the keys of attention data parallelism.
+
+    Raises: ConfigError.
+    """
+    if not rollout.data_parallel_attention:
+        return
+    key = "rollout.data_parallel_attention"
+    if rollout.engine != "sglang":
+        raise ConfigError(f"{key}=true needs rollout.engine=sglang; set it to false, or rollout.engine to sglang")
+    if not rollout.expert_parallel:
+        raise ConfigError(f"{key}=true divides nothing but experts; set rollout.expert_parallel=true, or it to false")
+    if rollout.max_concurrent_requests % rollout.tp:
+        raise ConfigError(
+            f"{key}=true divides rollout.max_concurrent_requests={rollout.max_concurrent_requests} among "
+            f"rollout.tp={rollout.tp} ranks; set it to a multiple of {rollout.tp}"
+        )
+
+
 def yarn_section(hf: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
     """Return the name of the rotation settings in config.json, and their contents if the rotation is YaRN."""
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
@@ -114,21 +146,21 @@ def yarn_section(hf: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
     return name, section if is_yarn else None
 
 
-def cannot_run(config: Config, *, cuda: bool | None = None) -> list[str]:
+def cannot_run(config: Config) -> list[str]:
     """Return the features that this version lacks to run the configuration, each starting with its key.
 
-    cuda: True if the run uses GPUs; None: as in cluster.device, where `auto` counts as unknown and rejects nothing.
+    cluster.device=auto counts as GPUs, as in a plan; runs replace it first.
     """
-    judge = config.judge
-    on_gpus = config.cluster.device == "cuda" if cuda is None else cuda
-    if not on_gpus or judge.hf_path is None or is_supervised(config.algorithm):
+    if config.cluster.device == "cpu" or is_supervised(config.algorithm):
         return []
-    if (judge.engine or config.rollout.engine) == "sglang":
-        return ["judge.engine=sglang runs on CPUs only; set judge.engine=vllm, or cluster.device=cpu"]
+    if config.actor.moe.router_replay == "engine" and config.rollout.engine == "vllm":
+        # vLLM 0.32 returns them with its second model runner only; engines.vllm.sampler needs the first.
+        remedy = "set rollout.engine=sglang, or actor.moe.router_replay=policy"
+        return [f"actor.moe.router_replay=engine: vLLM returns no experts on GPUs here; {remedy}"]
     return []
 
 
-def _sglang_keys(algorithm: AlgorithmConfig, rollout: RolloutConfig, judge: JudgeConfig) -> list[str]:
+def sglang_keys(algorithm: AlgorithmConfig, rollout: RolloutConfig, judge: JudgeConfig) -> list[str]:
     """Return the keys that select SGLang for engines that the run starts."""
     if is_supervised(algorithm):
         return []

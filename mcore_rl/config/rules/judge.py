@@ -32,8 +32,9 @@ def has_judge_engines(judge: JudgeConfig) -> bool:
     return judge.hf_path is not None
 
 
-def validate_judge(judge: JudgeConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
-    """Check the judge's section; reads the template and the judge's config.json.
+def validate_judge(judge: JudgeConfig, rollout: RolloutConfig, model: ModelConfig, *, cuda: bool) -> None:
+    """Check the judge's section; reads the template and the judge's config.json. `cuda`: the engines run
+    on GPUs.
 
     Raises: ConfigError for the first problem.
     """
@@ -58,8 +59,7 @@ def validate_judge(judge: JudgeConfig, rollout: RolloutConfig, model: ModelConfi
         )
     if has_judge_engines(judge):
         role = EngineRole.judge(judge, rollout, model)
-        # The device matters to SGLang only, which does not run judges on GPUs.
-        check_engine_sizes(role, read_hf_config(role.model, role.checkpoint), cuda=False)
+        check_engine_sizes(role, read_hf_config(role.model, role.checkpoint), cuda=cuda)
 
 
 def template_text(judge: JudgeConfig) -> str:

@@ -7,7 +7,7 @@ from operator import attrgetter
 from mcore_rl.config.algorithm import KLConfig
 from mcore_rl.config.fields import changed, reject_unless_default
 from mcore_rl.config.functions import names_function
-from mcore_rl.config.models import ActorConfig, ReferenceConfig, RewardModelConfig
+from mcore_rl.config.models import FSDP2, ActorConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, DAPO, GROUP, NAIVE, NO_RULE, STEP, JudgeConfig, RewardConfig
 from mcore_rl.config.rules.rollout import episode_of, has_turns
 from mcore_rl.config.schema import Config, RolloutConfig
@@ -22,7 +22,7 @@ UNSUPPORTED = {
     "reference.refresh_every_steps": "the reference is the base model without adapters and cannot change; set it to 0",
 }
 """Keys that adapters do not support, with the reason and the remedy."""
-FROZEN_MODEL_KEYS = "hf_path weight num_ranks tokens_per_microbatch moe.dispatcher fp8 offload.params".split()
+FROZEN_MODEL_KEYS = "hf_path weight strategy num_ranks tokens_per_microbatch moe.dispatcher fp8 offload.params".split()
 """Keys of section reward_model, besides parallel.*, that have an effect: the model is not trained and predicts no
 tokens."""
 
@@ -60,7 +60,17 @@ def check_lora(config: Config) -> None:
 
 
 def reject_suggestions(actor: ActorConfig) -> None:
-    """Raise ConfigError if adapters are trained: `plan --suggest` assumes that all weights are."""
+    """Raise ConfigError if adapters are trained or parameters are sharded: `plan --suggest` assumes neither."""
+    if actor.strategy == FSDP2:
+        raise ConfigError(
+            f"--suggest compares layouts of Megatron's model, but actor.strategy={FSDP2} has only one; run plan "
+            "without --suggest, or set it to megatron"
+        )
+    if actor.parallel.shard_parameters:
+        raise ConfigError(
+            "--suggest compares layouts without actor.parallel.shard_parameters; run plan on your own layout without "
+            "--suggest, or set it to false"
+        )
     if uses_lora(actor):
         raise ConfigError(
             f"--suggest assumes gradients and optimizer state for all weights, but actor.lora.rank="

@@ -8,6 +8,8 @@ from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, AlgorithmConfig, is_
 from mcore_rl.config.episodes import SINGLE_TURN, WITH_ENVIRONMENT, WITH_TOOLS
 from mcore_rl.config.fields import reject_unless_default, written
 from mcore_rl.config.functions import names_function
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.sampling import MTP, NGRAM, NO_DRAFTS
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.config.staleness import FINISH, RECOMPUTE
 from mcore_rl.errors import ConfigError
@@ -167,6 +169,56 @@ def check_sampling_keys(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> N
         name, reason = found
         raise ConfigError(
             f"rollout.{name}={getattr(rollout, name):g} {reason}. Validation may use rollout.validation_{name}"
+        )
+
+
+def check_overlap_schedule(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError if rollout.overlap_schedule is set for an engine that does not have it."""
+    if rollout.overlap_schedule and rollout.engine != "sglang" and not is_supervised(algorithm):
+        raise ConfigError(
+            f"rollout.overlap_schedule=true is a schedule of SGLang, but rollout.engine={rollout.engine}; set "
+            "rollout.overlap_schedule=false, or rollout.engine=sglang"
+        )
+
+
+def check_drafts(rollout: RolloutConfig, actor: ActorConfig) -> None:
+    """Raise ConfigError for an engine that cannot verify drafts exactly, for draft layers that are not trained, and for
+    keys that contradict each other or have no effect."""
+    if rollout.draft == NO_DRAFTS:
+        reject_unless_default("rollout", rollout, "set rollout.draft", ("draft_tokens", "draft_below"))
+        return
+    if rollout.engine != "vllm":
+        raise ConfigError(
+            f"rollout.draft={rollout.draft} needs rollout.engine=vllm: {rollout.engine} verifies drafts with a sampler "
+            f"whose responses depend on them; set rollout.draft={NO_DRAFTS}, or rollout.engine=vllm"
+        )
+    if rollout.draft == MTP and not actor.mtp_loss_coefficient:
+        raise ConfigError(
+            f"rollout.draft={MTP} needs actor.mtp_loss_coefficient above 0: without a loss the trainer drops the "
+            "multi-token-prediction layers, and layers that are not trained predict the policy worse with each step; "
+            f"set that key, or rollout.draft={NGRAM}"
+        )
+    budget, tokens = rollout.max_batched_tokens, rollout.draft_tokens + 1
+    drafting = min(rollout.draft_below - 1, rollout.max_concurrent_requests)
+    # One more request must find room, or the pass would never have so many that drafts end.
+    needed = drafting * tokens + (rollout.max_concurrent_requests > drafting)
+    if budget is not None and budget < needed:
+        raise ConfigError(
+            f"rollout.max_batched_tokens={budget} must be at least {needed}: up to rollout.draft_below - 1 requests "
+            f"take rollout.draft_tokens + 1 = {tokens} tokens of a pass each, and requests that find no room wait"
+        )
+
+
+def check_draft_layers(rollout: RolloutConfig, num_layers: object) -> None:
+    """Raise ConfigError for a number of draft tokens that vLLM rejects for this number of multi-token-prediction
+    layers. The model's family rejects other values than whole numbers."""
+    tokens = rollout.draft_tokens
+    if rollout.draft != MTP or not isinstance(num_layers, int) or num_layers < 1:
+        return
+    if tokens > num_layers and tokens % num_layers:
+        raise ConfigError(
+            f"rollout.draft_tokens={tokens} must be a multiple of the model's {num_layers} multi-token-prediction "
+            f"layers with rollout.draft={MTP}, or at most {num_layers}"
         )
 
 

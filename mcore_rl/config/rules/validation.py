@@ -9,13 +9,24 @@ from typing import Any
 
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.fields import changed, check_domains
-from mcore_rl.config.json_files import read_json_object
 from mcore_rl.config.models import ParallelConfig
+from mcore_rl.config.reading.json_files import read_json_object
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
-from mcore_rl.config.rules.engine_support import EXPERT_COUNTS, check_sglang_model, yarn_section
+from mcore_rl.config.rules.engine_support import EXPERT_COUNTS, check_attention, check_sglang_model, yarn_section
 from mcore_rl.config.rules.models import check_graders, check_lora, check_reference, check_rewards
 from mcore_rl.config.rules.observe import check_profile, check_trajectories
-from mcore_rl.config.rules.rollout import check_episodes, check_sampling_keys, check_staleness, check_startup_plan
+from mcore_rl.config.rules.quantization import check_quantization
+from mcore_rl.config.rules.rollout import (
+    check_draft_layers,
+    check_drafts,
+    check_episodes,
+    check_overlap_schedule,
+    check_sampling_keys,
+    check_staleness,
+    check_startup_plan,
+)
+from mcore_rl.config.rules.sharding import check_sharding
+from mcore_rl.config.rules.weights import check_weights
 from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from mcore_rl.errors import ConfigError
 
@@ -26,13 +37,14 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     """Run every check that needs only the configuration and the model's config.json.
 
     run_here=False leaves out checks of this machine, because a plan is made on another machine than the run.
+    cluster.device=auto counts as GPUs, as in a plan; runs replace it first.
 
     Raises: ConfigError for the first setting that cannot work.
     """
     validate_keys(config, run_here=run_here)
     # Last, since it reads a file of the model.
-    role, cuda = EngineRole.rollout(config.rollout, config.model), config.cluster.device == "cuda"
-    check_engine_sizes(role, read_hf_config(config.model), cuda=cuda)
+    role = EngineRole.rollout(config.rollout, config.model)
+    check_engine_sizes(role, read_hf_config(config.model), cuda=config.cluster.device != "cpu")
 
 
 def validate_keys(config: Config, *, run_here: bool = True) -> None:
@@ -47,6 +59,10 @@ def validate_keys(config: Config, *, run_here: bool = True) -> None:
     check_episodes(config.rollout, config.algorithm)
     check_staleness(config)
     check_sampling_keys(config.rollout, config.algorithm)
+    check_overlap_schedule(config.rollout, config.algorithm)
+    check_drafts(config.rollout, config.actor)
+    check_weights(config)
+    check_quantization(config)
     _check_layout(policy, config)
     if config.actor.moe.router_replay == "engine" and is_supervised(config.algorithm):
         raise ConfigError(
@@ -128,6 +144,7 @@ def _check_sizes(config: Config) -> None:
         )
     if rollout.expert_parallel and rollout.tp == 1:
         raise ConfigError("rollout.expert_parallel=true spreads experts over rollout.tp ranks; set rollout.tp above 1")
+    check_attention(rollout)
     if rollout.nodes and cluster.placement == "colocated":
         raise ConfigError(
             f"rollout.nodes={rollout.nodes} reserves nodes for engines; set cluster.placement=disaggregated, or "
@@ -142,6 +159,7 @@ def _check_sizes(config: Config) -> None:
 
 def _check_layout(role: ModelRole, config: Config) -> None:
     """Require that the longest sequence fits in one packed row, and that the model's ranks divide the cluster's."""
+    check_sharding(role)
     cluster, rollout, parallel = config.cluster, config.rollout, role.section.parallel
     budget, key = role.section.tokens_per_microbatch, role.key("tokens_per_microbatch")
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
@@ -223,12 +241,13 @@ def _check_run_dir(run: RunConfig) -> None:
 
 
 def check_engine_sizes(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> None:
-    """Require that the engine can divide and run a model with these sizes. `cuda`: False if the device is not known.
+    """Require that the engine can divide and run a model with these sizes. `cuda`: it runs on GPUs.
 
     Raises: ConfigError naming the key.
     """
     _check_counts(role, hf)
-    rollout, tp, heads = role.section, role.section.tp, hf.get("num_attention_heads")
+    rollout, heads = role.section, hf.get("num_attention_heads")
+    tp = 1 if rollout.data_parallel_attention else rollout.tp
     groups = hf.get("num_key_value_heads") or heads
     if heads and heads % tp:
         raise ConfigError(f"{role.key('tp')}={tp} must divide the model's {heads} attention heads")
@@ -238,13 +257,14 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> N
             f"{role.key('tp')}={tp} must divide the model's {groups} key-value heads, or be a multiple of them"
         )
     check_sglang_model(role, hf, cuda=cuda)
+    check_draft_layers(rollout, hf.get("num_nextn_predict_layers"))
     if rollout.expert_parallel:
         key, experts = role.key("expert_parallel"), max(hf.get(count) or 0 for count in EXPERT_COUNTS)
         if not experts:
             raise ConfigError(f"{key}=true, but the model has no experts; set it to false")
-        if experts < tp:
+        if experts < rollout.tp:
             raise ConfigError(
-                f"{key}=true places whole experts on {role.key('tp')}={tp} ranks, but there are only {experts} "
+                f"{key}=true places whole experts on {role.key('tp')}={rollout.tp} ranks, but there are only {experts} "
                 "experts; use fewer ranks, or set it to false"
             )
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens

@@ -10,8 +10,7 @@ from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.sglang.layout_arguments import layout_arguments
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import GenerationRequest
-from mcore_rl.weights.engine_config import engine_overrides
-from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.engine_config import engine_layout, engine_overrides
 
 SPARE_TOKENS = 6
 """Tokens added to SGLang's context length. It truncates responses two tokens before the end of the context, and rejects
@@ -30,7 +29,7 @@ def server_arguments(settings: EngineSettings, device: str) -> dict[str, object]
         "dtype": settings.dtype,
         "load_format": "auto" if settings.load_weights else "dummy",
         "skip_tokenizer_init": True,
-        "disable_overlap_schedule": True,  # with overlap a step returns the previous batch
+        "disable_overlap_schedule": not config.overlap_schedule,
         "context_length": config.max_prompt_tokens + config.max_response_tokens + SPARE_TOKENS,
         "max_running_requests": config.max_concurrent_requests,
         "random_seed": settings.seed,
@@ -39,8 +38,7 @@ def server_arguments(settings: EngineSettings, device: str) -> dict[str, object]
     }
     if config.max_batched_tokens is not None:
         arguments["chunked_prefill_size"] = config.max_batched_tokens
-    layout = EngineLayout(config.tp, expert_parallel=config.expert_parallel)
-    arguments |= layout_arguments(layout, settings.hosts.num, cuda=device == "cuda")
+    arguments |= layout_arguments(engine_layout(config), settings.hosts.num, cuda=device == "cuda")
     return arguments | (_on_cpu() if device == "cpu" else _on_cuda(config))
 
 

@@ -12,13 +12,15 @@ import torch
 from mcore_rl.engines.rank_engine import RankEngine
 from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.sglang.arguments import sampling_arguments, server_arguments, static_fraction
-from mcore_rl.engines.sglang.memory import KV_CACHE, WEIGHTS
+from mcore_rl.engines.sglang.devices.memory import KV_CACHE, WEIGHTS
 from mcore_rl.engines.sglang.processes import RankProcesses, start_rank
+from mcore_rl.engines.sglang.request_ranks import RequestRanks
 from mcore_rl.engines.sglang.settings import GpuMemory, NewRequest, RankSettings
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.errors import ConfigError
 from mcore_rl.processes.child import kill_all
+from mcore_rl.weights.engine_config import engine_layout
 
 
 class SglangEngine(RankEngine):
@@ -33,6 +35,7 @@ class SglangEngine(RankEngine):
         super().__init__(settings)
         config, device = settings.rollout_config, _device()
         self._discards_weights = device == "cuda"
+        self._request_ranks = RequestRanks(engine_layout(config))
         ranks = RankSettings(
             server_arguments(settings, device),
             config.tp,
@@ -53,6 +56,10 @@ class SglangEngine(RankEngine):
 
     def shutdown(self) -> None:
         self._ranks.end()
+
+    def begin_update(self) -> None:
+        self._hold(self._outputs(self._ranks.call("drain")))
+        super().begin_update()
 
     def _memory_arguments(self, memory: Sequence[GpuMemory]) -> dict[str, object]:
         """Return the server arguments that depend on the memory of the ranks' GPUs, the same for all ranks: SGLang
@@ -76,12 +83,13 @@ class SglangEngine(RankEngine):
         self._ranks.call("restore", part)
 
     def _empty_prefix_cache(self, recompute: bool) -> bool:
-        while not self.num_running and not self._ranks.call("is_idle")[0]:
+        while not self.num_running and not all(self._ranks.call("is_idle")):
             self._ranks.call("steps", 1)  # finished and aborted requests leave in the next step
         return all(self._ranks.call("reset_prefix_cache", recompute))
 
     def _add(self, added: Mapping[str, ActiveRequest]) -> None:
-        self._ranks.call("add", [self._new(engine_id, entry) for engine_id, entry in added.items()])
+        requests = self._request_ranks.divide([self._new(engine_id, entry) for engine_id, entry in added.items()])
+        self._ranks.call_each("add", [(own,) for own in requests])
 
     def _new(self, engine_id: str, entry: ActiveRequest) -> NewRequest:
         parameters = sampling_arguments(entry.request, len(entry.token_ids), self._settings.eos_token_ids)
@@ -89,15 +97,25 @@ class SglangEngine(RankEngine):
         return NewRequest(engine_id, token_ids, parameters, salt=f"version {self.weight_version}")
 
     def _run_step(self, limit: int) -> list[StepOutput]:
+        return self._outputs(self._ranks.call("steps", limit))
+
+    def _outputs(self, by_rank: Sequence[list[StepOutput]]) -> list[StepOutput]:
+        """Collect the outputs of all ranks, and remove finished requests from the ranks."""
+        distinct = self._request_ranks.distinct(by_rank)
         # SGLang steps an aborted request once more.
-        return [output for output in self._ranks.call("steps", limit)[0] if output.engine_id in self._running]
+        outputs = [output for own in distinct for output in own if output.engine_id in self._running]
+        self._request_ranks.remove([output.engine_id for output in outputs if output.finish_reason is not None])
+        return outputs
 
     def _cancel(self, engine_ids: Sequence[str]) -> None:
+        self._request_ranks.remove(engine_ids)
         self._ranks.call("abort", list(engine_ids))
 
     def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:
-        routing: dict[str, np.ndarray] = self._ranks.call("routing_of", list(engine_ids))[0]
-        return routing
+        by_rank = self._request_ranks.distinct(self._ranks.call("routing_of", list(engine_ids)))
+        routing = {engine_id: experts for own in by_rank for engine_id, experts in own.items()}
+        # The ranks are one token ahead while results are held.
+        return {engine_id: rows[: self._running[engine_id].num_routed] for engine_id, rows in routing.items()}
 
 
 def follow(settings: EngineSettings) -> None:

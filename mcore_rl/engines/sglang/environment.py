@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +45,12 @@ class MemorySaver:
     cuda_runtime: Path | None = None
 
 
-def rank_environment(device: str, num_ranks: int) -> dict[str, str]:
+def rank_environment(device: str, num_ranks: int, key: bytes) -> dict[str, str]:
     """Return the environment of a rank on `device` (cpu, cuda): this process's, with only this project on the import
     path.
 
     Other directories of this process's PYTHONPATH would hide packages of SGLang's environment.
+    key: authentication key, which all ranks of an engine share, also those on other hosts.
     Raises: ConfigError if SGLang's environment cannot run on a GPU.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
@@ -59,7 +60,9 @@ def rank_environment(device: str, num_ranks: int) -> dict[str, str]:
     environment.setdefault("OMP_NUM_THREADS", "1")
     if device == "cpu":
         return _on_cpu(environment, num_ranks)
-    return on_cuda(environment, find_memory_saver(sglang_python()))
+    # SGLang's ranks meet at a name with this identifier. A digest, because it appears in names of files.
+    run_id = f"mcore-rl-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
+    return on_cuda(environment, find_memory_saver(sglang_python())) | {"SGLANG_RUN_ID": run_id}
 
 
 def _on_cpu(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:
@@ -70,7 +73,6 @@ def _on_cpu(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:
 def on_cuda(environment: Mapping[str, str], memory_saver: MemorySaver) -> dict[str, str]:
     """Return the environment of a rank on a GPU."""
     changed = {**CUDA_DEFAULTS, **environment, **CUDA_VARIABLES}
-    changed["SGLANG_RUN_ID"] = f"mcore-rl-{secrets.token_hex(8)}"
     added = {"LD_PRELOAD": memory_saver.library, "LD_LIBRARY_PATH": memory_saver.cuda_runtime}
     for name, path in added.items():
         if path is not None:

@@ -19,8 +19,9 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -42,6 +43,8 @@ CALLS: tuple[Call, ...] = (
     (Scheduler.process_batch_result, 3, ()),
     (Scheduler.process_input_requests, 2, ()),
     (Scheduler.on_idle, 1, ()),
+    (Scheduler._apply_war_barrier, 1, ()),
+    (ScheduleBatch.copy, 1, ()),
     (Req.finished, 1, ()),
     (Scheduler.is_fully_idle, 1, ()),
     (Scheduler.collect_inflight_reqs, 1, ()),
@@ -78,6 +81,7 @@ CALLS: tuple[Call, ...] = (
 REPLACED: tuple[Call, ...] = (
     (Sampler._sample_from_probs, 5, ()),
     (SamplingBatchInfo.from_schedule_batch, 2, ()),
+    (MLPSyncBatchInfo.all_gather, 1, ("device", "group", "use_all_reduce")),
 )
 """SGLang's functions that are replaced, with the arguments that SGLang passes to them."""
 
@@ -88,6 +92,10 @@ SCHEDULER_ATTRIBUTES = (
     "metrics_reporter.start_scheduler_time_accounting",
     "running_batch",
     "last_batch",
+    "result_queue",
+    "enable_overlap",
+    "enable_skip_finishing_decode",
+    "forward_stream",
     "req_to_token_pool.req_to_token",
     "weight_updater.release_memory_occupation",
     "weight_updater.resume_memory_occupation",

@@ -12,8 +12,7 @@ def layout_arguments(layout: EngineLayout, num_hosts: int = 1, *, cuda: bool) ->
     """Return the arguments that all ranks share. SGLang numbers the ranks like EngineLayout, and its tp_size includes
     the ranks of attention data parallelism.
 
-    layout: without pipeline stages; attention data parallelism requires expert_parallel, because SGLang divides shared
-        experts among all ranks without DeepEP.
+    layout: without pipeline stages; attention data parallelism requires expert_parallel.
     """
     assert layout.pp == 1
     assert layout.dp == 1 or layout.expert_parallel
@@ -21,7 +20,11 @@ def layout_arguments(layout: EngineLayout, num_hosts: int = 1, *, cuda: bool) ->
     if layout.expert_parallel and layout.num_ranks > 1:
         arguments["ep_size"] = layout.num_ranks
     if layout.dp > 1:
-        arguments |= _attention_dp(layout.dp)
+        # The LM head and the MLPs of layers without experts are whole on every rank, like attention.
+        arguments |= {"attn_dp_size": layout.dp, "moe_dense_tp_size": 1, "enable_dp_lm_head": True}
+    if cuda and layout.dp > 1:
+        # DeepEP requires deep_gemm with bfloat16. Without DeepEP, as on CPU, every rank gets the tokens of all ranks.
+        arguments |= {"moe_a2a_backend": "deepep", "moe_runner_backend": "deep_gemm"}
     elif cuda:
         # With `auto`, kernels for Blackwell keep experts in blocks, which weights.verify_every cannot read.
         arguments["moe_runner_backend"] = "triton"
@@ -29,14 +32,3 @@ def layout_arguments(layout: EngineLayout, num_hosts: int = 1, *, cuda: bool) ->
         # Otherwise SGLang selects all-reduces and all-gathers that work within a host only.
         arguments["nnodes"] = num_hosts
     return arguments
-
-
-def _attention_dp(num_ranks: int) -> dict[str, object]:
-    """Return the arguments that divide experts only: all other weights are whole on every rank."""
-    return {
-        "attn_dp_size": num_ranks,
-        "moe_dense_tp_size": 1,
-        "enable_dp_lm_head": True,
-        "moe_a2a_backend": "deepep",
-        "moe_runner_backend": "deep_gemm",  # required by DeepEP with bfloat16
-    }

@@ -85,10 +85,14 @@ class RankProcesses:
         Raises: a rank's McoreRLError; WorkerDiedError if a rank fails, ends, or does not answer in time, and in every
         later call.
         """
+        return self.call_each(method, [arguments] * len(self._ranks))
+
+    def call_each(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+        """Implement `call` with the arguments of each rank."""
         if self._lost is not None:
             raise WorkerDiedError(self._lost)
-        for rank in self._ranks:
-            rank.send((method, arguments))
+        for rank, own in zip(self._ranks, arguments, strict=True):
+            rank.send((method, own))
         try:
             return results(self._ranks, method, self.timeout_seconds, "cluster.collective_timeout_seconds")
         except LostWorkerError as error:
@@ -158,7 +162,7 @@ def start_rank(rank: int, num_ranks: int, address: str, key: bytes, device: str)
             "interpreter that all have"
         )
     command = [str(python), "-m", "mcore_rl.engines.sglang.rank", address, str(rank), str(os.getpid())]
-    environment = rank_environment(device, num_ranks) | {KEY_VARIABLE: key.hex()}
+    environment = rank_environment(device, num_ranks, key) | {KEY_VARIABLE: key.hex()}
     return Child(command, environment, stdout=sys.stderr.fileno())
 
 

@@ -21,8 +21,8 @@ from mcore_rl.processes import served
 from mcore_rl.processes.stacks import write_child_stacks
 
 if TYPE_CHECKING:
-    from mcore_rl.engines.sglang.cuda import Gpu
-    from mcore_rl.engines.sglang.devices import Device
+    from mcore_rl.engines.sglang.devices.cuda import Gpu
+    from mcore_rl.engines.sglang.devices.interface import Device
     from mcore_rl.engines.sglang.scheduler import SteppedScheduler
 
 KEY_VARIABLE = "MCORE_RL_ENGINE_KEY"
@@ -69,7 +69,7 @@ def _scheduler(settings: RankSettings) -> SteppedScheduler:
     if settings.device == "cuda":
         device: Device = _gpu(settings)
     else:
-        from mcore_rl.engines.sglang.devices import Cpu
+        from mcore_rl.engines.sglang.devices.cpu import Cpu
 
         device = Cpu(settings)
     device.import_sglang()
@@ -81,7 +81,7 @@ def _scheduler(settings: RankSettings) -> SteppedScheduler:
 
 
 def _gpu(settings: RankSettings) -> Gpu:
-    from mcore_rl.engines.sglang.cuda import Gpu
+    from mcore_rl.engines.sglang.devices.cuda import Gpu
 
     return Gpu(settings)
 

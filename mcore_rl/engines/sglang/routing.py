@@ -33,9 +33,12 @@ class Routing:
         self._dtype = np.uint8 if num_routed <= 256 else np.int16
         self._ended: dict[str, np.ndarray] = {}
 
-    def keep(self, outputs: Sequence[BatchTokenIDOutput]) -> None:
-        """Keep the experts of requests that finished in this step, until the next step."""
+    def forget(self) -> None:
+        """Drop the experts of finished requests."""
         self._ended = {}
+
+    def keep(self, outputs: Sequence[BatchTokenIDOutput]) -> None:
+        """Keep the experts of requests that finished in this step."""
         # A finished request has left the KV cache, so SGLang returns its experts with the output.
         for output in outputs:
             for engine_id, experts in zip(output.rids, output.routed_experts or (), strict=False):
@@ -43,7 +46,7 @@ class Routing:
                     self._ended[engine_id] = self._rows(experts)
 
     def of(self, engine_ids: Sequence[str]) -> dict[str, np.ndarray]:
-        """Return the experts of all tokens except the last, for requests that are running or finished in the last step.
+        """Return the experts of all tokens except the last, for requests that are running or finished since `forget`.
 
         Requests that are waiting are absent: not all their tokens are computed.
         Shapes: [tokens, layers with experts, k].

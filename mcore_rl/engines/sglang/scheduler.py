@@ -1,6 +1,7 @@
 """SGLang 0.5.23's scheduler, one per rank, stepped from outside (runs in SGLang's environment).
 
-All ranks of an engine must receive the same calls in the same order: a step is a collective.
+All ranks of an engine must receive the same calls in the same order: a step is a collective. Only the requests of `add`
+differ, with attention data parallelism.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 from mcore_rl.engines.kept_slices import whole_tensors
 from mcore_rl.engines.rank_memory import RankMemory
-from mcore_rl.engines.sglang.devices import Device
+from mcore_rl.engines.sglang.devices.interface import Device
+from mcore_rl.engines.sglang.devices.memory import kv_caches
+from mcore_rl.engines.sglang.finish_signal import FinishSignal
 from mcore_rl.engines.sglang.internals import check_scheduler, check_signatures
-from mcore_rl.engines.sglang.memory import kv_caches
 from mcore_rl.engines.sglang.routing import Routing
 from mcore_rl.engines.sglang.sampler import install
+from mcore_rl.engines.sglang.schedules import BatchSchedule, OverlapSchedule
 from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.sglang.weights import ParameterLoader
 from mcore_rl.engines.step_output import StepOutput
@@ -89,8 +92,17 @@ class SteppedScheduler(RankMemory):
         # SGLang's event loop, which is not used here, would call this before its first step.
         self._scheduler.metrics_reporter.start_scheduler_time_accounting()
         self._routing = Routing(self._scheduler) if arguments.enable_return_routed_experts else None
+        schedule = BatchSchedule if arguments.disable_overlap_schedule else OverlapSchedule
+        self._schedule = schedule(self._scheduler)
         install(self._scheduler.tp_worker.model_runner)
-        self._layout = EngineLayout(settings.num_ranks, expert_parallel=arguments.ep_size > 1)
+        self._layout = EngineLayout.of_ranks(
+            settings.num_ranks,
+            expert_parallel=arguments.ep_size > 1,
+            data_parallel_attention=arguments.attn_dp_size > 1,
+        )
+        self._finish = FinishSignal()
+        if self._layout.dp > 1:
+            self._finish.install()
         self._loader = ParameterLoader(self._scheduler.tp_worker.model_runner.model, device.torch_device)
         if arguments.load_format == "dummy":  # updates will follow
             dtype = getattr(torch, arguments.dtype)
@@ -124,7 +136,8 @@ class SteppedScheduler(RankMemory):
         cache only if no request is running.
         """
         if recompute:
-            self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+            with self._schedule.drained():
+                self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         try:
             # empty_cache=True would add 0.4 s of garbage collection.
             return bool(self._scheduler.flush_cache(empty_cache=False))
@@ -162,40 +175,47 @@ class SteppedScheduler(RankMemory):
         for engine_id in engine_ids:
             self._scheduler.process_input_requests([AbortReq(rid=engine_id)])
 
+    @torch.inference_mode()
     def steps(self, limit: int) -> list[StepOutput]:
-        """Run up to `limit` batches, until a request finishes. Returns one output per request with new tokens.
+        """Return the results of up to `limit` batches, until a request finishes. One output per request with new
+        tokens.
 
-        All ranks stop after the same batch: they sample the same tokens. Only rank 0 has outputs.
+        With the overlap schedule, the batch after the last one may be in flight at the end.
+        All ranks stop after the same batch. Tensor-parallel ranks sample the same tokens, and only the first has
+        outputs. With attention data parallelism, ranks learn in the next batch that a request of another rank has
+        finished.
         """
         merged: dict[str, StepOutput] = {}
+        self._finish.reset()
+        if self._routing is not None:
+            self._routing.forget()
         for _ in range(limit):
-            for output in self._step():
+            finished = self._schedule.run()
+            for output in self._take_outputs():
                 if (earlier := merged.setdefault(output.engine_id, output)) is not output:
                     merged[output.engine_id] = earlier.followed_by(output)
-            batch = self._scheduler.last_batch
-            if batch is None or any(request.finished() for request in batch.reqs):
+            if self._layout.dp > 1:
+                finished = self._finish.everywhere(finished)
+            # Idle on all ranks: if one has a batch, the others have an empty one.
+            if finished or self._schedule.is_idle:
                 break
         return list(merged.values())
 
     @torch.inference_mode()
-    def _step(self) -> list[StepOutput]:
-        """Run one batch: the body of Scheduler.event_loop_normal."""
-        scheduler = self._scheduler
-        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
-        scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
-        if batch:
-            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
-        else:
-            scheduler.on_idle()
-        scheduler.last_batch = batch
-        # Requests that were aborted while waiting produce outputs of another type, without output_ids.
-        outputs = [output for output in self._outputs.take() if hasattr(output, "output_ids")]
+    def drain(self) -> list[StepOutput]:
+        """Return the results of the batch in flight, which was computed with the current weights."""
+        return self._take_outputs() if self._schedule.drain() else []
+
+    def _take_outputs(self) -> list[StepOutput]:
+        # Requests that were aborted while waiting produce outputs of another type, without output_ids. An idle batch
+        # produces an output without requests.
+        outputs = [output for output in self._outputs.take() if hasattr(output, "output_ids") and output.rids]
         if self._routing is not None:
             self._routing.keep(outputs)
         return [result for output in outputs for result in _rank_outputs(output)]
 
     def routing_of(self, engine_ids: Sequence[str]) -> dict[str, np.ndarray]:
-        """See SteppedEngine._routing_of. Experts of finished requests are available until the next step."""
+        """See SteppedEngine._routing_of. Experts of finished requests are available until the next call of `steps`."""
         assert self._routing is not None
         return self._routing.of(engine_ids)
 

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
+from mcore_rl.config.rules.quantization import check_capability
+from mcore_rl.config.sampling import MTP, NO_DRAFTS
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.types import SamplingOptions
 from mcore_rl.weights.engine_config import engine_overrides
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+CPU_ATTENTION = "CPU_MLA"
+"""Affects latent attention only. The AMX kernels require bfloat16 and drop kv_b_proj, which a reload needs."""
 
 
 def set_environment(timeout_seconds: float) -> None:
@@ -32,17 +44,24 @@ def set_environment(timeout_seconds: float) -> None:
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, object]:
-    """Return the EngineArgs."""
+    """Return the EngineArgs.
+
+    Raises: ConfigError for a GPU that does not support rollout.quantization.
+    """
     config, hosts = settings.rollout_config, settings.hosts
+    overrides = engine_overrides(
+        settings.model_dir,
+        load_weights=settings.load_weights,
+        key=settings.names.checkpoint,
+        quantization=config.quantization,
+    )
     arguments: dict[str, object] = {
         "model": str(settings.model_dir),
         "dtype": settings.dtype,
         "seed": settings.seed,
         # "auto" prefers consolidated*.safetensors, if present, to the files in the index. "dummy" weights are random.
         "load_format": "hf" if settings.load_weights else "dummy",
-        "hf_overrides": engine_overrides(
-            settings.model_dir, load_weights=settings.load_weights, key=settings.names.checkpoint
-        ),
+        "hf_overrides": overrides,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # ignore sampling defaults in the model directory
         "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
@@ -58,6 +77,10 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         # With asynchronous scheduling a step would return the tokens of the previous one.
         "async_scheduling": False,
     }
+    if config.draft != NO_DRAFTS:
+        arguments["speculative_config"] = _draft_arguments(config)
+    if config.draft == MTP:
+        arguments["hf_overrides"] = partial(override_config, overrides)
     if hosts.num > 1:
         arguments |= {
             "nnodes": hosts.num,
@@ -68,26 +91,63 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
     if config.max_batched_tokens is not None:
         # A prompt that exceeds the remaining tokens of a pass is computed in pieces.
         arguments |= {"max_num_batched_tokens": config.max_batched_tokens, "enable_chunked_prefill": True}
+    return arguments | _device_arguments(settings)
+
+
+def _device_arguments(settings: EngineSettings) -> dict[str, object]:
+    """Return the EngineArgs that depend on the device.
+
+    Raises: ConfigError for a GPU that does not support rollout.quantization.
+    """
+    config = settings.rollout_config
     if torch.cuda.is_available():
-        arguments |= {
+        check_capability(config, torch.cuda.get_device_capability())
+        return {
             "gpu_memory_utilization": config.gpu_memory_fraction,
             "enforce_eager": config.enforce_eager,
             "enable_sleep_mode": True,
             "enable_return_routed_experts": settings.capture_routing,
         }
-    else:
-        from mcore_rl.engines.vllm.cpu import IR_OP_PRIORITY
+    from mcore_rl.engines.vllm.cpu import IR_OP_PRIORITY
 
-        arguments |= {
-            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-            "enforce_eager": True,
-            "ir_op_priority": IR_OP_PRIORITY,
-            # With vLLM's default of 128, short sequences are spread over more memory than the CPU caches hold.
-            "block_size": 32,
-            # Affects latent attention only. The AMX kernels require bfloat16 and drop kv_b_proj, which a reload needs.
-            "attention_backend": "CPU_MLA",
-        }
-    return arguments
+    return {
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        "enforce_eager": True,
+        "ir_op_priority": IR_OP_PRIORITY,
+        # With vLLM's default of 128, short sequences are spread over more memory than the CPU caches hold.
+        "block_size": 32,
+        "attention_backend": CPU_ATTENTION,
+    }
+
+
+def override_config(overrides: Mapping[str, object], config: PretrainedConfig) -> PretrainedConfig:
+    """Override fields of config.json for target and drafter. vLLM applies a dictionary to the target only.
+
+    The drafter keeps its own `architectures`, which vLLM has set before.
+    """
+    drafts = config.model_type.endswith("_mtp")
+    config.update({key: value for key, value in overrides.items() if not (drafts and key == "architectures")})
+    return config
+
+
+def _draft_arguments(config: RolloutConfig) -> dict[str, object]:
+    """Return the speculative_config. After a pass of at least rollout.draft_below requests, none gets a draft."""
+    most = max(config.draft_below, config.max_concurrent_requests)
+    if config.draft == MTP:
+        # The drafter runs after the bookkeeping of a pass, on the accepted tokens only.
+        drafter: dict[str, object] = {"method": "mtp", "disable_padded_drafter_batch": True}
+        if not torch.cuda.is_available():
+            drafter["attention_backend"] = CPU_ATTENTION  # not inherited from the target
+    else:
+        drafter = {"method": "custom_class", "model": "mcore_rl.engines.vllm.drafts.NgramProposer"}
+    return {
+        **drafter,
+        "num_speculative_tokens": config.draft_tokens,
+        "num_speculative_tokens_per_batch_size": [
+            (1, config.draft_below - 1, config.draft_tokens),
+            (config.draft_below, most, 0),
+        ],
+    }
 
 
 def sampling_arguments(options: SamplingOptions, eos_token_ids: Sequence[int]) -> dict[str, object]:

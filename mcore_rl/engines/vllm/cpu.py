@@ -10,6 +10,7 @@ Importing this module
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import torch
 from vllm import ir
@@ -62,10 +63,6 @@ def fused_add_rms_norm(
     return x, x_residual
 
 
-_upstream_experts = CPUUnquantizedExperts.apply
-_experts_signature = inspect.signature(_upstream_experts)
-
-
 def own_experts(
     expert_map: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,19 +76,24 @@ def own_experts(
     return own.clamp(min=0).to(topk_ids.dtype), torch.where(own < 0, 0.0, topk_weights)
 
 
-def _apply_experts(self: CPUUnquantizedExperts, *args: object, **kwargs: object) -> None:
-    """Replace CPUUnquantizedExperts.apply."""
-    call = _experts_signature.bind(self, *args, **kwargs)
-    given = call.arguments
-    if given["expert_map"] is not None:
-        ids, weights = own_experts(given["expert_map"], given["topk_ids"], given["topk_weights"])
-        given["topk_ids"], given["topk_weights"] = ids, weights
-    _upstream_experts(*call.args, **call.kwargs)
+def mapping_experts(upstream: Callable[..., None], apply: Callable[..., None]) -> Callable[..., None]:
+    """Return a method that replaces `upstream`, the method of a class of experts: `apply` with this rank's numbers of
+    experts. It gets all arguments by name."""
+    signature = inspect.signature(upstream)
+
+    def apply_own(*args: object, **kwargs: object) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        if given["expert_map"] is not None:
+            ids, weights = own_experts(given["expert_map"], given["topk_ids"], given["topk_weights"])
+            given["topk_ids"], given["topk_weights"] = ids, weights
+        apply(**given)
+
+    return apply_own
 
 
 # Workers on GPUs import this module too.
 if current_platform.is_cpu():
-    CPUUnquantizedExperts.apply = _apply_experts
+    CPUUnquantizedExperts.apply = mapping_experts(CPUUnquantizedExperts.apply, CPUUnquantizedExperts.apply)
     current_platform.import_kernels()
     ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_supports_norm)(rms_norm)
     register = ir.ops.fused_add_rms_norm.register_impl

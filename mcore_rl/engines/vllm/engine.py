@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mcore_rl.config.sampling import NO_DRAFTS
 from mcore_rl.engines.rank_engine import RankEngine
 from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.step_output import StepOutput
@@ -20,7 +21,7 @@ from mcore_rl.engines.vllm.arguments import engine_arguments, sampling_arguments
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError
 from mcore_rl.ports import Engine
-from mcore_rl.types import SamplingOptions
+from mcore_rl.types import DraftCounts, SamplingOptions
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -42,6 +43,15 @@ class VllmEngine(RankEngine):
         """Experts that vLLM has returned so far, by request. GPUs only."""
         self._engine = _start(settings)
         self._core = self._engine.engine_core
+        if (drafts := settings.rollout_config).draft != NO_DRAFTS:
+            self._draft_counts = DraftCounts.zero(drafts.draft_tokens)
+            # The scheduler calls this for every verified draft, whether vLLM collects statistics or not.
+            scheduler = self._core.engine_core.scheduler
+            scheduler.make_spec_decoding_stats = self._count_draft
+            if not scheduler.scheduler_config.enable_chunked_prefill:
+                # vLLM has raised the limit of a pass so that every prompt fits, but not this one, which it sets for
+                # drafts only. A longer prompt would wait forever.
+                scheduler.max_num_scheduled_tokens = scheduler.scheduler_config.max_num_batched_tokens
         self._ranks = EngineRanks(self._engine, settings.name, settings.timeout_seconds, settings.hosts.names[1:])
         # All ranks have mapped the message queues now.
         self._ranks.call("unlink_queues")
@@ -125,6 +135,17 @@ class VllmEngine(RankEngine):
             )
             for output in outputs
         ]
+
+    def _limit_drafts(self, max_tokens: float) -> None:
+        # A pass samples one token more than the draft has. The scheduler has received the drafts after the last pass.
+        if self._draft_counts is not None and max_tokens <= self._settings.rollout_config.draft_tokens:
+            for request in self._core.engine_core.scheduler.running:
+                request.spec_token_ids = request.spec_token_ids[: int(max_tokens) - 1]
+
+    def _count_draft(self, _stats: object, num_draft_tokens: int, num_accepted_tokens: int, **_: object) -> None:
+        """Replace Scheduler.make_spec_decoding_stats."""
+        assert self._draft_counts is not None
+        self._draft_counts = self._draft_counts.with_draft(num_draft_tokens, num_accepted_tokens)
 
     def _cancel(self, engine_ids: Sequence[str]) -> None:
         self._core.abort_requests(list(engine_ids))

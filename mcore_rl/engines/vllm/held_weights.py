@@ -8,7 +8,7 @@ packing element numbers. On GPUs the layout of experts depends on the kernels th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from vllm._custom_ops import cpu_prepack_moe_weight
@@ -18,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -33,7 +34,8 @@ from mcore_rl.engines.held_weights import (
     unknown_layout,
 )
 from mcore_rl.engines.vllm.expert_blocks import block_rows, from_blocks
-from mcore_rl.errors import WeightSyncError
+from mcore_rl.engines.vllm.held_fp8 import absorbed_differ, expert_codes, linear_codes
+from mcore_rl.engines.vllm.packing import Pack, unpacked
 
 ReadMatrix = Callable[[torch.Tensor], torch.Tensor]
 
@@ -52,12 +54,17 @@ def held_tensors(model: torch.nn.Module) -> Iterator[Held]:
         (VocabParallelEmbedding, UnquantizedEmbeddingMethod, _vocabulary),
         (LinearBase, UnquantizedLinearMethod, lambda module, name: linear_parts(module, name, _weight(module))),
         (RoutedExperts, UnquantizedFusedMoEMethod, _experts),
+        (LinearBase, Fp8LinearMethod, linear_codes),
+        (RoutedExperts, Fp8MoEMethod, _quantised_experts),
     ]
     head = tied_head(model)
     for name, module in modules_with_parameters(model):
         if isinstance(module, MLAAttention):
-            # Decoding with latent attention reads copies of kv_b_proj: report them under its name.
-            yield _absorbed(module, names[module.kv_b_proj])
+            # Decoding with latent attention reads copies of kv_b_proj: report them under its name. Copies of codes and
+            # scales are reported, as a difference, only if they are not equal to these.
+            absorbed_name, weight = _absorbed(module, names[module.kv_b_proj])
+            if absorbed_differ(module.kv_b_proj, absorbed_name, weight):
+                yield absorbed_name, weight
         elif module is head:
             # Report a tied head under the embedding's name: a stale packed copy then shows as a difference there.
             yield from read_module(module, next(names[table] for table in _tables(model) if table is not head), readers)
@@ -138,6 +145,10 @@ def _experts(module: RoutedExperts, name: str) -> Iterator[Held]:
         yield f"{prefix}.{expert}.{down}.weight", read_down(module.w2_weight[own].detach())[:, :inner]
 
 
+def _quantised_experts(module: RoutedExperts, name: str) -> Iterator[Held]:
+    return expert_codes(module, name.removesuffix(".routed_experts"), _own_experts(module))
+
+
 def _expert_readers(module: RoutedExperts, prefix: str) -> tuple[ReadMatrix, ReadMatrix]:
     """Return the functions that convert one expert's matrices, gate and up together and down, from the layout of the
     module's kernels to rows and columns as in the checkpoint.
@@ -150,8 +161,8 @@ def _expert_readers(module: RoutedExperts, prefix: str) -> tuple[ReadMatrix, Rea
         experts = method.moe_kernel.fused_experts
         if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
             raise unknown_layout(prefix, type(experts).__name__)
-        isa = experts.isa
-        return lambda matrix: _unpacked(matrix, isa), lambda matrix: _unpacked(matrix, isa)
+        read = partial(unpacked, pack=_packing(experts.isa))
+        return read, read
     if backend in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON):
         return lambda matrix: matrix, lambda matrix: matrix
     if backend is UnquantizedMoeBackend.FLASHINFER_CUTLASS:  # up before gate
@@ -163,37 +174,15 @@ def _expert_readers(module: RoutedExperts, prefix: str) -> tuple[ReadMatrix, Rea
     raise unknown_layout(prefix, f"experts of vLLM's {backend.value}")
 
 
+@lru_cache
+def _packing(isa: str) -> Pack:
+    """Return the function that packs experts; always the same object, by which `unpacked` caches permutations."""
+    return lambda matrices: cpu_prepack_moe_weight(matrices, isa)
+
+
 def _own_experts(module: RoutedExperts) -> list[int]:
     """Return the model's numbers of this rank's experts, in the rank's order."""
     if module.expert_map is None:
         return list(range(module.w13_weight.shape[0]))
     own = module.expert_map.tolist()
     return sorted((expert for expert, place in enumerate(own) if place >= 0), key=own.__getitem__)
-
-
-def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo the CPU kernel's permutation of one expert's matrix.
-
-    Shapes: packed [rows, columns] with elements permuted by the kernel's layout.
-    """
-    order = _packing_order(tuple(packed.shape), packed.dtype, isa)
-    return torch.empty_like(packed).view(-1).index_copy_(0, order, packed.reshape(-1)).view(packed.shape)
-
-
-@lru_cache(maxsize=8)
-def _packing_order(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor:
-    """Return the element number at each position of a packed matrix, found by packing the numbers' bit patterns.
-
-    Shapes: int64 [rows * columns].
-    """
-    integer = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
-    numbers = torch.arange(shape[0] * shape[1])
-    shift = 8 * dtype.itemsize - 2  # the two highest bits stay 0, so that no pattern is a NaN
-    order = torch.zeros_like(numbers)
-    for digit in range(-(-int(numbers[-1]).bit_length() // shift)):
-        pattern = ((numbers >> (digit * shift)) & ((1 << shift) - 1)).to(integer)
-        packed = cpu_prepack_moe_weight(pattern.view(dtype).view(1, *shape), isa)
-        order += packed.view(integer).reshape(-1).long() << (digit * shift)
-    if not torch.equal(order.sort().values, numbers):
-        raise WeightSyncError(f"vLLM's {isa} packing of {shape} {dtype} is not a permutation")
-    return order

@@ -11,8 +11,10 @@ import torch
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from mcore_rl.engines.drafts import row_requests
 from mcore_rl.engines.noise import noise_keys, sample_tokens
 
 _noise_keys: torch.Tensor | None = None
@@ -21,17 +23,28 @@ _noise_keys: torch.Tensor | None = None
 _upstream_sample = GPUModelRunner._sample
 
 
-def _sample(
-    self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
-) -> SamplerOutput:
-    """Wrap GPUModelRunner._sample to compute the noise keys of its rows. Greedy requests have no seed and need none."""
-    global _noise_keys
-    batch = self.input_batch
+def request_seeds(batch: InputBatch) -> list[int]:
+    """Return the seed of each request; 0 for greedy requests, which have none."""
     seeds = [0] * batch.num_reqs
     for row, generator in batch.generators.items():
         seeds[row] = generator.initial_seed()
-    # The number of tokens so far is the position of the token to sample.
-    _noise_keys = noise_keys(seeds, self.optimistic_seq_lens_cpu[: batch.num_reqs].numpy())
+    return seeds
+
+
+def _sample(
+    self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+) -> SamplerOutput:
+    """Wrap GPUModelRunner._sample to compute the noise keys of its rows."""
+    global _noise_keys
+    batch = self.input_batch
+    seeds = request_seeds(batch)
+    # The number of tokens so far is the position of the token to sample. It counts the drafts of this pass.
+    positions = self.optimistic_seq_lens_cpu[: batch.num_reqs].numpy()
+    if spec_decode_metadata is not None:
+        requests, places = row_requests(spec_decode_metadata.num_draft_tokens)
+        positions = (positions - spec_decode_metadata.num_draft_tokens)[requests] + places
+        seeds = [seeds[request] for request in requests]
+    _noise_keys = noise_keys(seeds, positions)
     try:
         return _upstream_sample(self, logits, spec_decode_metadata)
     finally:

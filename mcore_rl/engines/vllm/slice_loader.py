@@ -30,6 +30,7 @@ from vllm.platforms import current_platform
 
 from mcore_rl.engines.held_weights import Held
 from mcore_rl.engines.kept_slices import KeptSlice, SliceLoader, record, storage_key
+from mcore_rl.engines.vllm.draft_layers import hf_name
 from mcore_rl.engines.vllm.held_weights import derived_parameters, held_tensors, tied_head
 from mcore_rl.weights.slices.shard_map import Box
 
@@ -61,7 +62,7 @@ class ReloadingLoader(SliceLoader):
             self._discard_reload()
 
     def held(self, boxes: Mapping[str, Box]) -> Iterator[Held]:
-        return held_tensors(self._model)
+        return ((hf_name(name), tensor) for name, tensor in held_tensors(self._model))
 
     def begin(self) -> None:
         # vLLM would silently continue an unfinished update with wrong results.

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.platforms import current_platform
 
 from mcore_rl.engines.rank_memory import RankMemory
-from mcore_rl.engines.vllm import cpu, sampler  # noqa: F401  (importing them patches vLLM)
+from mcore_rl.engines.vllm import cpu, cpu_fp8, draft_layers, drafts, sampler  # noqa: F401  (importing them patches vLLM)
 from mcore_rl.engines.vllm.ranks import RankMethods
 from mcore_rl.engines.vllm.routing import RoutingExtension
 from mcore_rl.engines.vllm.slice_loader import ReloadingLoader
@@ -37,12 +37,16 @@ class WeightReceiverExtension(RankMethods, RoutingExtension, RankMemory):
         """Prepare for weight updates, and work around bugs of vLLM 0.32 on CPU. Called once on every rank, after all
         have started."""
         parallel, model = self.vllm_config.parallel_config, self.model_runner.get_model()
+        drafter = self.model_runner.get_draft_model()
         self._layout = EngineLayout(
             tp=parallel.tensor_parallel_size,
             dp=parallel.data_parallel_size,
             pp=parallel.pipeline_parallel_size,
             expert_parallel=parallel.enable_expert_parallel,
+            draft_layers=drafter is not None,
         )
+        if drafter is not None:
+            model = draft_layers.WithDrafter(model, drafter)
         self._loader = ReloadingLoader(model, self.vllm_config)
         if not current_platform.is_cpu():
             return

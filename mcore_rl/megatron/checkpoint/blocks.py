@@ -9,7 +9,7 @@ the ranks of a data-parallel group divide the tensors that all of them hold. Loa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from mcore_rl.megatron.lora.adapters import Factor, adapter_parameters, has_adapters
-from mcore_rl.megatron.model.output import PolicyModel
-from mcore_rl.megatron.model.sharded import stored_chunk
-from mcore_rl.megatron.optim.main_params import replicas_of
+from mcore_rl.megatron.model.output import ModelChunk
+from mcore_rl.megatron.model.shards import replicas_of, shard_dtype, shard_of, stand_ins
+from mcore_rl.megatron.model.stored_chunks import stored_chunk
 from mcore_rl.megatron.optim.optimizer_state import ParameterState, parameter_states
 from model_converters.dcp.blocks import Box, CheckpointChunk, flat_index, range_boxes, slice_box
 
@@ -38,14 +38,20 @@ class LiveBlock:
 
 @dataclass(frozen=True)
 class _ModelTensor:
-    """A parameter or buffer of the model, its blocks in the checkpoint, and its replica id."""
+    """A parameter or buffer of the model, its blocks in the checkpoint, and its replica id.
+
+    tensor: elements that this rank stores, the whole tensor or a shard of it. shape: shape of the whole tensor.
+    first: index of the first stored element in the flattened tensor.
+    """
 
     tensor: torch.Tensor
+    shape: torch.Size
+    first: int
     chunks: tuple[CheckpointChunk, ...]
     replica: tuple[int, ...]
 
 
-def blocks_to_load(models: list[PolicyModel], optimizer: MegatronOptimizer) -> list[LiveBlock]:
+def blocks_to_load(models: list[ModelChunk], optimizer: MegatronOptimizer) -> list[LiveBlock]:
     """Yield all blocks of this rank: weights, and the optimizer state of its ranges."""
     states = parameter_states(optimizer)
     blocks: list[LiveBlock] = []
@@ -57,7 +63,7 @@ def blocks_to_load(models: list[PolicyModel], optimizer: MegatronOptimizer) -> l
     return blocks
 
 
-def blocks_to_save(models: list[PolicyModel], optimizer: MegatronOptimizer) -> list[LiveBlock]:
+def blocks_to_save(models: list[ModelChunk], optimizer: MegatronOptimizer) -> list[LiveBlock]:
     """Return the blocks that this rank writes. Over all ranks, every element of every tensor is written once."""
     states = parameter_states(optimizer)
     blocks: list[LiveBlock] = []
@@ -82,14 +88,14 @@ REFERENCE_PREFIX = "reference."
 """Key prefix of the weights of a reference model; the converter ignores them."""
 
 
-def reference_blocks(models: list[PolicyModel], *, to_save: bool) -> list[LiveBlock]:
+def reference_blocks(models: list[ModelChunk], *, to_save: bool) -> list[LiveBlock]:
     """Return the blocks of the weights of a reference model: all blocks of this rank, or only the blocks that it
     writes."""
     return [
         block
         for item in _model_tensors(models)
         if not to_save or is_main_replica(item.replica)
-        for block in _blocks(item, REFERENCE_PREFIX, item.tensor.detach().view(-1), 0)
+        for block in _blocks(item, REFERENCE_PREFIX, item.tensor.detach().view(-1), item.first)
     ]
 
 
@@ -100,7 +106,7 @@ def _share(item: _ModelTensor) -> tuple[int, int]:
     return size * index // ranks, size * (index + 1) // ranks
 
 
-def _model_tensors(models: list[PolicyModel]) -> Iterator[_ModelTensor]:
+def _model_tensors(models: list[ModelChunk]) -> Iterator[_ModelTensor]:
     if has_adapters(models):
         # The base model is frozen and can be loaded from model.hf_path.
         yield from (_adapter_tensor(factor, parameter) for factor, parameter in adapter_parameters(models))
@@ -108,13 +114,14 @@ def _model_tensors(models: list[PolicyModel]) -> Iterator[_ModelTensor]:
     for model in models:
         # The entries refer to the parameters themselves, because sharded_state_dict does not detach them. Their ids
         # are used to find the optimizer state.
-        state = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group({}))
+        with stand_ins(model) as shards:
+            state = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group({}))
         for entry in nested_values(state):
             # A factory stores one tensor in several parts, such as gate and up of a fused SwiGLU projection.
             if isinstance(entry, ShardedTensorFactory):
-                yield _model_tensor(entry, list(nested_values(entry.build())))
+                yield _model_tensor(entry, list(nested_values(entry.build())), shards)
             elif isinstance(entry, ShardedTensor):
-                yield _model_tensor(entry, [entry])
+                yield _model_tensor(entry, [entry], shards)
 
 
 def _adapter_tensor(factor: Factor, parameter: torch.Tensor) -> _ModelTensor:
@@ -130,28 +137,39 @@ def _adapter_tensor(factor: Factor, parameter: torch.Tensor) -> _ModelTensor:
     # matrix by the first.
     tensor_rank = parallel_state.get_tensor_model_parallel_rank() if factor.num_shards == 1 else 0
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return _ModelTensor(parameter, chunks, (0, tensor_rank, data_rank))
+    return _ModelTensor(parameter, parameter.shape, 0, chunks, (0, tensor_rank, data_rank))
 
 
-def _model_tensor(entry: ShardedTensor | ShardedTensorFactory, parts: list[ShardedTensor]) -> _ModelTensor:
+def _model_tensor(
+    entry: ShardedTensor | ShardedTensorFactory, parts: list[ShardedTensor], shards: Mapping[int, torch.Tensor]
+) -> _ModelTensor:
     chunks = tuple(stored_chunk(part, part.key, entry.data) for part in parts)
     assert isinstance(entry.replica_id, tuple), f"{entry.key}: expected a replica id per parallel axis"
-    return _ModelTensor(entry.data, chunks, entry.replica_id)
+    shard = shards.get(id(entry.data))
+    if shard is None:
+        return _ModelTensor(entry.data, entry.data.shape, 0, chunks, entry.replica_id)
+    at = shard_of(shard)
+    assert at is not None
+    # No other data-parallel rank has a replica of a shard.
+    return _ModelTensor(shard, at.shape, at.start, chunks, (*entry.replica_id[:-1], 0))
 
 
 def _weights(item: _ModelTensor, start: int, stop: int) -> Iterator[LiveBlock]:
-    return _blocks(item, "", item.tensor.detach().view(-1)[start:stop], start)
+    # A trained bfloat16 shard is float32: its weights are a rounded copy, which loading fills and then drops, because
+    # the float32 values are in the checkpoint too.
+    flat = item.tensor.detach().view(-1)[start:stop].to(shard_dtype(item.tensor))
+    return _blocks(item, "", flat, item.first + start)
 
 
 def _state(item: _ModelTensor, state: ParameterState, start: int, stop: int) -> Iterator[LiveBlock]:
     first = state.owned.start
     for name, flat in state.tensors.items():
-        yield from _blocks(item, f"optimizer.state.{name}.", flat[start - first : stop - first], start)
+        yield from _blocks(item, f"optimizer.state.{name}.", flat[start - first : stop - first], item.first + start)
 
 
 def _blocks(item: _ModelTensor, prefix: str, flat: torch.Tensor, start: int) -> Iterator[LiveBlock]:
     """Split `flat`, the elements from `start` on of a flattened tensor shaped like the parameter, into blocks."""
-    shape = tuple(item.tensor.shape)
+    shape = tuple(item.shape)
     for box in range_boxes(shape, start, start + flat.numel()):
         # A box is contiguous in the flattened tensor, so its elements are one slice of `flat`.
         first = flat_index(shape, box.offset) - start

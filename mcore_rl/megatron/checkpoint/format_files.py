@@ -6,6 +6,7 @@ Source: megatron.core.dist_checkpointing (0.16.1).
 from __future__ import annotations
 
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict
 
@@ -16,8 +17,17 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.types.json import JsonObject
+from model_converters.mapping.layout import TrainLayout
 
 CONFIG_FILE = "metadata.json"
+
+
+def saved_layout(layout: TrainLayout) -> JsonObject:
+    """Return the sizes of the axes, on which the random streams depend."""
+    sizes = asdict(layout)
+    # Streams do not depend on them, and checkpoints of earlier versions lack them.
+    del sizes["shard_parameters"], sizes["hf_tensors"]
+    return sizes
 
 
 class CommonState(TypedDict):

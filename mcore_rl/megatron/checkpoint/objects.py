@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.output import ModelChunk
 from mcore_rl.megatron.model.sharded import pickled_object
+from mcore_rl.megatron.model.shards import stand_ins
 from model_converters.dcp.blocks import StateObject
 from model_converters.dcp.reader import DcpReader
 
@@ -45,7 +46,7 @@ def _key(model: TrainedModel) -> str:
     return f"rng/shard_{model.rank}_{model.layout.world_size}"
 
 
-def extra_states(models: list[PolicyModel]) -> list[StateObject]:
+def extra_states(models: list[ModelChunk]) -> list[StateObject]:
     """Return the extra states of TransformerEngine's modules, such as FP8 scaling factors, without replicas."""
     return [
         pickled_object(entry.unique_key, [entry.data])
@@ -55,7 +56,7 @@ def extra_states(models: list[PolicyModel]) -> list[StateObject]:
     ]
 
 
-def load_extra_states(models: list[PolicyModel], reader: DcpReader) -> None:
+def load_extra_states(models: list[ModelChunk], reader: DcpReader) -> None:
     """Load the extra states into the modules. A state that another layout saved in different parts is not loaded, and
     the module starts with a new one.
 
@@ -68,7 +69,8 @@ def load_extra_states(models: list[PolicyModel], reader: DcpReader) -> None:
             model.load_state_dict({name: reader.read_object(key)[0] for name, key in stored}, strict=False)
 
 
-def _objects(model: PolicyModel) -> Iterator[tuple[str, ShardedObject]]:
+def _objects(model: ModelChunk) -> Iterator[tuple[str, ShardedObject]]:
     """Yield (name in the model, object)."""
-    state = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group({}))
+    with stand_ins(model):
+        state = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group({}))
     yield from ((name, entry) for name, entry in state.items() if isinstance(entry, ShardedObject))

@@ -17,7 +17,6 @@ Megatron's state_dict of optimizers depends on the layout (optimizer_state.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from mcore_rl.data.checksum import file_crc32
 from mcore_rl.data.read_progress import READS
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
 from mcore_rl.megatron.checkpoint.blocks import REFERENCE_PREFIX, LiveBlock, blocks_to_load, reference_blocks
-from mcore_rl.megatron.checkpoint.format_files import read_common
+from mcore_rl.megatron.checkpoint.format_files import read_common, saved_layout
 from mcore_rl.megatron.checkpoint.objects import load_extra_states, restore_random_state
 from mcore_rl.megatron.optim.optimizer_state import set_updates_done
 from mcore_rl.resolved.adapters import adapter_identity
@@ -78,7 +77,7 @@ def load_checkpoint(directory: str, model: TrainedModel, files: Sequence[SavedFi
             reference.memory.offload()
         set_updates_done(model.optimizer, common["optimizer_updates"])
         model.scheduler.load_state_dict(common["scheduler"])
-        same_layout = common["layout"] == asdict(model.layout)
+        same_layout = common["layout"] == saved_layout(model.layout)
         restore_random_state(model, reader, same_layout=same_layout, updates_done=common["optimizer_updates"])
     except (ConversionError, KeyError) as error:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ import torch
 from mcore_rl.data.checksum import Crc32, saved_file
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.checkpoint.blocks import blocks_to_save, reference_blocks
-from mcore_rl.megatron.checkpoint.format_files import CommonState, write_format_files
+from mcore_rl.megatron.checkpoint.format_files import CommonState, saved_layout, write_format_files
 from mcore_rl.megatron.checkpoint.objects import extra_states, random_state_object
 from mcore_rl.megatron.optim.optimizer_state import updates_done
 from mcore_rl.resolved.adapters import adapter_identity
@@ -78,7 +78,7 @@ class CheckpointWriter:
         self._side_files = model.role.model.hf_path, model.hf_config
         # Read now: training may continue while the files are written.
         self._common: CommonState = {
-            "layout": asdict(model.layout),
+            "layout": saved_layout(model.layout),
             "adapters": adapter_identity(model.role.section.lora, model.hf_config),
             "optimizer_updates": updates_done(model.optimizer),
             "scheduler": model.scheduler.state_dict(),

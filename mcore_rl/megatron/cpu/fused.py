@@ -142,7 +142,7 @@ def _grouped_experts(this: Fix, module: ModuleType) -> None:
 
 
 def _groupable(experts: torch.nn.Module, tokens: torch.Tensor, probs: torch.Tensor) -> bool:
-    """Return whether the experts are plain SwiGLU layers without hooks on their modules."""
+    """Return whether the experts are plain SwiGLU layers without hooks on the modules in them."""
 
     config = experts.config
     return (
@@ -153,5 +153,6 @@ def _groupable(experts: torch.nn.Module, tokens: torch.Tensor, probs: torch.Tens
         and config.activation_func_clamp_value is None
         and not config.add_bias_linear
         and not config.moe_apply_probs_on_input
-        and not any(module._forward_pre_hooks or module._forward_hooks for module in experts.modules())
+        # Hooks of `experts` itself run outside of its forward pass.
+        and not any(part._forward_pre_hooks or part._forward_hooks for part in experts.modules() if part is not experts)
     )

@@ -30,7 +30,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_rl.config.models import LoraConfig
 from mcore_rl.megatron.model.names import canonical_name, canonical_tensors
-from mcore_rl.megatron.model.output import PolicyModel, unwrap
+from mcore_rl.megatron.model.output import ModelChunk, unwrap
+from mcore_rl.megatron.model.rows import rows_of
+from mcore_rl.megatron.model.shards import local_shard
 from mcore_rl.resolved.adapters import base_rows, bound_adapters, check_adapter, scale_of
 from model_converters.families.parts.adapter_rows import PREFIX, A, B
 from model_converters.hf.adapter_reader import LoraAdapter
@@ -85,8 +87,14 @@ class Adapter(torch.nn.Module):
     Parameters: a [P r, n] for P adapted modules; b [m, r]; m and n: shape of the weight on this rank.
     """
 
-    def __init__(self, a: Factor, b: Factor, config: TransformerConfig, scale: float, weight: torch.Tensor) -> None:
+    def __init__(
+        self, a: Factor, b: Factor, config: TransformerConfig, scale: float, weight: torch.nn.Parameter
+    ) -> None:
         super().__init__()
+        rows = local_shard(weight)
+        # This rank has only rows of a sharded weight; the weight itself is a meta tensor.
+        self.rows = None if rows is None else slice(*rows_of(weight))
+        weight = weight if rows is None else rows
         self.factors = {"a": a, "b": b}
         self.scale, self.enabled = scale, True
         self.a, self.b = a.make(weight), b.make(weight)
@@ -102,8 +110,9 @@ class Adapter(torch.nn.Module):
         return F.linear(self._exchange(F.linear(inputs, self.a)) * self.scale, self._wide_b())
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return W + scale * B A as a new tensor, computed in float32 and rounded once."""
-        wide, a = self._wide_b().detach().float(), self.a.detach().float()
+        """Return W + scale * B A as a new tensor, computed in float32 and rounded once. `weight` has the rows of W that
+        this rank keeps."""
+        wide, a = self._wide_b().detach()[self.rows or ...].float(), self.a.detach().float()
         return torch.addmm(weight.detach().float(), wide, a, alpha=self.scale).to(weight.dtype)
 
     def _wide_b(self) -> torch.Tensor:
@@ -132,7 +141,7 @@ def _owners(b: Factor, num_modules: int, device: torch.device) -> torch.Tensor |
     return None if owners.all() else owners.to(device)
 
 
-def attach(chunks: Sequence[PolicyModel], factors: dict[str, Factor], scale: float, read: Read) -> None:
+def attach(chunks: Sequence[ModelChunk], factors: dict[str, Factor], scale: float, read: Read) -> None:
     """Freeze the chunks and add adapters, with values from `read`, to all projections for which `factors` contains A
     and B (keys: canonical name + suffix). Call it before the chunks are wrapped."""
     remaining = dict(factors)
@@ -234,7 +243,7 @@ def merged_tensors(chunks: Sequence[torch.nn.Module]) -> Mapping[str, torch.Tens
 
 
 def attach_adapters(
-    chunks: Sequence[PolicyModel], lora: LoraConfig, hf_config: dict[str, object], layout: TrainLayout, *, seed: int
+    chunks: Sequence[ModelChunk], lora: LoraConfig, hf_config: dict[str, object], layout: TrainLayout, *, seed: int
 ) -> None:
     """Freeze the chunks and add adapters: loaded from lora.path, or initialized, identically in every layout.
     Not collective.

@@ -140,6 +140,25 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBa
     return batches, None if in_order else upload(place, device)
 
 
+def packed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], *, scale: float | None
+) -> torch.Tensor:
+    """Compute causal attention within each sequence of a packed row.
+
+    Shapes: query [T, heads, d], key and value [T, groups, d] -> [T, heads, d]. Units: lengths in tokens; their sum is
+    T. scale: factor of the scores; None: 1 / sqrt(d).
+    """
+    batches, place = _plan(lengths, query.device)
+    outputs = []
+    for batch in batches:
+        q, k, v = (batch.pad(x).transpose(1, 2) for x in (query, key, value))
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        outputs.append(batch.unpad(out.transpose(1, 2)))
+    packed = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return packed if place is None else packed.index_select(0, place)
+
+
 class SDPACoreAttention(MegatronModule):
     """Core attention of the local layer spec: causal self-attention of packed rows (THD format), grouped queries;
     context parallelism on the CPU only."""
@@ -185,12 +204,4 @@ class SDPACoreAttention(MegatronModule):
         lengths = packed_seq_params.lengths
         if self.context.size > 1:
             return context_attention(query, key, value, lengths, self.context, scale=self.scale).flatten(1)
-        batches, place = _plan(lengths, query.device)
-        outputs = []
-        for batch in batches:
-            q, k, v = (batch.pad(x).transpose(1, 2) for x in (query, key, value))
-            grouped = q.shape[1] != k.shape[1]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
-            outputs.append(batch.unpad(out.transpose(1, 2)))
-        packed = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return (packed if place is None else packed.index_select(0, place)).flatten(1)
+        return packed_attention(query, key, value, lengths, scale=self.scale).flatten(1)

@@ -19,8 +19,9 @@ from model_converters.errors import ConversionError
 from model_converters.families.parts.mtp import resolve_copies, resolve_mtp
 from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.loader import load_tensors
-from model_converters.hf.value_head import VALUE_HEAD, resolve_value_head, value_model_config
+from model_converters.hf.value_head import SCORE, VALUE_HEAD, resolve_value_head, value_model_config
 from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.separate import trainer_rows
 from model_converters.mapping.table import bind
 
 
@@ -39,7 +40,7 @@ def load_hf(
     tensors = canonical_tensors(chunks)
     with _reading(directory, key) as checkpoint:
         config, dropped = resolve_mtp(checkpoint.config, checkpoint.shapes, keep=keep)
-        rows = bind(checkpoint.family.rows(config), config, _dtype(tensors))
+        rows = bind(trainer_rows(checkpoint.family.rows(config), layout), config, _dtype(tensors))
         bound, _ = resolve_copies(rows, checkpoint.shapes)
         load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped, on_read=_show_read)
 
@@ -58,10 +59,10 @@ def load_value_model(
     tensors = canonical_tensors(chunks)
     with _reading(directory, key) as checkpoint:
         rows, dropped = resolve_value_head(checkpoint, required=seed is None)
-        bound = bind(rows, value_model_config(checkpoint.config), _dtype(tensors))
+        bound = bind(trainer_rows(rows, layout), value_model_config(checkpoint.config), _dtype(tensors))
         # A causal model has no head: keep the initialized one.
         if all(row.mcore != VALUE_HEAD for row in rows):
-            tensors.pop(VALUE_HEAD, None)
+            tensors.pop(SCORE if layout.hf_tensors else VALUE_HEAD, None)
         load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped, on_read=_show_read)
 
 

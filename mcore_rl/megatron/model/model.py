@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +27,18 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.attention import SDPACoreAttention
 from mcore_rl.megatron.model.mtp import DetachedMTPLayer
 from mcore_rl.megatron.model.norm import LocalRMSNorm
-from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.output import ModelChunk, PolicyModel
 from mcore_rl.megatron.model.routers import use_policy_router
+from mcore_rl.megatron.model.rows import fill_parameter, keep_rows, use_row_layers
+from mcore_rl.megatron.model.shards import separate_experts
+from mcore_rl.megatron.model.stored_chunks import stored_chunks
+from mcore_rl.megatron.model.value_model import ValueModel
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import Installed, here
 from mcore_rl.resolved.layout import sequence_parallel
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.recompute import recompute_arguments
+from model_converters.dcp.blocks import CheckpointChunk
 from model_converters.families.parts.family import ModelArguments
 from model_converters.mapping.layout import TrainLayout
 
@@ -47,11 +52,13 @@ def build_model(
     gpus_per_node: int | None = None,
     kind: type[PolicyModel] = PolicyModel,
     installed: Installed | None = None,
-) -> list[PolicyModel]:
+) -> list[ModelChunk]:
     """Build this rank's chunks, one per virtual pipeline stage, in the order that forward_backward_func expects.
 
     Weights are initialized only if random_init of the role's model is set (Megatron's random streams make this
     reproducible for one layout). Otherwise they are undefined until `loading.load_hf` or a checkpoint fills them.
+
+    With sharded parameters, this rank keeps rows of them (rows.py).
 
     gpus_per_node: used to detect expert parallelism across nodes; None: experts stay within a node.
     kind: class of the chunks.
@@ -63,10 +70,32 @@ def build_model(
     implementation = spec.implementation(gpus_per_node, installed or here())
     config = _transformer_config(spec, implementation)
     engine = implementation.transformer_engine
+    if spec.layout.hf_tensors:
+        return [_transformers_model(spec, config, kind)]
     if config.normalization != "RMSNorm" and not engine:
         raise ConfigError(f"normalization {config.normalization} needs TransformerEngine ({spec.role.checkpoint})")
     stages = [None] if spec.layout.vpp is None else range(spec.layout.vpp)
-    return [_build_chunk(kind, config, spec.arguments, engine, stage) for stage in stages]
+    sharded = spec.role.section.parallel.shard_parameters
+    return [_build_chunk(kind, config, spec.arguments, engine, stage, sharded=sharded) for stage in stages]
+
+
+def _transformers_model(spec: ResolvedModel, config: TransformerConfig, kind: type[PolicyModel]) -> ModelChunk:
+    """Build transformers' model. Its checkpoints have the format of Megatron's model, which is built without memory."""
+    # Imported here: loading transformers takes seconds.
+    from mcore_rl.megatron.huggingface.model import TransformersModel
+
+    def stored() -> list[CheckpointChunk]:
+        uninitialized = replace(spec, role=replace(spec.role, model=replace(spec.role.model, random_init=False)))
+        with torch.device("meta"):
+            local = _transformer_config(uninitialized, uninitialized.implementation(None, Installed()))
+            return stored_chunks(_build_chunk(kind, local, spec.arguments, engine=False, vp_stage=None, sharded=False))
+
+    model = TransformersModel(config, spec, stored, predicts_values=issubclass(kind, ValueModel))
+    _move_to_device(model)
+    # The planner builds models on the meta device, and reads whole parameters.
+    if torch.get_default_device().type != "meta":
+        keep_rows(model, initialized=spec.role.model.random_init)
+    return model
 
 
 def _transformer_config(spec: ResolvedModel, implementation: Implementation) -> TransformerConfig:
@@ -159,12 +188,17 @@ def _build_chunk(
     arguments: ModelArguments,
     engine: bool,
     vp_stage: int | None,
+    *,
+    sharded: bool,
 ) -> PolicyModel:
     tp = config.tensor_model_parallel_size
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
     _replace_modules(spec, config, engine)
+    initialized = config.init_method is not _unchanged
+    if sharded:
+        use_row_layers(spec.layer_specs, initialized=initialized)
     model = kind(
         config,
         spec,
@@ -186,13 +220,18 @@ def _build_chunk(
     for module in model.modules():
         if isinstance(module, MultiLatentAttention):
             _finish_latent_attention(module, config, arguments.latent_norm_epsilon)
-        if isinstance(module, MoELayer) and config.expert_tensor_parallel_size != tp:
-            # megatron-core 0.16.1 treats expert gradients separately only if ep > 1. With etp != tp it would sum them
-            # over the ranks that replicate dense weights, but these hold different shards of the experts.
-            for parameter in module.experts.parameters():
-                parameter.allreduce = False
-    on_meta = next(model.parameters()).is_meta
-    return model.cuda() if torch.cuda.is_available() and not on_meta else model
+        if isinstance(module, MoELayer):
+            separate_experts(module)
+    _move_to_device(model)
+    if sharded:
+        keep_rows(model, initialized=initialized)
+    return model
+
+
+def _move_to_device(model: torch.nn.Module) -> None:
+    """Move a model to this rank's GPU, if there is one, except tensors on meta."""
+    if torch.cuda.is_available():
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.cuda())
 
 
 def _mtp_spec(
@@ -234,7 +273,7 @@ def _finish_latent_attention(
     for name in ("linear_q_down_proj", "linear_kv_down_proj"):
         projection = getattr(attention, name, None)
         if isinstance(projection, Linear):
-            config.init_method(projection.weight)
+            fill_parameter(projection.weight, config.init_method)
         elif projection is not None and projection.parallel_mode is None:  # TransformerEngine, mode "duplicated"
             projection.weight.tensor_model_parallel = False
 

@@ -12,6 +12,8 @@
 Multi-token-prediction layers are `mtp.layers.{m}`, with a decoder layer under `transformer_layer`. With several
 pipeline stages, the last stage then has a copy of the embedding.
 
+The canonical names of a model of transformers (huggingface/model.py) are the names of its HF checkpoint.
+
 `output_layer.weight` is present if the model has this tensor. With tied embeddings and several pipeline stages it is
 the copy of the embedding on the last stage.
 """
@@ -25,7 +27,8 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from mcore_rl.megatron.model.output import PolicyModel, unwrap
+from mcore_rl.megatron.model.output import ModelChunk, unwrap
+from mcore_rl.megatron.model.shards import local_shard
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -50,7 +53,7 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Return all weights of this rank by canonical name: parameters, and the router's expert bias, which is a buffer.
-    The tensors share memory with the model.
+    The tensors share memory with the model. With sharded parameters they contain this rank's rows only.
 
     Raises: KeyError for a tensor without a canonical name, or for two tensors with the same name.
     """
@@ -61,12 +64,13 @@ def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tens
             name = canonical_name(model, live_name)
             if name in named:
                 raise KeyError(f"{live_name}: another tensor has the canonical name {name}")
+            shard = local_shard(tensor)
             # Not the parameter itself: consumers copy into the tensor, which autograd would reject.
-            named[name] = tensor.data
+            named[name] = tensor.data if shard is None else shard.data
     return named
 
 
-def _live_tensors(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _live_tensors(model: ModelChunk) -> Iterator[tuple[str, torch.Tensor]]:
     # Adapters are not weights of the base model; see lora.adapters.adapter_parameters.
     yield from ((name, parameter) for name, parameter in model.named_parameters() if ".adapter." not in name)
     for name, buffer in model.named_buffers():
@@ -74,9 +78,9 @@ def _live_tensors(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def canonical_name(model: PolicyModel, live_name: str) -> str:
+def canonical_name(model: ModelChunk, live_name: str) -> str:
     """Map a name of this chunk's tensors to its canonical name. Raises: KeyError for an unknown name."""
-    if live_name in _OUTSIDE_LAYERS or _IN_MTP.fullmatch(live_name):
+    if model.has_hf_names or live_name in _OUTSIDE_LAYERS or _IN_MTP.fullmatch(live_name):
         return live_name
     canonical = None
     if matched := _LAYER.fullmatch(live_name):

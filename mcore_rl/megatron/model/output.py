@@ -29,6 +29,8 @@ from contextlib import contextmanager
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 _MTP_INPUTS = (
     "input_ids",
@@ -42,17 +44,33 @@ _MTP_INPUTS = (
 )
 
 
-class PolicyModel(GPTModel):
-    """A GPTModel whose last stage returns hidden states; parameters, names and sharded state dict are unchanged.
+class ModelChunk(MegatronModule):
+    """Model that Megatron's wrappers contain, with the attributes of GPTModel that passes and checkpoints use.
 
     unpadded_vocab_size: vocabulary without the padding that makes tensor-parallel shards equal; None: no padding.
         Log-probabilities ignore the padding.
     has_adapters: all parameters except adapters (lora/adapters.py) are frozen; a chunk may have no adapters.
+    has_hf_names: parameters have the names of HF checkpoints, instead of Megatron's.
+    """
+
+    has_adapters = has_hf_names = False
+    unpadded_vocab_size: int | None = None
+
+    def layers(self) -> list[torch.nn.Module]:
+        """Return the transformer layers, whose parameters are gathered together if parameters are sharded."""
+        raise NotImplementedError
+
+
+class PolicyModel(GPTModel, ModelChunk):
+    """A GPTModel whose last stage returns hidden states; parameters, names and sharded state dict are unchanged.
+
     emit_logits: return logits [B, S, V / tp], including padding, like GPTModel.
     """
 
-    emit_logits = has_adapters = False
-    unpadded_vocab_size: int | None = None
+    emit_logits = False
+
+    def layers(self) -> list[torch.nn.Module]:
+        return [module for module in self.modules() if isinstance(module, TransformerLayer)]
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """Return hidden states on the last stage instead of logits.
@@ -89,9 +107,9 @@ class PolicyModel(GPTModel):
         return tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=self.pg_collection.tp)
 
 
-def unwrap(module: torch.nn.Module) -> PolicyModel:
+def unwrap(module: torch.nn.Module) -> ModelChunk:
     """Return the model inside DistributedDataParallel and Float16Module."""
-    while not isinstance(module, PolicyModel):
+    while not isinstance(module, ModelChunk):
         module = module.module  # type: ignore[assignment]
     return module
 

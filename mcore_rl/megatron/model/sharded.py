@@ -7,9 +7,9 @@ needed.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 
 import torch
@@ -27,10 +27,11 @@ from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.stored_chunks import chunks_of
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.layout import train_layout
 from mcore_rl.resolved.model import ResolvedModel
-from model_converters.dcp.blocks import Box, CheckpointChunk, Naming, ShardedRankState, StateObject
+from model_converters.dcp.blocks import Naming, ShardedRankState, StateObject
 from model_converters.mapping.layout import TrainLayout
 
 
@@ -58,7 +59,7 @@ def rank_state(
         tensors = canonical_tensors(chunks)
         entries = [entry for chunk in chunks for entry in _entries(chunk, naming)]
         return ShardedRankState(
-            chunks=tuple(_chunks(entries, tensors)),
+            chunks=tuple(chunks_of(entries, tensors)),
             # Megatron's writer stores a list, because a rank may hold several objects with the same key.
             objects=tuple(pickled_object(e.unique_key, [e.data]) for e in entries if isinstance(e, ShardedObject)),
             shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
@@ -81,7 +82,8 @@ def meta_model(
     """
     sizes = {axis: getattr(layout, axis) for axis in _SIZES & {field.name for field in fields(layout)}}
     # Build the layout again with the checks for this model: `layout` may come from command-line flags.
-    layout = train_layout(ParallelConfig(**sizes), layout.world_size, hf_config, names)
+    checked = train_layout(ParallelConfig(**sizes), layout.world_size, hf_config, names)
+    layout = replace(checked, hf_tensors=layout.hf_tensors)
     with _fake_process_group(layout, rank):
         with torch.device("meta"):
             model = ModelConfig(hf_path="", dtype="bfloat16")
@@ -151,32 +153,6 @@ def _entries(chunk: PolicyModel, naming: Naming) -> list[ShardedTensor | Sharded
     state = chunk.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(metadata))
     apply_factories(state)
     return [entry for entry in nested_values(state) if is_main_replica(entry.replica_id)]
-
-
-def _chunks(
-    entries: Sequence[ShardedTensor | ShardedObject], tensors: Mapping[str, torch.Tensor]
-) -> Iterator[CheckpointChunk]:
-    """Map each shard to its tensor by the storage, and to its position in the tensor by the view's offset."""
-    # Meta tensors have no data pointer, but the storage object is unique.
-    owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
-    for entry in entries:
-        if not isinstance(entry, ShardedTensor):
-            continue
-        name = owners.get(entry.data.untyped_storage()._cdata)
-        assert name is not None, f"{entry.key} belongs to no tensor with a canonical name"
-        yield stored_chunk(entry, name, tensors[name])
-
-
-def stored_chunk(entry: ShardedTensor, mcore_name: str, tensor: torch.Tensor) -> CheckpointChunk:
-    """Describe where the checkpoint stores the shard of `entry`, a view of `tensor`."""
-    return CheckpointChunk(
-        key=entry.key,
-        global_shape=tuple(entry.global_shape),
-        stored=Box(tuple(entry.global_offset), (1,) * entry.prepend_axis_num + tuple(entry.local_shape)),
-        mcore_name=mcore_name,
-        local=Box.of_view(entry.data, tensor),
-        padded=entry.allow_shape_mismatch,
-    )
 
 
 def pickled_object(key: str, value: object) -> StateObject:

@@ -10,6 +10,7 @@ over these ranks, like the gradient of a norm. Without sequence parallelism ever
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_rl.megatron.model.output import PolicyModel, unwrap
+from mcore_rl.megatron.model.rows import fill_parameter
 from model_converters.hf.value_head import VALUE_HEAD
 
 
@@ -81,6 +83,9 @@ def initialize_head(chunks: Sequence[torch.nn.Module], seed: int) -> None:
     """
     for chunk in map(unwrap, chunks):
         if chunk.post_process:
-            weight = chunk.output_layer.weight
-            normal = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-            weight.copy_(normal / (weight.shape[1] + 1))
+            fill_parameter(chunk.output_layer.weight, partial(_fill_head, seed=seed))
+
+
+def _fill_head(weight: torch.Tensor, seed: int) -> None:
+    normal = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    weight.copy_(normal / (weight.shape[1] + 1))

@@ -13,21 +13,26 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts, replicas_of
+from mcore_rl.megatron.model.shards import replicas_of
+from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts
 from mcore_rl.types import Root
 
 # In this order: MTP layers contain all other kinds, and names of routers and experts contain `mlp.`.
 _PARTS = (
     ("mtp.", "mtp"),
     ("embedding.", "embedding"),
+    ("embed_tokens.", "embedding"),
     ("output_layer.", "output"),
+    ("lm_head.", "output"),
+    ("score.", "output"),
     ("router.", "router"),
     ("norm", "norm"),
     ("self_attention.", "attention"),
+    ("self_attn.", "attention"),
     ("experts.", "experts"),
     ("mlp.", "mlp"),
 )
-"""Substring of a parameter's name -> kind; the first match counts."""
+"""Substring of a parameter's name in Megatron's model or in transformers' -> kind; the first match counts."""
 
 
 def kind_of(name: str) -> str:
@@ -38,7 +43,8 @@ def kind_of(name: str) -> str:
 
 def gradient_norms(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> dict[str, Root]:
     """Compute this rank's part of the gradient norm of each kind of module, before clipping. Merging the parts of all
-    ranks gives the exact norm. Call it between the gradient reduction and the optimizer step. Not collective."""
+    ranks gives the exact norm. Call it between the gradient reduction and the optimizer step. `chunks` are from
+    wrap_chunks. Not collective."""
     kinds = {id(parameter): kind_of(name) for chunk in chunks for name, parameter in chunk.named_parameters()}
     squares: dict[str, list[torch.Tensor]] = {}
     for part in optimizer_parts(optimizer):

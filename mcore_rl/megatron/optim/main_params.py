@@ -6,6 +6,7 @@
 | DistributedOptimizer, float32 | the parameter itself | a range of the flattened parameter, by data-parallel rank |
 | Float16OptimizerWithFloat16Params | float32 copy | the whole parameter, on every data-parallel rank |
 | FP32Optimizer | the parameter itself | the whole parameter, on every data-parallel rank |
+| FP32Optimizer, sharded parameters (model/shards.py) | the shard itself, float32 | rows, by data-parallel rank |
 """
 
 from __future__ import annotations
@@ -14,19 +15,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
 
+from mcore_rl.megatron.model.shards import shard_of
+from mcore_rl.megatron.optim.sharded_parallel import ShardedDataParallel
+
 
 def parameter_buffers(chunk: torch.nn.Module) -> list[_ParamAndGradBuffer]:
-    """Return DDP's buffers of a chunk, of dense and expert parameters; none for a model that is not trained."""
+    """Return DDP's buffers of a chunk, of dense and expert parameters; none for a model that is not trained or whose
+    parameters are sharded."""
     if not isinstance(chunk, DistributedDataParallel):
         return []
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
+def gradient_tensors(chunk: torch.nn.Module) -> list[torch.Tensor]:
+    """Return tensors that together contain the accumulated gradients of this rank: DDP's buffers, or one per shard."""
+    if isinstance(chunk, ShardedDataParallel):
+        return [parameter.main_grad for parameter in chunk.parameters() if parameter.requires_grad]
+    return [buffer.grad_data for buffer in parameter_buffers(chunk)]
 
 
 def finish_copies() -> None:
@@ -35,20 +45,12 @@ def finish_copies() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def replicas_of(parameter: torch.Tensor) -> dist.ProcessGroup:
-    """Return the data-parallel group of a parameter. Megatron marks expert parameters with allreduce=False: their
-    replicas form another group."""
-    if getattr(parameter, "allreduce", True):
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return parallel_state.get_expert_data_parallel_group()
-
-
 @dataclass(frozen=True)
 class MainParameter:
     """A main parameter: the elements [start, stop) of the flattened parameter `model`.
 
-    sharded: data-parallel ranks hold different ranges. is_copy: `main` is a float32 copy; otherwise it shares the
-    memory of `model`.
+    sharded: data-parallel ranks hold different elements. is_copy: `main` is a float32 copy; otherwise it shares the
+    memory of `model`. A shard (model/shards.py) is both `model` and `main`.
     """
 
     model: torch.Tensor
@@ -70,10 +72,10 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 def main_parameters(part: MegatronOptimizer) -> Iterator[MainParameter]:
     """Yield the main parameters of one optimizer of a chain."""
-    sharded = isinstance(part, DistributedOptimizer)
+    ranges = isinstance(part, DistributedOptimizer)
     for model, main, is_copy in _pairs(part):
-        start = part._get_model_param_range_map(model)["param"].start if sharded else 0
-        yield MainParameter(model, main, start, sharded, is_copy)
+        start = part._get_model_param_range_map(model)["param"].start if ranges else 0
+        yield MainParameter(model, main, start, ranges or shard_of(model) is not None, is_copy)
 
 
 def _pairs(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:

@@ -25,6 +25,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from mcore_rl.config.models import OffloadConfig
 from mcore_rl.errors import OffloadedError
+from mcore_rl.megatron.model.shards import local_shard
 from mcore_rl.megatron.optim.host_optimizer import HostOptimizer
 from mcore_rl.megatron.optim.main_params import finish_copies, optimizer_parts, parameter_buffers
 
@@ -64,14 +65,15 @@ class Offloader:
         return sum(offloaded.num_bytes for offloaded in self._offloaded.values())
 
     def offload(self, parts: Iterable[str] = PARTS) -> int:
-        """Offload `parts`, except those excluded by the settings. Returns released_bytes."""
+        """Offload `parts`, except those excluded by the settings, and return freed memory to the device. Returns
+        released_bytes."""
         leaving = [part for part in self._parts if part in parts and part not in self._offloaded]
-        if leaving:
-            with self.span("offload"):
-                for part in leaving:
-                    self._offload_part(part)
-                # Return the memory from torch's caching allocator to the device, for other processes.
-                torch.cuda.empty_cache()
+        with self.span("offload") if leaving else nullcontext():
+            for part in leaving:
+                self._offload_part(part)
+            # Also if nothing leaves: torch's allocator keeps the activations of the last pass, and other processes
+            # need their memory.
+            torch.cuda.empty_cache()
         return self.released_bytes
 
     def load(self, *parts: str) -> None:
@@ -181,7 +183,9 @@ class _HostCopy:
 
 def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
     for chunk in chunks:
-        yield from chunk.parameters()
+        for parameter in chunk.parameters():
+            shard = local_shard(parameter)
+            yield parameter if shard is None else shard
         yield from (buffer.param_data for buffer in parameter_buffers(chunk) if buffer.param_data is not None)
 
 

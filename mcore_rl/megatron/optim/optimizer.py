@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -17,44 +19,93 @@ from mcore_rl.config.models import ActorConfig, OptimizerSettings
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import TrainerConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.model.output import PolicyModel, output_weight, unwrap
+from mcore_rl.megatron.lora.adapters import has_adapters
+from mcore_rl.megatron.model.output import ModelChunk, output_weight, unwrap
+from mcore_rl.megatron.model.shards import local_shard, replicas_of, shard_parameters
 from mcore_rl.megatron.optim.host_optimizer import HostOptimizer, gradients_released
 from mcore_rl.megatron.optim.main_params import optimizer_parts
+from mcore_rl.megatron.optim.sharded_parallel import ShardedDataParallel
 
 Item = TypeVar("Item")
+_FLOAT32_BUFFERS = ("router.expert_bias", "inv_freq")
 BUCKET_PARAMETERS: int | None = None
 """Parameters per gradient bucket with overlapped reduction; None: Megatron's default."""
 
 
-def wrap_chunks(chunks: list[PolicyModel], actor: ActorConfig) -> list[DistributedDataParallel]:
-    """Wrap every chunk in Float16Module (for bfloat16) and DistributedDataParallel. Gradients accumulate in `main_grad`
-    (float32) over micro-batches and are summed, not averaged, over data-parallel ranks.
+DataParallel: TypeAlias = DistributedDataParallel | ShardedDataParallel
+"""A wrapped chunk: with whole parameters, or with shards of them (ActorConfig.shards_parameters)."""
+
+
+def broadcast_parameters(chunks: list[ModelChunk]) -> None:
+    """Copy the parameters of the first data-parallel rank to its replicas, except sharded parameters, which are copied
+    when they are built (model/rows.py).
+
+    Collective: all ranks.
+    """
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        if local_shard(parameter) is None:
+            dist.broadcast(parameter.data, group_src=0, group=replicas_of(parameter))
+
+
+def wrap_chunks(chunks: list[ModelChunk], actor: ActorConfig) -> list[DataParallel]:
+    """Wrap every chunk in Float16Module (for bfloat16) and in DistributedDataParallel or ShardedDataParallel. Gradients
+    are float32, accumulate over micro-batches, and are summed, not averaged, over data-parallel ranks. With sharded
+    parameters the adapters of a LoRA run are replicated, and the frozen weights are sharded.
 
     With actor.overlap_param_gather, parameters are complete only after `gather_parameters` or within a forward pass.
 
     Collective: all ranks.
     """
     config = chunks[0].config
-    # DDP reads this in its constructor. Otherwise it would divide gradients by the data-parallel size.
+    # Otherwise DDP, which reads this in its constructor, would divide gradients by the data-parallel size, and
+    # Megatron's schedules would divide losses by the number of micro-batches.
     assert config.calculate_per_token_loss
+    config.finalize_model_grads_func = sum_gradients
+    modules = _in_model_dtype(chunks)
+    if actor.shards_parameters and not has_adapters(chunks):
+        return [ShardedDataParallel(config, module) for module in modules]
+    if actor.parallel.shard_parameters:
+        # Only adapters are trained, which every data-parallel rank has whole.
+        for chunk in chunks:
+            shard_parameters(chunk)
+    wrapped = _replicate(modules, config, actor)
+    _set_sync_functions(wrapped, config)
+    return [*wrapped]
+
+
+def wrap_frozen(chunks: list[ModelChunk], section: ActorConfig) -> list[torch.nn.Module]:
+    """Wrap chunks that are not trained in Float16Module (for bfloat16), and in ShardedDataParallel if their parameters
+    are sharded.
+
+    Collective: all ranks.
+    """
+    modules = _in_model_dtype(chunks)
+    if section.shards_parameters:
+        return [ShardedDataParallel(chunks[0].config, module) for module in modules]
+    return [*modules]
+
+
+def _in_model_dtype(chunks: list[ModelChunk]) -> list[ModelChunk | Float16Module]:
+    return [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
+
+
+def _replicate(
+    modules: Sequence[torch.nn.Module], config: TransformerConfig, actor: ActorConfig
+) -> list[DistributedDataParallel]:
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=actor.distributed_optimizer,
         overlap_grad_reduce=actor.overlap_grad_reduce,
         overlap_param_gather=actor.overlap_param_gather,
         # Only the interleaved schedule starts parameter gathers of all stages together.
-        align_param_gather=actor.overlap_param_gather and len(chunks) > 1,
+        align_param_gather=actor.overlap_param_gather and len(modules) > 1,
         bucket_size=BUCKET_PARAMETERS,
     )
-    modules = [in_bfloat16(chunk) if config.bf16 else chunk for chunk in chunks]
-    wrapped = [
+    return [
         # Like Megatron's own training: the communication of later chunks overlaps with computation without buckets.
         DistributedDataParallel(config, settings, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
-    config.finalize_model_grads_func = sum_gradients
-    _set_sync_functions(wrapped, config)
-    return wrapped
 
 
 def _set_sync_functions(chunks: list[DistributedDataParallel], config: TransformerConfig) -> None:
@@ -85,7 +136,7 @@ def _gather_output_weight(chunk: DistributedDataParallel) -> None:
     unwrap(chunk).decoder.register_forward_hook(lambda *_: group.finish_param_sync(skip_next_bucket_dispatch=skip_next))
 
 
-def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
+def gather_parameters(chunks: Sequence[DataParallel]) -> None:
     """Complete all parameters after an optimizer step with overlapped gathers; otherwise do nothing.
 
     Collective: all ranks.
@@ -95,14 +146,22 @@ def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
             group.start_param_sync(force_sync=True)
 
 
-def parameters_are_gathered(chunks: list[DistributedDataParallel]) -> bool:
-    """Return whether every parameter is complete on this rank. Not collective."""
+def parameters_are_gathered(chunks: Sequence[DataParallel]) -> bool:
+    """Return whether every parameter, or this rank's shard of it, is up to date. Not collective."""
     return all(_is_gathered(group) for group in _overlapped_groups(chunks))
 
 
-def _overlapped_groups(chunks: list[DistributedDataParallel]) -> Iterator[_ParamAndGradBucketGroup]:
+def release_gradients(chunks: Sequence[DataParallel]) -> None:
+    """Free the gradients of sharded parameters after an update; buffers of DistributedDataParallel keep their memory.
+    Not collective."""
     for chunk in chunks:
-        if chunk.ddp_config.overlap_param_gather:
+        if isinstance(chunk, ShardedDataParallel):
+            chunk.zero_grad_buffer()
+
+
+def _overlapped_groups(chunks: Sequence[DataParallel]) -> Iterator[_ParamAndGradBucketGroup]:
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
 
 
@@ -110,14 +169,15 @@ def _is_gathered(group: _ParamAndGradBucketGroup) -> bool:
     return group.param_gather_dispatched and group.param_gather_handle is None
 
 
-def in_bfloat16(chunk: PolicyModel) -> Float16Module:
-    """Wrap in Float16Module without rounding the router's expert bias. Float16Module also rounds buffers;
-    megatron-core 0.16.1 restores the bias's dtype in the next forward pass, but not its precision."""
-    biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
+def in_bfloat16(chunk: ModelChunk) -> Float16Module:
+    """Wrap in Float16Module without rounding the router's expert bias and the rotary frequencies of transformers.
+    Float16Module also rounds buffers; megatron-core 0.16.1 restores the bias's dtype in the next forward pass, but not
+    its precision."""
+    kept = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(_FLOAT32_BUFFERS)}
     wrapped = Float16Module(chunk.config, chunk)
-    for name, buffer in biases.items():
-        router, _, attribute = name.rpartition(".")
-        setattr(chunk.get_submodule(router), attribute, buffer)
+    for name, buffer in kept.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(chunk.get_submodule(owner), attribute, buffer)
     return wrapped
 
 
@@ -128,14 +188,15 @@ def sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None 
     finalize_model_grads(model, None, **options)
 
 
-def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
-    """Build AdamW, sharded over data-parallel ranks if the chunks are wrapped for the distributed optimizer, with
-    float32 main parameters for bfloat16 models. With settings.cpu_offload its state is in host memory
-    (host_optimizer.py).
+def build_optimizer(chunks: list[DataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
+    """Build AdamW, sharded over data-parallel ranks if the chunks are wrapped for the distributed optimizer or have
+    sharded parameters, with float32 main parameters for bfloat16 models. With settings.cpu_offload its state is in host
+    memory (host_optimizer.py).
 
     Collective: all ranks. Call it after the weights are loaded, because it copies them.
     """
     config = chunks[0].config
+    sharded = isinstance(chunks[0], ShardedDataParallel)
     chosen = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -145,10 +206,18 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSe
         adam_beta2=settings.beta2,
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad,
-        bf16=config.bf16,
-        params_dtype=config.params_dtype,
+        # Shards are float32 and need no main parameters.
+        bf16=config.bf16 and not sharded,
+        params_dtype=torch.float32 if sharded else config.params_dtype,
         use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
     )
+    if sharded:
+        optimizer = get_megatron_optimizer(chosen, chunks)
+        # Every rank has other shards, so the gradient norm is a sum over all ranks, like the distributed optimizer's.
+        # Megatron adds only the model-parallel ranks of an optimizer for whole parameters.
+        for part in optimizer_parts(optimizer):
+            part.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+        return optimizer
     if not settings.cpu_offload:
         return get_megatron_optimizer(chosen, chunks)
     with gradients_released(chunks):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from mcore_rl.megatron.model.shards import shard_dtype
 from mcore_rl.megatron.optim.host_optimizer import HostOptimizer
 from mcore_rl.megatron.optim.main_params import MainParameter, main_parameters, optimizer_parts
 
@@ -23,7 +24,7 @@ class ParameterState(NamedTuple):
     """Optimizer state of the elements of a parameter that the optimizer owns.
 
     tensors: flat tensors by name, sharing memory with the optimizer: Adam's moments, and MAIN_PARAMETER unless it is
-    the parameter itself. They are in host memory with actor.optimizer.cpu_offload.
+    the parameter itself in the dtype of the weights. They are in host memory with actor.optimizer.cpu_offload.
     """
 
     owned: MainParameter
@@ -42,6 +43,9 @@ def parameter_states(optimizer: MegatronOptimizer) -> dict[int, ParameterState]:
             if owned.is_copy:
                 on_host = isinstance(inner, HostOptimizer)
                 tensors[MAIN_PARAMETER] = inner.host_copy(owned.main) if on_host else owned.main
+            elif shard_dtype(owned.model) != owned.main.dtype:
+                # The weight in a checkpoint is rounded.
+                tensors[MAIN_PARAMETER] = owned.main
             flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
             assert all(tensor.numel() == owned.main.numel() for tensor in flat.values()), f"wrong size in {list(flat)}"
             # By id, because tensors compare by element.

@@ -43,6 +43,7 @@ from mcore_rl.weights.transports.topology import Topology
 from model_converters.families import family_for
 from model_converters.mapping.placement import TensorPlan
 from model_converters.mapping.plan import export_plan
+from model_converters.mapping.separate import trainer_rows
 from model_converters.mapping.table import bind
 
 logger = logging.getLogger(__name__)
@@ -271,8 +272,8 @@ class MegatronActor(TrainedModel):
 
     def export_plan(self) -> list[TensorPlan]:
         """List every HF tensor with the ranks that write its slices. Equal on all ranks; not collective."""
-        rows = bind(family_for(self.hf_config).rows(self.hf_config), self.hf_config, self._dtype)
-        return export_plan(rows, self.layout)
+        rows = trainer_rows(family_for(self.hf_config).rows(self.hf_config), self.layout)
+        return export_plan(bind(rows, self.hf_config, self._dtype), self.layout)
 
     def sync_plan(self, engine: EngineLayout, topology: Topology, bucket_bytes: int, num_slots: int) -> SyncPlan:
         """Plan the transfer of the policy's weights to engines. Not collective."""
@@ -280,8 +281,8 @@ class MegatronActor(TrainedModel):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Dtype of exported weights: the dtype of the parameters."""
-        return next(iter(self.tensors().values())).dtype
+        """Dtype of exported weights: the dtype in which layers use the parameters."""
+        return self.chunks[0].config.params_dtype
 
     def _choose_tokens(
         self, batch: RankBatch, microbatches: list[MicroBatch], *, replays: bool

@@ -18,17 +18,20 @@ from mcore_rl.megatron.lora.adapters import merged_tensors
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.context import ContextPart
 from mcore_rl.megatron.model.model import build_model
-from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.output import ModelChunk, PolicyModel
 from mcore_rl.megatron.model.routers import Routers, RoutingRow
+from mcore_rl.megatron.model.shards import reshard
 from mcore_rl.megatron.optim.gradient_norms import gradient_norms
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.optim.optimizer import (
+    broadcast_parameters,
     build_optimizer,
     build_scheduler,
     gather_parameters,
-    in_bfloat16,
     parameters_are_gathered,
+    release_gradients,
     wrap_chunks,
+    wrap_frozen,
 )
 from mcore_rl.megatron.step.finite_check import describe_gradients, describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches, whole_by_sample
@@ -49,7 +52,7 @@ Evaluate = Callable[[torch.nn.Module, MicroBatch, torch.Tensor], Result]
 
 def join_and_build(
     config: Config, spec: ResolvedModel, rank: int, init_method: str | None, kind: type[PolicyModel] = PolicyModel
-) -> list[PolicyModel]:
+) -> list[ModelChunk]:
     """Join the process group (see parallel.initialize), and build this rank's chunks; the caller loads their weights.
 
     Collective: all ranks of the layout.
@@ -76,7 +79,7 @@ class RankModel:
     memory: Offloader
 
     def __init__(
-        self, spec: ResolvedModel, chunks: list[PolicyModel], modules: list[torch.nn.Module], *, name: str | None = None
+        self, spec: ResolvedModel, chunks: list[ModelChunk], modules: list[torch.nn.Module], *, name: str | None = None
     ) -> None:
         role, layout = spec.role, spec.layout
         self.role, self.hf_config, self.layout = role, spec.hf_config, layout
@@ -182,7 +185,7 @@ class RankModel:
 
         # Every virtual stage passes over all micro-batches.
         iterators = [iter(zip(batches, rows, strict=True)) for _ in self.modules]
-        return get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.modules if len(self.modules) > 1 else self.modules[0],
@@ -193,26 +196,29 @@ class RankModel:
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
         )
+        for module in self.modules:
+            reshard(module)
+        return results
 
 
 class FrozenModel(RankModel):
     """A model that is not trained. `memory` moves its weights between device and host if `offload` is set.
 
-    `modules` are its chunks in Float16Module for bfloat16.
+    `modules` are its chunks in Float16Module for bfloat16, and in ShardedDataParallel for sharded parameters.
     """
 
     def __init__(
-        self, spec: ResolvedModel, chunks: list[PolicyModel], *, offload: bool, name: str | None = None
+        self, spec: ResolvedModel, chunks: list[ModelChunk], *, offload: bool, name: str | None = None
     ) -> None:
-        modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
-        for module in modules:
-            module.requires_grad_(False)
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        modules = wrap_frozen(chunks, spec.role.section)
         super().__init__(spec, chunks, modules, name=name)
         self.memory = Offloader(modules, None, OffloadConfig(params=offload))
 
 
 class TrainedModel(RankModel):
-    """A RankModel in DistributedDataParallel (`ddp`), with optimizer and scheduler.
+    """A RankModel in DistributedDataParallel or ShardedDataParallel (`ddp`), with optimizer and scheduler.
 
     A checkpoint contains `chunks` (without the weights under adapters), `optimizer`, `scheduler` and, if set, the
     `saved_reference`. `memory` offloads state; every method loads the parts that it needs. `num_updates` is the number
@@ -223,13 +229,12 @@ class TrainedModel(RankModel):
 
     saved_reference: FrozenPolicy | None = None
 
-    def __init__(self, spec: ResolvedModel, chunks: list[PolicyModel], *, num_updates: int, seed: int) -> None:
+    def __init__(self, spec: ResolvedModel, chunks: list[ModelChunk], *, num_updates: int, seed: int) -> None:
         role, self.seed = spec.role, seed
-        self.ddp = wrap_chunks(chunks, role.section)
         # Ranks initialize weights independently, so data-parallel replicas must copy those of one rank.
         if role.model.random_init:
-            for chunk in self.ddp:
-                chunk.broadcast_params()
+            broadcast_parameters(chunks)
+        self.ddp = wrap_chunks(chunks, role.section)
         super().__init__(spec, chunks, self.ddp)
         # Before the optimizer copies the weights.
         gather_parameters(self.ddp)
@@ -273,10 +278,11 @@ class TrainedModel(RankModel):
         Every token counts on exactly one rank, so the metrics of all ranks can be merged exactly.
         """
         rate = float(self.optimizer.param_groups[0]["lr"])
-        norms = gradient_norms(self.chunks, self.optimizer)  # before they are clipped
+        norms = gradient_norms(self.ddp, self.optimizer)  # before they are clipped
         successful, grad_norm, _ = self.optimizer.step()
         # Megatron skips a step only under loss scaling, which float32 and bfloat16 do not use.
         assert successful, f"update {update_index}: the optimizer skipped its step"
+        release_gradients(self.ddp)
         self.scheduler.step(1)
         metrics: dict[str, Metric] = dict(self.routers.finish_update())
         metrics |= {f"{self.name}/grad_norm_{kind}": norm for kind, norm in norms.items()}
@@ -304,7 +310,8 @@ class TrainedModel(RankModel):
         gather_parameters(self.ddp)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's live tensors by canonical name; loads offloaded parameters. Not collective.
+        """Return this rank's live tensors by canonical name, with sharded parameters its rows of them; loads offloaded
+        parameters. Not collective.
 
         In a LoRA run the adapters are merged into a weight when it is read.
 

@@ -15,7 +15,7 @@ from mcore_rl.megatron.model.context import ContextPart
 from mcore_rl.megatron.model.loading import load_hf
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.names import canonical_tensors
-from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.output import ModelChunk
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.roles.rank_model import FrozenModel, RankModel, TrainedModel
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
@@ -40,7 +40,7 @@ class FrozenPolicy(FrozenModel):
         spec: ResolvedModel,
         section: ReferenceConfig,
         objective: Objective,
-        policy: Sequence[PolicyModel],
+        policy: Sequence[ModelChunk],
         *,
         gpus_per_node: int,
     ) -> None:
@@ -69,7 +69,7 @@ class FrozenPolicy(FrozenModel):
         self.memory.offload()
         return logp
 
-    def copy_from(self, policy: Sequence[PolicyModel]) -> None:
+    def copy_from(self, policy: Sequence[ModelChunk]) -> None:
         """Copy the weights of `policy`, which must be gathered and on the device. Not collective."""
         self.memory.load("params")
         tensors, given = canonical_tensors(self.chunks), canonical_tensors(policy)

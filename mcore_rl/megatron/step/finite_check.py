@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import NonFiniteError
-from mcore_rl.megatron.optim.main_params import parameter_buffers
+from mcore_rl.megatron.optim.main_params import gradient_tensors
 from mcore_rl.types import RankShare
 
 MAX_NAMED = 8
@@ -49,23 +49,22 @@ def describe_samples(what: str, samples: Iterable[int], share: RankShare) -> str
 def describe_gradients(chunks: Sequence[torch.nn.Module], share: RankShare) -> str | None:
     """List the parameters whose accumulated gradient is not finite on this rank, and the samples of the rank; None if
     all are finite."""
-    if all(_is_finite(buffer.grad_data) for chunk in chunks for buffer in parameter_buffers(chunk)):
+    if _are_finite([gradient for chunk in chunks for gradient in gradient_tensors(chunk)]):
         return None
     names = [
         name.removeprefix("module.")
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
         # Frozen parameters have no main_grad.
-        if hasattr(parameter, "main_grad") and not _is_finite(parameter.main_grad)
+        if hasattr(parameter, "main_grad") and not _are_finite([parameter.main_grad])
     ]
     listed = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
     samples = describe_samples("a token", (int(sample) for sample in share.samples), share)
     return f"gradient of {listed} after {samples or 'no sample of this rank'}"
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Check a tensor in one pass without a temporary mask: minimum and maximum propagate NaN and infinity."""
-    if not tensor.numel():
-        return True
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Check each tensor in one pass without a temporary mask: minimum and maximum propagate NaN and infinity. The host
+    waits once for all of them."""
+    extremes = [extreme for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
+    return not extremes or bool(torch.isfinite(torch.stack(extremes)).all())

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult, kl_penalty
 from mcore_rl.algorithms.interface import PolicyLoss
-from mcore_rl.algorithms.registry import configured_loss
+from mcore_rl.algorithms.registry import configured_correction, configured_loss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.models import ActorConfig
@@ -95,9 +95,10 @@ class Objective:
     ) -> Objective:
         """Build the configured objective. Raises: ConfigError like configured_loss."""
         algorithm = config.algorithm
-        loss, correction = configured_loss(algorithm), Correction.from_config(algorithm.correction)
+        loss = configured_loss(algorithm)
         temperature = config.rollout.temperature if loss.needs.advantages else 1.0
         stores_logp = config.observe.token_responses > 0 and loss.needs.advantages
+        correction = configured_correction(config, loss)
         return cls(algorithm, config.actor, loss, correction, temperature, group, context, stores_logp)
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mcore_rl.migration.slime.run import SlimeRun
 
+WEIGHT_MODE, WEIGHT_TRANSPORT = "update-weight-mode", "update-weight-transport"
+WEIGHT_DIRECTORY = "update-weight-disk-dir"
 NODES, GPUS, ENGINE_GPUS = "actor-num-nodes", "actor-num-gpus-per-node", "rollout-num-gpus"
 
 
@@ -67,6 +69,24 @@ def _translate_separate(run: SlimeRun, nodes: int, gpus: int) -> None:
             "cluster.gpus_per_node and rollout.nodes",
         )
     _set_engines(run, engine_gpus)
+    _translate_weights(run)
+
+
+def _translate_weights(run: SlimeRun) -> None:
+    """Translate weight updates through files, and differences."""
+    draft, source = run.draft, run.source
+    transport, directory = source.find(WEIGHT_TRANSPORT), source.find(WEIGHT_DIRECTORY)
+    through_files = transport is not None and transport.value == "disk" and directory is not None
+    if directory is not None and through_files:
+        draft.take(source, "weights.transport", "files", WEIGHT_TRANSPORT)
+        draft.take(source, "weights.directory", directory.value, WEIGHT_DIRECTORY)
+    mode, nodes = source.find(WEIGHT_MODE), draft.values.get("cluster.nodes")
+    if mode is None or mode.value != "delta":
+        return
+    if through_files or (isinstance(nodes, int) and nodes > 1):
+        draft.take(source, "weights.delta", True, WEIGHT_MODE)
+        if not through_files:
+            draft.changes.append(f"{mode.shown}: differences are sent over the network, not as files in a directory")
 
 
 def _translate_staleness(run: SlimeRun) -> None:

@@ -43,6 +43,9 @@ def translate_ranks(run: SlimeRun) -> None:
         # Scripts for dense models set it too, and it is rejected for a model without experts.
         draft.drop("actor.parallel.etp")
     _translate_chunks(run)
+    if source.text("train-backend") == "fsdp":
+        note = "FSDP shards weights, gradients and optimizer state"
+        draft.take(source, "actor.parallel.shard_parameters", True, "train-backend", note=note)
     _translate_optimizer(run)
     _translate_recompute(run)
     _translate_experts(run)
@@ -79,7 +82,9 @@ def _translate_offload(run: SlimeRun) -> None:
     """Offload the trainer's states during generation, as slime does with --colocate."""
     source, draft = run.source, run.draft
     if source.flag("colocate") and not source.flag("no-offload-train") and not run.is_supervised:
-        for part in ("params", "grads", "optimizer"):
+        sharded = draft.values.get("actor.parallel.shard_parameters")
+        # Gradients of sharded parameters have no memory between updates.
+        for part in ("params", "optimizer") if sharded else ("params", "grads", "optimizer"):
             if part != "optimizer" or not draft.values.get("actor.optimizer.cpu_offload"):
                 draft.set(f"actor.offload.{part}", True, "slime offloads the trainer with --colocate")
     source.find("offload-train", "no-offload-train", "offload")
@@ -101,11 +106,6 @@ def _translate_recompute(run: SlimeRun) -> None:
     draft.apply(source, [Row("actor.recompute", ("recompute-granularity",))])
     if source.flag("gradient-checkpointing"):
         draft.take(source, "actor.recompute", "full", "gradient-checkpointing")
-    if source.text("train-backend") == "fsdp":
-        draft.changes.append(
-            "--train-backend=fsdp shards weights, gradients and optimizer state over all GPUs; here Megatron shards "
-            "the optimizer state, and actor.parallel the rest. `mcore-rl plan CONFIG.yaml --suggest` finds a layout"
-        )
     mode = draft.values.get("actor.recompute")
     if mode == "full":
         draft.apply(source, [Row("actor.recompute_layers", ("recompute-num-layers",))])

@@ -7,6 +7,13 @@ from mcore_rl.migration.slime.run import FULLY_ASYNCHRONOUS, PROMPT_TOKENS, Slim
 
 UNLIMITED_BATCHES = 1000
 NONZERO_STD = "check_reward_nonzero_std"
+ATTENTION_LAYOUT = (
+    "sglang-dp-size",
+    "sglang-data-parallel-size",
+    "sglang-moe-dense-tp-size",
+    "sglang-enable-dp-lm-head",
+)
+"""Arguments that rollout.data_parallel_attention sets: every GPU of an engine is a data-parallel rank."""
 ROWS = (
     Row("rollout.samples_per_prompt", ("n-samples-per-prompt",)),
     Row("rollout.temperature", ("rollout-temperature",)),
@@ -24,14 +31,7 @@ def translate_rollout(run: SlimeRun) -> None:
     draft.set("rollout.engine", "sglang", "slime's only engine")
     if source.flag("sglang-disable-cuda-graph"):
         draft.take(source, "rollout.enforce_eager", True, "sglang-disable-cuda-graph")
-    sizes, flags = (
-        ("sglang-ep-size", "sglang-expert-parallel-size"),
-        ("sglang-enable-ep-moe", "sglang-enable-deepep-moe"),
-    )
-    spread = source.integer(*sizes) > 1 or any(source.flag(flag) for flag in flags)
-    source.find(*flags)
-    if spread and source.integer("rollout-num-gpus-per-engine") > 1:
-        draft.take(source, "rollout.expert_parallel", True, *sizes, *flags)
+    _translate_engine_layout(run)
     for key in ("rollout-top-p", "rollout-top-k"):
         value = source.number(key)
         if (key.endswith("p") and value < 1) or (key.endswith("k") and value > 0):
@@ -51,6 +51,22 @@ def translate_rollout(run: SlimeRun) -> None:
             draft.choices.append(
                 f"{setting.shown}: write this as rollout.episode (docs/episodes.md) or data.curriculum"
             )
+
+
+def _translate_engine_layout(run: SlimeRun) -> None:
+    source, draft = run.source, run.draft
+    sizes = ("sglang-ep-size", "sglang-expert-parallel-size")
+    flags = ("sglang-enable-ep-moe", "sglang-enable-deepep-moe")
+    attention = ("sglang-enable-dp-attention", "sglang-attn-dp-size")
+    parallel_attention = source.flag(attention[0]) or source.integer(attention[1]) > 1
+    spread = parallel_attention or source.integer(*sizes) > 1 or any(source.flag(flag) for flag in flags)
+    source.find(*flags, *attention, *ATTENTION_LAYOUT)
+    if source.integer("rollout-num-gpus-per-engine") <= 1:
+        return
+    if spread:
+        draft.take(source, "rollout.expert_parallel", True, *sizes, *flags, *attention)
+    if parallel_attention:
+        draft.take(source, "rollout.data_parallel_attention", True, *attention)
 
 
 def _translate_limits(run: SlimeRun) -> None:

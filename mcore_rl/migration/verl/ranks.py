@@ -188,8 +188,7 @@ def _translate_dispatcher(run: VerlRun, model: TrainedModel) -> None:
 
 
 def _translate_sharding(run: VerlRun, model: TrainedModel) -> None:
-    """Translate FSDP and similar backends: no counterpart of sharded weights, so sequence ranks become tensor-parallel
-    ranks."""
+    """Translate FSDP and similar backends. Sequence ranks become tensor-parallel ranks."""
     source, draft, section = run.source, run.draft, f"{model.section}.parallel"
     ranks, tp_keys = _sequence_ranks(run, model), (*model.keys("tensor_parallel_size"), *model.keys("tp_size"))
     tp = max(source.integer(*tp_keys), 1)
@@ -205,16 +204,48 @@ def _translate_sharding(run: VerlRun, model: TrainedModel) -> None:
     pp_keys = (*model.keys("pipeline_parallel_size"), *model.keys("pp_size"))
     if source.integer(*pp_keys) > 1:
         draft.take(source, f"{section}.pp", source.integer(*pp_keys), *pp_keys)
-    if model is POLICY:
+    if _shards_over_all(run, model):
+        _translate_fsdp(run, model)
+    elif model is POLICY:
         draft.changes.append(
             f"{ACTOR}.strategy={source.text(f'{ACTOR}.strategy') or 'fsdp'} shards weights, gradients and optimizer "
-            "state over all GPUs; here Megatron shards the optimizer state, and actor.parallel the rest. "
+            "state; here Megatron shards the optimizer state, and actor.parallel the rest. "
             "`mcore-rl plan CONFIG.yaml --suggest` searches for a layout"
         )
     checkpointing = f"{model.model}.enable_gradient_checkpointing"
     if _flag_or(run, (checkpointing,), default=True):
         note = "" if source.is_set(checkpointing) else "verl's default"
         draft.set(f"{model.section}.recompute", "full", source.effective(checkpointing).origin + (note and f": {note}"))
+
+
+def _shards_over_all(run: VerlRun, model: TrainedModel) -> bool:
+    """Return whether FSDP shards a model over all GPUs, so that shard_parameters is its counterpart."""
+    if not run.uses_fsdp or run.draft.integer(f"{model.section}.parallel.pp") > 1:
+        return False
+    size = run.source.integer(*model.keys("fsdp_size"))
+    if 0 < size < run.trainer_gpus:
+        shown = run.source.effective(*model.keys("fsdp_size")).shown
+        run.draft.changes.append(
+            f"{shown} shards over {size} GPUs and replicates the shards: no counterpart; "
+            f"{model.section}.parallel.shard_parameters=true shards over all data-parallel ranks"
+        )
+        return False
+    return True
+
+
+def _translate_fsdp(run: VerlRun, model: TrainedModel) -> None:
+    """Translate FSDP over all GPUs, and list its options that have another meaning here."""
+    source, draft = run.source, run.draft
+    key = f"{model.section}.parallel.shard_parameters"
+    draft.take(source, key, True, f"{model.role}.strategy", note="FSDP shards weights, gradients and optimizer state")
+    if source.is_set(*model.keys("reshard_after_forward")) and not source.flag(*model.keys("reshard_after_forward")):
+        shown = source.effective(*model.keys("reshard_after_forward")).shown
+        draft.changes.append(f"{shown}: {key} frees a layer's gathered weights after its forward pass")
+    if source.flag(*model.keys("offload_policy")):
+        shown = source.effective(*model.keys("offload_policy")).shown
+        draft.changes.append(
+            f"{shown} keeps shards in host memory during passes; {model.section}.offload only does so between phases"
+        )
 
 
 def _translate_optimizer(run: VerlRun, model: TrainedModel) -> None:
@@ -241,10 +272,14 @@ def _translate_offload(run: VerlRun, model: TrainedModel) -> None:
     if run.is_fully_asynchronous or run.is_one_step_off:
         source.find(*(key for part in ("param", "grad", "optimizer") for key in model.keys(f"{part}_offload")))
         return
+    sharded = bool(draft.values.get(f"{model.section}.parallel.shard_parameters"))
     for part, theirs in (("params", "param"), ("grads", "grad"), ("optimizer", "optimizer")):
-        if source.flag(*model.keys(f"{theirs}_offload")):
+        # Gradients of sharded parameters have no memory between updates.
+        if sharded and part == "grads":
+            source.find(*model.keys(f"{theirs}_offload"))
+        elif source.flag(*model.keys(f"{theirs}_offload")):
             draft.take(source, f"{ours}.{part}", True, *model.keys(f"{theirs}_offload"))
-    if not run.uses_megatron and draft.values.get("cluster.device") == "cuda":
+    if not run.uses_megatron and not sharded and draft.values.get("cluster.device") == "cuda":
         for part in ("params", "grads", "optimizer"):
             if f"{ours}.{part}" not in draft.values:
                 draft.set(

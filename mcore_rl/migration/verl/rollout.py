@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from mcore_rl.config.quantization import FP8, UNQUANTIZED
+from mcore_rl.config.sampling import MTP, NGRAM
 from mcore_rl.config.schema import TOOL_FORMATS
 from mcore_rl.migration.draft import Row
 from mcore_rl.migration.verl.defaults import ROLLOUT
 from mcore_rl.migration.verl.run import EXPERTS, VerlRun
 
 UNLIMITED_TURNS = 100
+MTP_KEYS = "actor_rollout_ref.model.mtp"
+DP_ATTENTION = f"{ROLLOUT}.engine_kwargs.sglang.enable_dp_attention"
 SHARES = {"left": "end", "right": "start", "middle": "both"}
 """verl names the side that it cuts off, we name the part that stays."""
 BUCKETS = tuple(f"{ROLLOUT}.{section}update_weights_bucket_megabytes" for section in ("checkpoint_engine.", ""))
@@ -43,6 +47,28 @@ def translate_rollout(run: VerlRun) -> None:
     _translate_tools(run)
 
 
+def translate_drafts(run: VerlRun) -> None:
+    """Translate speculative decoding. Call after translate_ranks, which translates the loss of the drafting layers."""
+    source, draft, enabled = run.source, run.draft, f"{MTP_KEYS}.enable_rollout"
+    method, num_tokens = source.text(f"{MTP_KEYS}.method"), source.integer(f"{MTP_KEYS}.num_speculative_tokens")
+    if not (source.flag(f"{MTP_KEYS}.enable") and source.flag(enabled)):
+        return
+    reason = ""
+    if draft.values.get("rollout.engine") == "sglang":
+        reason = "rollout.draft needs rollout.engine=vllm"
+    elif method not in (MTP, NGRAM):
+        reason = f"rollout.draft has no method {method}"
+    elif method == MTP and not draft.values.get("actor.mtp_loss_coefficient"):
+        reason = "rollout.draft=mtp needs layers with a loss (actor.mtp_loss_coefficient)"
+    elif method == MTP and draft.values.get("rollout.quantization") == FP8:
+        reason = f"rollout.draft=mtp does not support rollout.quantization={FP8}"
+    if reason:
+        draft.changes.append(f"{source.effective(enabled).shown}: engines decode without drafts; {reason}")
+        return
+    draft.take(source, "rollout.draft", method, enabled)
+    draft.take(source, "rollout.draft_tokens", num_tokens, f"{MTP_KEYS}.num_speculative_tokens")
+
+
 def _translate_engine(run: VerlRun) -> None:
     source, draft = run.source, run.draft
     name = source.text(f"{ROLLOUT}.name")
@@ -51,10 +77,23 @@ def _translate_engine(run: VerlRun) -> None:
     elif name not in (None, "vllm"):
         draft.changes.append(f"{ROLLOUT}.name={name}: rollout.engine is vllm here")
     quantization = source.text(f"{ROLLOUT}.quantization")
-    if quantization is not None:
-        draft.changes.append(f"{ROLLOUT}.quantization={quantization}: engines compute in model.dtype here")
+    if quantization == FP8 and name != "sglang":
+        # verl rounds blocks of 128 x 128 too, in the engine.
+        draft.take(source, "rollout.quantization", FP8, f"{ROLLOUT}.quantization")
+        draft.changes.append(
+            f"{ROLLOUT}.quantization={FP8}: algorithm.correction.kind=auto truncates importance weights then; verl "
+            "corrects nothing unless it is configured"
+        )
+    elif quantization is not None:
+        draft.changes.append(
+            f"{ROLLOUT}.quantization={quantization}: engines compute in model.dtype here; rollout.quantization is "
+            f"{FP8} with vLLM, or {UNQUANTIZED}"
+        )
     if run.engine_gpus > 1 and run.spreads_experts:
         draft.take(source, "rollout.expert_parallel", True, *EXPERTS)
+    if name == "sglang" and run.engine_gpus > 1 and source.flag(DP_ATTENTION):
+        draft.take(source, "rollout.data_parallel_attention", True, DP_ATTENTION)
+        draft.take(source, "rollout.expert_parallel", True, *EXPERTS, DP_ATTENTION)
     for key in ("data_parallel_size", "pipeline_model_parallel_size"):
         if source.integer(f"{ROLLOUT}.{key}") > 1:
             draft.changes.append(

@@ -17,6 +17,8 @@ ENGINE_NAMES = (
     *("engine", "engine.strategy"),
 )
 """Settings that name the training backend."""
+OTHER_BACKENDS = ("veomni", "torchtitan", "automodel")
+"""Backends that shard states like FSDP, but with layouts of their own."""
 EXPERTS = (f"{ROLLOUT}.expert_parallel_size", f"{ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel")
 """Settings of engines whose ranks hold whole experts."""
 
@@ -58,6 +60,13 @@ class VerlRun:
         return any("megatron" in name or "mlite" in name for name in named) or any(
             key.startswith((f"{ACTOR}.megatron.", "engine.tensor_model_parallel_size")) for key in self.source.settings
         )
+
+    @cached_property
+    def uses_fsdp(self) -> bool:
+        """True if torch's FSDP trains, and shards all states over all GPUs."""
+        named = [self.source.text(name) or "" for name in ENGINE_NAMES]
+        named += [key.removeprefix(f"{ACTOR}.") for key in self.source.settings if key.startswith(f"{ACTOR}.")]
+        return not self.uses_megatron and not any(other in name for name in named for other in OTHER_BACKENDS)
 
     @property
     def samples(self) -> int:

@@ -12,7 +12,7 @@ from mcore_rl.migration.verl.lora import translate_lora
 from mcore_rl.migration.verl.programs import check_program
 from mcore_rl.migration.verl.ranks import POLICY, VALUE_MODEL, translate_budget, translate_ranks
 from mcore_rl.migration.verl.rewards import translate_rewards
-from mcore_rl.migration.verl.rollout import translate_rollout
+from mcore_rl.migration.verl.rollout import translate_drafts, translate_rollout
 from mcore_rl.migration.verl.run import VerlRun
 from mcore_rl.migration.verl.schedule import translate_learning_rate, translate_schedule
 from mcore_rl.migration.verl.supervised import translate_supervised
@@ -47,6 +47,7 @@ def _translate_reinforcement(run: VerlRun) -> None:
     translate_schedule(run)
     translate_cluster(run)
     translate_ranks(run, POLICY)
+    translate_drafts(run)
     micro = tuple(f"{ACTOR}.{name}" for name in ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size"))
     tokens, dynamic = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz"
     translate_budget(run, POLICY, tokens=tokens, micro=micro, dynamic=dynamic)

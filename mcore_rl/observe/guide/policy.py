@@ -44,6 +44,11 @@ DIFFERENCE = (
     ),
     Remedy("set actor.fp8=none", lambda config: config.actor.fp8 != "none", "if the trainer uses FP8"),
     Remedy(
+        "set rollout.quantization=none",
+        lambda config: config.rollout.quantization != "none",
+        "if the engines use FP8 weights",
+    ),
+    Remedy(
         "for a model with experts, set actor.moe.router_replay=engine",
         lambda config: config.actor.moe.router_replay != "engine",
         "if it is not set yet",

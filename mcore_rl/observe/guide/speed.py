@@ -68,6 +68,25 @@ SPEED = (
         signs="falls while the lengths do not change: a device is throttled, or a phase grows",
     ),
     MetricEntry(
+        "weights/delta_share",
+        "below 0.3, with weights.delta; about 1 in the first sync and after an engine was restarted",
+        (
+            Remedy("set weights.delta=false: most weights change between two syncs"),
+            Remedy("lower actor.optimizer.lr, or the number of updates per step, if they are too high anyway"),
+        ),
+        signs="near 1 in most steps: a delta saves nothing, and costs time and memory for its copies",
+    ),
+    MetricEntry(
+        "engine/draft_acceptance",
+        "above 0.1, with rollout.draft",
+        (
+            Remedy("lower rollout.draft_tokens if the last positions (engine/draft_acceptance_N) are near 0"),
+            Remedy("lower rollout.draft_below"),
+            Remedy("set rollout.draft=none if throughput/tokens_per_second is higher without drafts"),
+        ),
+        signs="near 0: responses repeat little of prompt or response, and drafts only add work",
+    ),
+    MetricEntry(
         "engine/restarts",
         "0",
         (

@@ -53,14 +53,20 @@ class PausedRequests:
                     full.append(request.request_id)
         return full
 
-    def count(self, deltas: Sequence[Delta]) -> list[str]:
-        """Count sampled tokens; returns the ids of requests that reached their limit."""
+    def count(self, deltas: Sequence[Delta], version: int) -> list[str]:
+        """Count sampled tokens; returns the ids of requests that reached their limit for weights of `version`.
+
+        An engine may return tokens of earlier weights after an update (RankEngine.begin_update).
+        """
         reached = []
         # Most runs have no limits; they must not pay for every token here.
         for delta in deltas if self._running else ():
             if (limited := self._running.get(delta.request_id)) is not None:
                 limited.sampled += len(delta.token_ids)
-                limited.left -= len(delta.token_ids)
+                if delta.version == version:
+                    limited.left -= len(delta.token_ids)
+                else:
+                    limited.left = _remaining(limited.request, limited.sampled, version)
                 if limited.left <= 0:
                     reached.append(delta.request_id)
         return reached

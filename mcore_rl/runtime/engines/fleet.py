@@ -27,6 +27,9 @@ from mcore_rl.weights.transports.topology import Endpoint
 
 T = TypeVar("T")
 
+PARTS = frozenset({"weights", "kv_cache"})
+"""Parts of an engine that sleep."""
+
 
 @dataclass(eq=False)
 class FleetEngine:
@@ -100,8 +103,8 @@ class FleetEngine:
         kill_all(self.processes)
 
     def replace_processes(self) -> Ref[None]:
-        """Replace all processes and begin their set-up. Returns the same reference as `set_up`."""
-        self.kill()
+        """Replace all processes, which are dead or killed, and begin their set-up. Returns the same reference as
+        `set_up`."""
         for before, after in zip(self.processes, self._create(), strict=True):
             self.watch.replace(before, after)
         self.watch.places.ask(self.processes)
@@ -148,11 +151,17 @@ class Fleet:
     max_restarts: int = 0
     note: Callable[[str], None] = print
     """Shows a line to the user."""
+    make_room: Callable[[], None] | None = None
+    """Frees the devices for an engine that starts, which measures their memory; None unless others use them in turns
+    with the engines (see DevicePhases)."""
     version: int = field(default=0, init=False)
     """Weight version; every engine that serves has this version or a later one."""
     num_restarts: int = field(default=0, init=False)
     released: ReleasedKeys = field(default_factory=ReleasedKeys, init=False)
-    asleep: bool = field(default=False, init=False)
+    awake: frozenset[str] = field(default=PARTS, init=False)
+    """Parts of the engines that are in device memory."""
+    _keep_weights: bool = field(default=False, init=False)
+    """Argument of the last `sleep`."""
     _metrics: dict[str, Metric] = field(default_factory=dict, init=False)
     lost_journals: dict[str, str] = field(default_factory=dict, init=False)
     """Journal files of lost engines, by producer."""
@@ -160,6 +169,11 @@ class Fleet:
     @property
     def num_engines(self) -> int:
         return len(self.engines)
+
+    @property
+    def asleep(self) -> bool:
+        """True if engines cannot generate because a part of them is asleep."""
+        return self.awake != PARTS
 
     @property
     def serving(self) -> list[FleetEngine]:
@@ -194,6 +208,9 @@ class Fleet:
         # it.
         engine.incarnation += 1
         engine.busy_seconds, engine.has_weights = 0.0, False
+        engine.kill()  # first: ranks that wait for it cannot free their devices
+        if self.make_room is not None:
+            self.make_room()
         engine.starting, engine.deadline = engine.replace_processes(), self.watch.start_deadline()
 
     def is_lost(self, engine: FleetEngine) -> bool:
@@ -218,12 +235,13 @@ class Fleet:
             self.lose(engine, self._reasons(engine)[0])
 
     def settle(self) -> None:
-        """Wait until every engine is up."""
+        """Restart failed engines, and wait until every engine is up. Restarted engines are asleep like the others."""
 
         def wait() -> None:
             for engine in self.engines:
                 if engine.starting is not None:
                     self.watch.get_started({engine.starting: engine.processes})
+                    self._put_to_sleep_like_others(engine)
                     engine.starting = None
 
         # An engine may have died while it started: restart it before waiting for it.
@@ -231,8 +249,11 @@ class Fleet:
         self.retry_on_engine_loss(wait)
 
     def up(self) -> list[FleetEngine]:
-        """Return the engines that can receive weights. Waits for starting engines only if all are
-        starting."""
+        """Return the engines that can receive weights. Waits for starting engines only if all are starting, or if
+        their devices are needed by trainer ranks, which load the weights that they send."""
+        if self.make_room is not None:
+            self.settle()
+            return self.engines
 
         def look() -> None:
             for engine in self.engines:
@@ -276,13 +297,14 @@ class Fleet:
 
     def sleep(self, keep_weights: bool) -> int:
         """Free the memory of every engine; returns the bytes freed by all of them."""
-        self.asleep = True
-        return sum(self._on_every_engine(lambda process: process.call(EngineProcess.sleep, keep_weights)))
+        released = sum(self._on_every_engine(lambda process: process.call(EngineProcess.sleep, keep_weights)))
+        self.awake, self._keep_weights = frozenset(), keep_weights
+        return released
 
     def wake_up(self, part: str) -> None:
         """Restore "weights" or "kv_cache" on every engine."""
         self._on_every_engine(lambda process: process.call(EngineProcess.wake_up, part))
-        self.asleep = part != "kv_cache"  # the KV cache is restored last
+        self.awake |= {part}
 
     def device_memory(self) -> list[DeviceMemory | None]:
         """Measure the memory of every engine rank's GPU; None for a rank on a CPU. Empty if an engine is lost."""
@@ -300,16 +322,13 @@ class Fleet:
             return []
         return [memory for of_engine in by_engine for memory in of_engine]
 
-    def start_asleep(self) -> None:
-        """Restart lost engines and put them to sleep like the others."""
-        before = [engine.incarnation for engine in self.engines]
-
-        def start() -> None:
-            self.settle()
-            started = [engine for engine in self.engines if engine.incarnation != before[engine.number]]
-            self.watch.get([engine.process.call(EngineProcess.sleep, False) for engine in started])
-
-        self.retry_on_engine_loss(start)
+    def _put_to_sleep_like_others(self, engine: FleetEngine) -> None:
+        """Free the memory of an engine that has just started, which is awake, except for the parts that are awake in
+        all engines."""
+        if self.asleep:
+            self.watch.get([engine.process.call(EngineProcess.sleep, self._keep_weights)])
+            for part in sorted(self.awake):
+                self.watch.get([engine.process.call(EngineProcess.wake_up, part)])
 
     def _on_every_engine(self, begin: Callable[[ProcessHandle[EngineProcess]], Ref[T]]) -> list[T]:
         """Call every engine and return the results. Waits until all are up: a starting engine takes memory that others

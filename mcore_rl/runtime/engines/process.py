@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +35,16 @@ from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.trajectory_store import FetchRequest, TrajectoryStore
-from mcore_rl.types import DeviceMemory, Grades, RolloutScalars, RolloutTask, SavedFile, Span, TrajectoryBuffers
+from mcore_rl.types import (
+    DeviceMemory,
+    DraftCounts,
+    Grades,
+    RolloutScalars,
+    RolloutTask,
+    SavedFile,
+    Span,
+    TrajectoryBuffers,
+)
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
@@ -42,6 +52,9 @@ from mcore_rl.weights.verify import Comparison
 MAX_REPLAY_THREADS = 1 << 12
 """Maximum threads in a replay, started on demand. Tasks that ran on another engine in the recorded run may wait here
 for their weight version, each in a thread."""
+
+SECONDS_BETWEEN_LOOKS = 0.1
+"""Interval between looks at files that are being fetched; each look waits for the end of a step."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,8 @@ class EngineReport:
     """Seconds since the engine started in which it had running requests."""
     tokens_carried_over: int
     """Tokens of responses that were paused for new weights and continued, since the engine started."""
+    drafts: DraftCounts | None = None
+    """None without rollout.draft."""
 
 
 @marks_errors
@@ -124,7 +139,8 @@ class EngineProcess(RunProcess):
         with self.spans.span(f"generate {tasks[0][1].prompt_set}" if tasks else "generate"):
             finished, received, left = self._runner.exchange(tasks, until)
         ended = [(task.number, self._kept.keep(task.buffers, task.request_ids), task.scalars) for task in finished]
-        return EngineReport(ended, received, left, self.loop.busy_seconds, self.loop.tokens_carried_over)
+        drafts = self.receiver.draft_counts
+        return EngineReport(ended, received, left, self.loop.busy_seconds, self.loop.tokens_carried_over, drafts)
 
     @remote_method(concurrency_group="engine")
     def begin(self, tasks: list[tuple[int, RolloutTask]]) -> None:
@@ -234,6 +250,19 @@ class EngineProcess(RunProcess):
         with self.spans.span("connect weights"):
             self.loop.between_steps(lambda: self.receiver.connect(connection, engine))
         self._num_rounds = connection.plan.num_rounds
+
+    @remote_method(concurrency_group="engine")
+    def disconnect(self) -> None:
+        with self.spans.span("disconnect weights"):
+            self.loop.between_steps(self.receiver.disconnect)
+
+    @remote_method(concurrency_group="engine")
+    def fetch_update(self) -> None:
+        """Fetch the files of the next update while the engine generates; returns when its ranks have them in memory."""
+        with self.spans.span("fetch weights"):
+            self.loop.between_steps(self.receiver.fetch_update)
+            while not self.loop.between_steps(self.receiver.is_fetched):
+                time.sleep(SECONDS_BETWEEN_LOOKS)
 
     @remote_method(concurrency_group="engine")
     def receive_update(self, version: int, recompute: bool) -> list[int]:

@@ -31,7 +31,7 @@ from mcore_rl.runtime.engines.trajectories import EngineTrajectories, chunk_of, 
 from mcore_rl.runtime.health import AnyRef
 from mcore_rl.runtime.phases import Phase, staged
 from mcore_rl.runtime.progress.responses import shown_responses
-from mcore_rl.types import BuffersRef, Mean, RolloutResult, RolloutScalars, RolloutTask, Total
+from mcore_rl.types import BuffersRef, DraftCounts, Mean, RolloutResult, RolloutScalars, RolloutTask, Total
 
 T = TypeVar("T")
 
@@ -111,6 +111,8 @@ class Scheduler(EngineTrajectories):
     """Engines that are known to be dead, including those that have not been restarted yet."""
     _carried: dict[EngineKey, int] = field(default_factory=dict, init=False)
     """Value of EngineReport.tokens_carried_over in the last report of each engine."""
+    _drafts: dict[EngineKey, DraftCounts] = field(default_factory=dict, init=False)
+    """Value of EngineReport.drafts in the last report of each engine."""
     _gathers: bool = field(default=False, init=False)
     _num_restarts: int = field(default=0, init=False)
     """Value of Fleet.num_restarts when lost pieces were last queued again."""
@@ -258,6 +260,10 @@ class Scheduler(EngineTrajectories):
             carried_over = report.tokens_carried_over - self._carried.get(key, 0)
             fleet.add_metric("engine/tokens_carried_over", Total(carried_over))
             self._carried[key] = report.tokens_carried_over
+        if report.drafts is not None:
+            for name, metric in (report.drafts - self._drafts.get(key, DraftCounts.zero(1))).metrics():
+                fleet.add_metric(name, metric)
+            self._drafts[key] = report.drafts
         for number, kept_key, scalars in report.ended:
             fleet.add_metric("engine/tokens_taken_over", Total(scalars.tokens_taken_over))
             place = fleet.released.refer(engine.producer, engine.process, kept_key)
@@ -350,7 +356,7 @@ class Scheduler(EngineTrajectories):
     def _requeue_lost(self) -> None:
         """Queue unfinished pieces of engines that were replaced, and finished ones that `run` has not returned."""
         serving = {engine.key for engine in self.fleet.serving}
-        lost = {*self._balance.given, *self._carried} - serving
+        lost = {*self._balance.given, *self._carried, *self._drafts} - serving
         again: set[tuple[int, EngineKey]] = set()
         finished = []
         for number, piece in self._balance.pieces.items():
@@ -370,6 +376,7 @@ class Scheduler(EngineTrajectories):
             submission.task = with_journal(submission.task, journal)
         for key in lost:
             self._carried.pop(key, None)
+            self._drafts.pop(key, None)
         # The replacements have no `run` call yet. Results of calls to the lost processes are not awaited any more.
         self._idle |= {key.number for key, take in self._calls.values() if key in lost and take == self._take_report}
         self._calls = {call: (key, take) for call, (key, take) in self._calls.items() if key not in lost}

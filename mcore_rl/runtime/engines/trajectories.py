@@ -143,10 +143,8 @@ class EngineTrajectories(ABC):
             return self._regenerate(chunks)
         if phases is None or not (fleet.watch.lost or self._lost(chunks)):
             return False
-        for engine in fleet.failed():
-            engine.kill()  # ranks that fetch from it must not wait: they free their devices next
         with phases.interrupted():
-            fleet.start_asleep()
+            fleet.settle()
             self.supply()
             return self._regenerate(chunks)
 

@@ -37,9 +37,11 @@ from mcore_rl.weights.transports.hosts import this_host
 if TYPE_CHECKING:
     from mcore_rl.megatron.step.objective import RankBatch
     from mcore_rl.weights.connection import Connection, TrainerSetup
+    from mcore_rl.weights.delta.copies import FrameBytes
     from mcore_rl.weights.send import WeightSender
     from mcore_rl.weights.slices.engine_layout import EngineLayout
     from mcore_rl.weights.sync_plan import SyncPlan
+    from mcore_rl.weights.transports.shared_buffer import SharedNames
     from mcore_rl.weights.transports.topology import Endpoint, Topology
 
 
@@ -49,13 +51,12 @@ class TrainerProcess(TrainedRankProcess):
 
     _sender: WeightSender
     """Sends weight updates; absent before the first connection."""
+    _setup: TrainerSetup | None = None
+    """The current connection with its staging buffers."""
 
     def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
         super().__init__(name, logs, peers)
         self._held: HeldBatch[RankBatch] = HeldBatch()
-        self._setups: list[TrainerSetup] = []
-        """The setup of the current connection last. Earlier ones keep their staging buffers until engines have unmapped
-        them."""
 
     def _build(self, context: SetUpContext, rank: int, world_size: int, address: str) -> None:
         from mcore_rl.megatron.roles.actor import MegatronActor
@@ -158,32 +159,40 @@ class TrainerProcess(TrainedRankProcess):
         """Compute the plan of weight syncs, which is the same on every rank."""
         return self.actor.sync_plan(engine, topology, bucket_bytes, num_slots)
 
-    def create_buffers(self, plan: SyncPlan) -> dict[int, str]:
-        """Create the staging buffers that this rank owns. Returns their names by buffer number."""
+    def disconnect_weights(self) -> None:
+        """End the current connection, and unmap the staging buffers of other ranks."""
+        if self._setup is not None:
+            self._setup.disconnect()
+
+    def create_buffers(self, plan: SyncPlan) -> dict[int, SharedNames]:
+        """Create the staging buffers that this rank owns. Returns their names by buffer number. The buffers of the
+        earlier connection are freed before: all processes have disconnected from them."""
         from mcore_rl.weights.connection import TrainerSetup
 
-        if hasattr(self, "_sender"):  # not the first connection
-            self._sender.close()
-        self._setups.append(TrainerSetup(plan, self.actor.rank))
-        return self._setups[-1].create_buffers()
+        if self._setup is not None:
+            self._setup.close()
+        self._setup = TrainerSetup(plan, self.actor.rank)
+        return self._setup.create_buffers()
 
     def connect_weights(self, connection: Connection) -> None:
         """Join the transfer group. Collective: all processes of the sync."""
+        assert self._setup is not None
         with self.spans.span("connect weights"):
-            self._sender = self._setups[-1].connect(connection)
+            self._sender = self._setup.connect(connection)
 
     @remote_method(concurrency_group="watch")
     def unlink_buffers(self) -> None:
         """Remove the names of the staging buffers, even while this rank waits in `connect_weights`."""
-        for setup in self._setups:
-            setup.unlink()
+        if self._setup is not None:
+            self._setup.unlink()
 
     def send_weights(self) -> npt.NDArray[np.int64]:
         """Send one update. Returns the bytes that this rank sent to each staging buffer."""
-        # All engines have connected, so none maps the buffers of an earlier connection. CUDA does not define what
-        # happens to mappings of freed memory.
-        del self._setups[:-1]
         return self._sender.send(self.actor.tensors(), self.spans.span)
+
+    def delta_bytes(self) -> FrameBytes:
+        """Return the bytes that the last update sent to other hosts with weights.delta."""
+        return self._sender.delta_bytes
 
     def send_digests(self) -> None:
         """Send digests of the tensors, for engines to compare with their own."""

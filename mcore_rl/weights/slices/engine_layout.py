@@ -13,7 +13,8 @@ class EngineLayout:
     """Sizes of an engine's parallel axes in the rank order of vLLM and SGLang: rank = tp + TP * (pp + PP * dp).
 
     dp is attention data parallelism: its ranks hold the same attention weights. The experts are divided among all
-    ranks of a stage: whole experts with `expert_parallel`, otherwise slices of every expert.
+    ranks of a stage: whole experts with `expert_parallel`, otherwise slices of every expert. With `draft_layers` the
+    engine drafts with the model's multi-token-prediction layers; otherwise it does not load them.
 
     Source: vllm.distributed.parallel_state, FusedMoEParallelConfig (0.32); sglang.srt.runtime_context (0.5.23).
     Raises: LayoutError.
@@ -23,6 +24,7 @@ class EngineLayout:
     dp: int = 1
     pp: int = 1
     expert_parallel: bool = False
+    draft_layers: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "pp"):
@@ -31,6 +33,17 @@ class EngineLayout:
         if self.expert_parallel and self.tp > 1 and self.dp > 1:
             # vLLM then divides the tokens among the tp ranks and keeps shared experts whole on each of them.
             raise LayoutError("an engine with expert_parallel and attention data parallelism must have tp=1")
+
+    @classmethod
+    def of_ranks(
+        cls, num_ranks: int, *, expert_parallel: bool, data_parallel_attention: bool, draft_layers: bool = False
+    ) -> EngineLayout:
+        """Return the layout of an engine of `num_ranks` ranks without pipeline stages, as its settings describe it.
+
+        Raises: LayoutError.
+        """
+        tp, dp = (1, num_ranks) if data_parallel_attention else (num_ranks, 1)
+        return cls(tp, dp, expert_parallel=expert_parallel, draft_layers=draft_layers)
 
     @property
     def num_ranks(self) -> int:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import torch
 
-from mcore_rl.weights.slices.routes import Route, SliceRouter
-from mcore_rl.weights.slices.senders import RankLocations
-from mcore_rl.weights.slices.shard_map import IntArray, ShardMap
-from model_converters.mapping.placement import Placement
+from mcore_rl.weights.quantization import Encoding, TensorBox
+from mcore_rl.weights.slices.routes import Route, RouteMap, SliceRouter
+from mcore_rl.weights.slices.shard_map import IntArray
+from model_converters.mapping.placement import box_shape
 from model_converters.mapping.transforms import Shape
 
 ALIGNMENT_BYTES = 64
@@ -32,7 +31,8 @@ class Slice:
     """Indices `start : start + length` along `dim` of the HF tensor `hf_name`, complete along all other dims.
 
     The sender has them in its tensor `mcore_name` from index `local_start` on. `offset` is the position in the
-    message, in bytes.
+    message, in bytes. With `rows`, it has only the rows [first, end) of dim 0; `dim` is another one then. `quantised`:
+    codes and scales travel, computed from values of `dtype`.
     """
 
     hf_name: str
@@ -44,21 +44,34 @@ class Slice:
     mcore_name: str
     local_start: int
     offset: int
+    rows: tuple[int, int] | None = None
+    quantised: bool = False
 
     @property
     def shape(self) -> Shape:
-        if not self.hf_shape:
-            return ()
-        return (*self.hf_shape[: self.dim], self.length, *self.hf_shape[self.dim + 1 :])
+        return box_shape(self.hf_shape, self.dim, self.length, self.rows)
+
+    @property
+    def first(self) -> Shape:
+        """Indices of the first element in the HF tensor."""
+        first = [self.start if dim == self.dim else 0 for dim in range(len(self.hf_shape))]
+        if self.rows is not None:
+            first[0] = self.rows[0]
+        return tuple(first)
+
+    @property
+    def boxes(self) -> tuple[TensorBox, ...]:
+        """Tensors that follow each other in the message, each aligned: the values, or codes and scales."""
+        return Encoding(self.dtype, self.quantised).boxes(self.hf_name, self.first, self.shape)
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return sum(box.num_bytes for box in self.boxes)
 
     @property
     def end(self) -> int:
         """Offset of the next slice, in bytes."""
-        return self.offset + aligned(self.num_bytes)
+        return self.offset + sum(aligned(box.num_bytes) for box in self.boxes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,43 +89,43 @@ class Message:
         return self.slices[-1].end
 
 
-def views(message: Message, memory: torch.Tensor) -> list[tuple[Slice, torch.Tensor]]:
-    """Return each slice with a view of its bytes in `memory`, in the slice's dtype and shape."""
-    return [
-        (each, memory[each.offset : each.offset + each.num_bytes].view(each.dtype).view(each.shape))
-        for each in message.slices
-    ]
+def views(message: Message, memory: torch.Tensor) -> list[tuple[Slice, tuple[torch.Tensor, ...]]]:
+    """Return each slice with views of its boxes in `memory`, in their dtypes and shapes."""
+    found = []
+    for each in message.slices:
+        offset, places = each.offset, []
+        for box in each.boxes:
+            places.append(memory[offset : offset + box.num_bytes].view(box.dtype).view(box.shape))
+            offset += aligned(box.num_bytes)
+        found.append((each, tuple(places)))
+    return found
 
 
 _Slices = dict[tuple[int, int, int], list[Slice]]
 """Slices by (bucket, receiver, sender)."""
 
 
-def received_by(
-    receivers: Collection[int], placement: Placement, shard_map: ShardMap, locations: RankLocations, bucket_bytes: int
-) -> list[Message]:
+def received_by(receivers: Collection[int], route_map: RouteMap, bucket_bytes: int) -> list[Message]:
     """Return all messages to these engine ranks, sorted by bucket, receiver and sender.
 
     Raises: LayoutError.
     """
-    wanted, router = np.array(sorted(receivers)), SliceRouter(placement, shard_map, locations)
+    wanted, router = np.array(sorted(receivers)), SliceRouter(route_map)
     slices: _Slices = {}
-    for bucket, piece in shard_map.pieces(bucket_bytes):
+    for bucket, piece in route_map.shard_map.pieces(bucket_bytes):
         for route in router.routes(piece):
             _append(slices, bucket, route, np.flatnonzero(np.isin(route.receivers, wanted)))
     return _messages(slices)
 
 
-def sent_by(
-    trainer_rank: int, placement: Placement, shard_map: ShardMap, locations: RankLocations, bucket_bytes: int
-) -> list[Message]:
+def sent_by(trainer_rank: int, route_map: RouteMap, bucket_bytes: int) -> list[Message]:
     """Return all messages from a trainer rank, sorted by bucket and receiver.
 
     Raises: LayoutError.
     """
-    router = SliceRouter(placement, shard_map, locations)
+    router = SliceRouter(route_map)
     slices: _Slices = {}
-    for bucket, piece in shard_map.pieces(bucket_bytes):
+    for bucket, piece in route_map.shard_map.pieces(bucket_bytes):
         # Route every piece, including those that this rank does not send: the router balances the holders by
         # the bytes of all earlier pieces, so skipping one would give a result that differs from other processes.
         for route in router.routes(piece):
@@ -125,7 +138,7 @@ def _append(slices: _Slices, bucket: int, route: Route, receivers: IntArray) -> 
     bound = route.piece.bound
     for at in receivers.tolist():
         message = slices.setdefault((bucket, int(route.receivers[at]), int(route.senders[at])), [])
-        for part, start, length, local_start in route.overlaps(int(route.shards[at])):
+        for part, start, length, local_start, rows in route.overlaps(int(route.shards[at])):
             shape = bound.row.shapes[part]
             message.append(
                 Slice(
@@ -138,6 +151,8 @@ def _append(slices: _Slices, bucket: int, route: Route, receivers: IntArray) -> 
                     bound.mcore,
                     local_start,
                     offset=message[-1].end if message else 0,
+                    rows=rows,
+                    quantised=route.encoding.quantised,
                 )
             )
 

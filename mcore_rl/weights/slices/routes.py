@@ -10,19 +10,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mcore_rl.weights.quantization import Encoding
 from mcore_rl.weights.slices.senders import RankLocations, choose_senders
 from mcore_rl.weights.slices.shard_map import (
     WHOLE,
     Consumers,
+    IndexRun,
     IntArray,
     Portion,
     RowPiece,
     ShardMap,
     cut,
-    index_bytes,
+    run_box,
     runs_of,
 )
-from model_converters.mapping.placement import Holding, Placement, segments_of
+from model_converters.mapping.placement import Holding, Placement, ShardPart, held_segments
 from model_converters.mapping.table import Row
 
 
@@ -30,12 +32,14 @@ class RunOverlap(NamedTuple):
     """Intersection of an engine shard and a trainer shard: indices `start : start + length` of HF tensor number `part`.
 
     The trainer's tensor has them from index `local_start` on. Units: indices of the row's dim.
+    rows: rows [first, end) of the HF tensor, if the row's dim is another one and the trainer rank holds these only.
     """
 
     part: int
     start: int
     length: int
     local_start: int
+    rows: tuple[int, int] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +52,7 @@ class Route:
 
     piece: RowPiece
     holding: Holding
+    encoding: Encoding
     num_shards: int
     receivers: IntArray
     shards: IntArray
@@ -56,38 +61,70 @@ class Route:
 
     def overlaps(self, shard: int) -> tuple[RunOverlap, ...]:
         """Return the indices that a receiver with this engine shard gets."""
-        trainer_shard = Portion(self.holding.shard, self.holding.num_shards)
-        return overlaps_of(self.piece.bound.row, self.piece.portion, trainer_shard, Portion(shard, self.num_shards))
+        engine_shard = Portion(shard, self.num_shards)
+        return overlaps_of(
+            self.piece.bound.row, self.piece.portion, self.holding.held, engine_shard, self.encoding.step
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RouteMap:
+    """Holders, consumers and locations of all tensors of a sync. `locations` contains the ranks of a whole number of
+    engines."""
+
+    placement: Placement
+    shard_map: ShardMap
+    locations: RankLocations
+
+    @cached_property
+    def choices(self) -> dict[range, IntArray]:
+        """Possible senders by range of holders, which are few for every engine rank."""
+        return choose_senders(self._bytes_of_holders(), self.locations, self.shard_map.layout.num_ranks)
+
+    def _bytes_of_holders(self) -> dict[range, IntArray]:
+        """Return the bytes that every engine rank receives from each range of holders."""
+        num_ranks = self.shard_map.layout.num_ranks
+        # Layers and experts share sizes: count them before adding.
+        numbers: Counter[tuple[range, int, Consumers]] = Counter()
+        sizes: dict[int, IntArray] = {}
+        for bound in self.shard_map.rows:
+            consumers, encoding = self.shard_map.consumers(bound), self.shard_map.encoding(bound)
+            for holding in self.placement.holdings(bound):
+                of_shards = _overlap_bytes(bound.row, WHOLE, holding.held, consumers.num_shards, encoding)
+                sizes[id(of_shards)] = of_shards
+                numbers[holding.ranks, id(of_shards), consumers] += 1
+        found: dict[range, IntArray] = {}
+        for (holders, of_shards_id, consumers), number in numbers.items():
+            of_engine = found.setdefault(holders, np.zeros(num_ranks, np.int64))
+            of_engine[consumers.ranks] += number * sizes[of_shards_id][consumers.shards]
+        num_engines = len(self.locations.engine_hosts) // num_ranks
+        return {holders: np.tile(of_engine, num_engines) for holders, of_engine in found.items()}
 
 
 class SliceRouter:
     """Assigns a sender to every slice. Deterministic: all processes that route the same pieces in the same order agree.
+    A router routes the pieces of one sync once."""
 
-    `locations` contains the ranks of a whole number of engines.
-    """
-
-    def __init__(self, placement: Placement, shard_map: ShardMap, locations: RankLocations) -> None:
-        self._placement = placement
-        self._shard_map = shard_map
-        self._locations = locations
-        self._num_engines = len(locations.engine_hosts) // shard_map.layout.num_ranks
+    def __init__(self, route_map: RouteMap) -> None:
+        locations = route_map.locations
+        self._map = route_map
+        self._placement = route_map.placement
+        self._shard_map = route_map.shard_map
+        self._num_engines = len(locations.engine_hosts) // self._shard_map.layout.num_ranks
         self._sent = np.zeros(len(locations.trainer_hosts), np.int64)
         """Bytes that each trainer rank has sent so far where there was a choice."""
         self._receivers: dict[tuple[Consumers, bytes], tuple[IntArray, IntArray]] = {}
 
     def routes(self, piece: RowPiece) -> Iterator[Route]:
         """Yield one route per trainer shard that intersects the piece."""
-        consumers = self._shard_map.consumers(piece.bound)
+        consumers, encoding = self._shard_map.consumers(piece.bound), self._shard_map.encoding(piece.bound)
         for holding in self._placement.holdings(piece.bound):
-            trainer_shard = Portion(holding.shard, holding.num_shards)
-            sizes = _overlap_bytes(
-                piece.bound.row, piece.portion, trainer_shard, consumers.num_shards, piece.bound.dtype.itemsize
-            )
+            sizes = _overlap_bytes(piece.bound.row, piece.portion, holding.held, consumers.num_shards, encoding)
             receivers, shards = self._receiving(consumers, sizes)
             if len(receivers):
                 num_bytes = sizes[shards]
                 senders = self._senders(holding.ranks, receivers, num_bytes)
-                yield Route(piece, holding, consumers.num_shards, receivers, shards, senders, num_bytes)
+                yield Route(piece, holding, encoding, consumers.num_shards, receivers, shards, senders, num_bytes)
 
     def _receiving(self, consumers: Consumers, sizes: IntArray) -> tuple[IntArray, IntArray]:
         """Return the engine ranks with a nonzero size, engine by engine, and their shards."""
@@ -104,7 +141,7 @@ class SliceRouter:
     def _senders(self, holders: range, receivers: IntArray, num_bytes: IntArray) -> IntArray:
         if len(holders) == 1:
             return np.full(len(receivers), holders[0])
-        candidates = self._choices[holders][receivers]
+        candidates = self._map.choices[holders][receivers]
         if candidates.shape[1] == 1:
             return candidates[:, 0]
         # Of several senders, the one that has sent the fewest bytes. Receivers of this piece that share a sender do not
@@ -114,48 +151,29 @@ class SliceRouter:
         self._sent += np.bincount(senders, weights=num_bytes, minlength=len(self._sent)).astype(np.int64)
         return senders
 
-    @cached_property
-    def _choices(self) -> dict[range, IntArray]:
-        """Possible senders by range of holders, which are few for every engine rank."""
-        return choose_senders(self._bytes_of_holders(), self._locations, self._shard_map.layout.num_ranks)
-
-    def _bytes_of_holders(self) -> dict[range, IntArray]:
-        """Return the bytes that every engine rank receives from each range of holders."""
-        # Layers and experts share sizes: count them before adding.
-        numbers: Counter[tuple[range, int, Consumers]] = Counter()
-        sizes: dict[int, IntArray] = {}
-        for bound in self._shard_map.rows:
-            consumers = self._shard_map.consumers(bound)
-            for holding in self._placement.holdings(bound):
-                trainer_shard = Portion(holding.shard, holding.num_shards)
-                of_shards = _overlap_bytes(bound.row, WHOLE, trainer_shard, consumers.num_shards, bound.dtype.itemsize)
-                sizes[id(of_shards)] = of_shards
-                numbers[holding.ranks, id(of_shards), consumers] += 1
-        found: dict[range, IntArray] = {}
-        for (holders, of_shards_id, consumers), number in numbers.items():
-            of_engine = found.setdefault(holders, np.zeros(self._shard_map.layout.num_ranks, np.int64))
-            of_engine[consumers.ranks] += number * sizes[of_shards_id][consumers.shards]
-        return {holders: np.tile(of_engine, self._num_engines) for holders, of_engine in found.items()}
-
 
 @lru_cache(maxsize=1 << 16)
-def overlaps_of(row: Row, portion: Portion, trainer_shard: Portion, engine_shard: Portion) -> tuple[RunOverlap, ...]:
-    """Intersect a portion of an engine shard with a trainer shard."""
+def overlaps_of(
+    row: Row, portion: Portion, held: ShardPart, engine_shard: Portion, step: int
+) -> tuple[RunOverlap, ...]:
+    """Intersect a portion of an engine shard, cut at multiples of `step`, with a part of a trainer shard."""
     overlaps = []
     for run in runs_of(row, engine_shard):
-        part, start, length = cut(run, portion)
-        for segment in segments_of(row, *trainer_shard):
+        part, start, length = cut(run, portion, step)
+        for segment in held_segments(row, held):
             low, high = max(start, segment.start), min(start + length, segment.start + segment.length)
             if segment.part == part and low < high:
-                overlaps.append(RunOverlap(part, low, high - low, segment.local_start + low - segment.start))
+                local_start = segment.local_start + low - segment.start
+                overlaps.append(RunOverlap(part, low, high - low, local_start, segment.rows))
     return tuple(overlaps)
 
 
 @lru_cache(maxsize=1 << 16)
-def _overlap_bytes(row: Row, portion: Portion, trainer_shard: Portion, num_shards: int, element_bytes: int) -> IntArray:
+def _overlap_bytes(row: Row, portion: Portion, held: ShardPart, num_shards: int, encoding: Encoding) -> IntArray:
     """Return the bytes of the overlaps with every engine shard. Shapes: int64 [num_shards]."""
     sizes = np.zeros(num_shards, np.int64)
     for engine_shard in range(num_shards):
-        for overlap in overlaps_of(row, portion, trainer_shard, Portion(engine_shard, num_shards)):
-            sizes[engine_shard] += overlap.length * index_bytes(row, overlap.part, element_bytes)
+        for overlap in overlaps_of(row, portion, held, Portion(engine_shard, num_shards), encoding.step):
+            run = IndexRun(overlap.part, overlap.start, overlap.length)
+            sizes[engine_shard] += encoding.num_bytes(*run_box(row, run, overlap.rows))
     return sizes

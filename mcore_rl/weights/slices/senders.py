@@ -17,6 +17,8 @@ from mcore_rl.weights.slices.shard_map import IntArray
 
 BoolArray = npt.NDArray[np.bool_]
 
+ELSEWHERE = (-1, -1)
+"""Host and device number of a receiver that shares neither with a trainer rank."""
 MAX_IMBALANCE = 1.25
 """Maximum load of a holder, in multiples of the mean, for which receivers prefer their peers to other holders."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mcore_rl.config.quantization import BLOCK, FP8, UNQUANTIZED
+from mcore_rl.weights.quantization import Encoding, TensorBox
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.errors import LayoutError
 from model_converters.families import family_for
 from model_converters.families.parts.hf_config import read_hf_config
+from model_converters.mapping.placement import box_shape
 from model_converters.mapping.table import FINAL_NORM, BoundRow, Row, bind
-from model_converters.mapping.transforms import GroupedQKV, Shape, Vocabulary
+from model_converters.mapping.transforms import GroupedQKV, KeyValueHeads, Shape, Vocabulary
 
 VOCABULARY_PADDING = 64
 """vLLM and SGLang pad the number of vocabulary rows to a multiple of this before they divide them."""
@@ -70,13 +72,15 @@ class RowPiece:
 class ShardMap:
     """Assignment of tensor parts to the ranks of one engine, for one weight table and one engine layout.
 
+    quantization: value of rollout.quantization. With "fp8", tensors of rows marked `fp8` travel as codes and scales.
     Raises: LayoutError listing all sizes that the engine's layout does not divide.
     """
 
-    def __init__(self, rows: Sequence[BoundRow], layout: EngineLayout) -> None:
+    def __init__(self, rows: Sequence[BoundRow], layout: EngineLayout, quantization: str = UNQUANTIZED) -> None:
         self.layout = layout
-        self.rows = [bound for bound in rows if not bound.row.copy_of_embedding and bound.row.place != "mtp"]
-        """Rows that an engine loads. It has no multi-token prediction layers and ties its head to the embedding."""
+        self._quantises = quantization == FP8
+        self._encodings: dict[tuple[torch.dtype, bool], Encoding] = {}
+        self.rows = [bound for bound in rows if is_loaded(bound.row, layout)]
         self._tied = any(bound.row.copy_of_embedding for bound in rows)
         num_layers = 1 + max((bound.layer for bound in self.rows if bound.layer is not None), default=-1)
         stages = layout.stage_layers(num_layers) if num_layers else []
@@ -93,7 +97,7 @@ class ShardMap:
         #   experts  slices of every expert over all ranks of the stage
         #   owned    complete experts (expert_parallel): only the owner keeps this one
         owner = -1
-        how = "whole" if bound.row.axis == "none" else "divided"
+        how = "divided" if is_divided(bound.row) else "whole"
         if bound.expert is not None:
             how = "owned" if self.layout.expert_parallel else "experts"
             owner = self.owner(bound) if self.layout.expert_parallel else -1
@@ -114,17 +118,28 @@ class ShardMap:
             return bound.expert // (each + 1)
         return rest + (bound.expert - larger) // each
 
+    def encoding(self, bound: BoundRow) -> Encoding:
+        """Return the form in which the tensors of a row travel."""
+        key = (bound.dtype, self._quantises and bound.row.fp8)
+        if key not in self._encodings:
+            self._encodings[key] = Encoding(*key)
+        return self._encodings[key]
+
+    def tensors(self) -> Iterator[TensorBox]:
+        """Yield each whole tensor that an engine loads; codes and scales are two tensors."""
+        for bound in self.rows:
+            for name, shape in zip(bound.hf, bound.row.shapes, strict=True):
+                yield from self.encoding(bound).boxes(name, (0,) * len(shape), shape)
+
     def boxes(self, rank: int) -> dict[str, Box]:
-        """Return the part of each HF tensor that a rank of the engine keeps, by name."""
+        """Return the part of each HF tensor that a rank of the engine keeps, by name; as in `tensors`."""
         boxes = {}
         for bound in self.rows:
             consumers = self.consumers(bound)
             for shard in consumers.shards[consumers.ranks == rank].tolist():
-                for part, start, length in runs_of(bound.row, Portion(shard, consumers.num_shards)):
-                    shape, dim = bound.row.shapes[part], bound.row.dim
-                    first = tuple(start if each == dim else 0 for each in range(len(shape)))
-                    size = (*shape[:dim], length, *shape[dim + 1 :]) if shape else ()
-                    boxes[bound.hf[part]] = (first, size)
+                for run in runs_of(bound.row, Portion(shard, consumers.num_shards)):
+                    for box in self.encoding(bound).boxes(bound.hf[run.part], *run_box(bound.row, run)):
+                        boxes[box.hf_name] = (box.first, box.shape)
         return boxes
 
     def pieces(self, bucket_bytes: int) -> Iterator[tuple[int, RowPiece]]:
@@ -134,10 +149,10 @@ class ShardMap:
         """
         bucket, used = 0, np.zeros(self.layout.num_ranks, np.int64)
         for bound in self._in_order():
-            consumers = self.consumers(bound)
-            num_pieces = _num_pieces(bound.row, consumers.num_shards, bound.dtype.itemsize, bucket_bytes)
+            consumers, encoding = self.consumers(bound), self.encoding(bound)
+            num_pieces = _num_pieces(bound.row, consumers.num_shards, encoding, bucket_bytes)
             for portion in (Portion(number, num_pieces) for number in range(num_pieces)):
-                sizes = piece_bytes(bound.row, portion, consumers.num_shards, bound.dtype.itemsize)
+                sizes = piece_bytes(bound.row, portion, consumers.num_shards, encoding)
                 taken = sizes[consumers.shards]
                 # One full rank closes the bucket for all, so that all ranks have the same buckets.
                 if int((used[consumers.ranks] + taken).max()) > bucket_bytes:
@@ -176,7 +191,7 @@ class ShardMap:
         last = self.layout.pp - 1
         if bound.layer is not None:
             return (self._stage_of_layer[bound.layer],)
-        if bound.mcore == FINAL_NORM or bound.row.place == "head":
+        if bound.mcore == FINAL_NORM or bound.row.place in ("head", "mtp"):
             return (last,)
         # With a tied head the last stage needs the embedding's table too.
         return (0, last) if self._tied and last else (0,)
@@ -208,7 +223,9 @@ class ShardMap:
                 continue
             size = self.layout.expert_ranks if experts else self.layout.tp
             axis = "the engine's tp"
-            refusal = _refusal(row, size) if size > 1 and row.axis != "none" else ""
+            refusal = _refusal(row, size) if size > 1 and is_divided(row) else ""
+            if not refusal and self._quantises and row.fp8 and is_divided(row):
+                refusal = _block_refusal(row, size)
             if refusal:
                 problems.add(f"{row.split_by or row.mcore} {refusal.format(axis=axis)}")
         if problems:
@@ -224,6 +241,21 @@ def model_shard_map(model_dir: str | Path, dtype: torch.dtype, layout: EngineLay
     return ShardMap(bind(family_for(hf_config).rows(hf_config), hf_config, dtype), layout)
 
 
+def is_loaded(row: Row, layout: EngineLayout) -> bool:
+    """Return whether an engine loads a row.
+
+    Its head is tied to the embedding if the model's is, and draft layers share embedding and head with the model.
+    """
+    if row.place == "mtp":
+        return layout.draft_layers and not row.repeats
+    return not row.copy_of_embedding
+
+
+def is_divided(row: Row) -> bool:
+    """Return whether the ranks of an engine hold different parts of a row's tensors."""
+    return row.axis != "none" and not row.whole_in_engines
+
+
 def _refusal(row: Row, num_shards: int) -> str:
     if isinstance(row.transform, Vocabulary):
         padded = _padded(row.shapes[0][row.dim])
@@ -234,7 +266,23 @@ def _refusal(row: Row, num_shards: int) -> str:
         if num_shards % groups:
             return f"{groups} is neither a multiple nor a divisor of {{axis}} {num_shards}"
         return f"{heads} is not a multiple of {{axis}} {num_shards}" if heads % num_shards else ""
+    if isinstance(row.transform, KeyValueHeads) and num_shards > row.transform.num_heads:
+        heads = row.transform.num_heads
+        return f"{heads} is neither a multiple nor a divisor of {{axis}} {num_shards}" if num_shards % heads else ""
     return row.transform.refusal(row.shapes, row.dim, num_shards)
+
+
+def _block_refusal(row: Row, num_shards: int) -> str:
+    """Return why the shards of a row do not begin at blocks, as text that follows the name of the size."""
+    for shard in range(num_shards):
+        for run in runs_of(row, Portion(shard, num_shards)):
+            if run.start % BLOCK:
+                size = row.shapes[run.part][row.dim]
+                return (
+                    f"gives {size} indices, which {{axis}} {num_shards} cuts at {run.start}, inside a block of {BLOCK} "
+                    "(rollout.quantization=fp8)"
+                )
+    return ""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -250,6 +298,10 @@ def runs_of(row: Row, engine_shard: Portion) -> tuple[IndexRun, ...]:
         each = _padded(lengths[0]) // num_shards
         real = min(lengths[0] - shard * each, each)
         return (IndexRun(0, shard * each, real),) if real > 0 else ()
+    if isinstance(row.transform, KeyValueHeads) and num_shards > row.transform.num_heads:
+        # Fewer heads than ranks: num_shards / heads neighbouring ranks keep the same head.
+        heads = row.transform.num_heads
+        return (IndexRun(0, shard * heads // num_shards * (lengths[0] // heads), lengths[0] // heads),)
     runs = [IndexRun(part, shard * length // num_shards, length // num_shards) for part, length in enumerate(lengths)]
     if isinstance(row.transform, GroupedQKV) and num_shards > row.transform.num_groups:
         # Fewer key-value heads than ranks: num_shards / groups neighbouring ranks keep the same head.
@@ -259,26 +311,30 @@ def runs_of(row: Row, engine_shard: Portion) -> tuple[IndexRun, ...]:
     return tuple(runs)
 
 
-def cut(run: IndexRun, portion: Portion) -> IndexRun:
-    """Return a portion of a run."""
-    first = run.length * portion.number // portion.total
-    end = run.length * (portion.number + 1) // portion.total
+def cut(run: IndexRun, portion: Portion, step: int) -> IndexRun:
+    """Return a portion of a run, cut at multiples of `step` indices from its start."""
+    steps = -(-run.length // step)
+    first = steps * portion.number // portion.total * step
+    end = min(steps * (portion.number + 1) // portion.total * step, run.length)
     return IndexRun(run.part, run.start + first, end - first)
 
 
-def index_bytes(row: Row, part: int, element_bytes: int) -> int:
-    """Return the bytes of one index along the row's dim of HF tensor number `part`."""
-    shape = row.shapes[part]
-    return prod(shape[: row.dim] + shape[row.dim + 1 :]) * element_bytes if shape else element_bytes
+def run_box(row: Row, run: IndexRun, rows: tuple[int, int] | None = None) -> Box:
+    """Return the box of a run in its HF tensor; of its rows [first, end) only, if given."""
+    shape = row.shapes[run.part]
+    first = [run.start if dim == row.dim else 0 for dim in range(len(shape))]
+    if rows is not None:
+        first[0] = rows[0]
+    return tuple(first), box_shape(shape, row.dim, run.length, rows)
 
 
 @lru_cache(maxsize=1 << 16)
-def piece_bytes(row: Row, portion: Portion, num_shards: int, element_bytes: int) -> IntArray:
+def piece_bytes(row: Row, portion: Portion, num_shards: int, encoding: Encoding) -> IntArray:
     """Return the bytes of a portion of every engine shard of a row. Shapes: int64 [num_shards]."""
     return np.array(
         [
             sum(
-                cut(run, portion).length * index_bytes(row, run.part, element_bytes)
+                encoding.num_bytes(*run_box(row, cut(run, portion, encoding.step)))
                 for run in runs_of(row, Portion(shard, num_shards))
             )
             for shard in range(num_shards)
@@ -287,25 +343,31 @@ def piece_bytes(row: Row, portion: Portion, num_shards: int, element_bytes: int)
 
 
 @lru_cache(maxsize=1 << 12)
-def _num_pieces(row: Row, num_shards: int, element_bytes: int, bucket_bytes: int) -> int:
+def _num_pieces(row: Row, num_shards: int, encoding: Encoding, bucket_bytes: int) -> int:
     """Return the smallest number of equal pieces that fit in a bucket.
 
-    Raises: LayoutError if a single index does not fit.
+    Raises: LayoutError if the smallest piece, one index or one row or column of blocks, does not fit.
     """
+    step = encoding.step
+    # By shard: the steps of each run, and the bytes of one step.
     runs = {
         tuple(
-            (run.length, index_bytes(row, run.part, element_bytes)) for run in runs_of(row, Portion(shard, num_shards))
+            (
+                -(-run.length // step),
+                encoding.num_bytes(*run_box(row, run._replace(start=0, length=min(step, run.length)))),
+            )
+            for run in runs_of(row, Portion(shard, num_shards))
         )
         for shard in range(num_shards)
     }
-    # A lower bound: cutting rounds each run of a shard up to whole indices, which may need further pieces.
+    # A lower bound: cutting rounds each run of a shard up to whole steps, which may need further pieces.
     num_pieces = max(-(-sum(length * size for length, size in run) // bucket_bytes) for run in runs)
     longest = max(length for run in runs for length, _ in run)
     while any(sum(-(-length // num_pieces) * size for length, size in run) > bucket_bytes for run in runs):
         if num_pieces >= longest:
-            least = max(sum(size for _, size in run) for run in runs)
+            least, what = max(sum(size for _, size in run) for run in runs), "index" if step == 1 else "block"
             raise LayoutError(
-                f"one index of dim {row.dim} of {', '.join(row.hf)} exceeds {bucket_bytes} bytes: it takes {least}"
+                f"one {what} of dim {row.dim} of {', '.join(row.hf)} exceeds {bucket_bytes} bytes: it takes {least}"
             )
         num_pieces += 1
     return num_pieces

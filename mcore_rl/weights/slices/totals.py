@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_rl.weights.slices.routes import SliceRouter
+from mcore_rl.weights.slices.routes import RouteMap, SliceRouter
 from mcore_rl.weights.slices.senders import BoolArray, RankLocations
 from mcore_rl.weights.slices.shard_map import WHOLE, IntArray, ShardMap, piece_bytes
-from model_converters.mapping.placement import Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +32,12 @@ class Totals:
     buckets: int
 
 
-def count(placement: Placement, shard_map: ShardMap, locations: RankLocations, bucket_bytes: int) -> Totals:
+def count(route_map: RouteMap, bucket_bytes: int) -> Totals:
     """Count the bytes of one sync.
 
     Raises: LayoutError if one index of a tensor is larger than a bucket.
     """
-    router = SliceRouter(placement, shard_map, locations)
+    router, shard_map, locations = SliceRouter(route_map), route_map.shard_map, route_map.locations
     num_engine_ranks, num_trainer_ranks = len(locations.engine_hosts), len(locations.trainer_hosts)
     received, received_across = np.zeros((2, num_engine_ranks), np.int64)
     sent, sent_across = np.zeros((2, num_trainer_ranks), np.int64)
@@ -77,9 +76,8 @@ def _needed(shard_map: ShardMap) -> IntArray:
     needed = np.zeros(shard_map.layout.num_ranks, np.int64)
     for bound in shard_map.rows:
         consumers = shard_map.consumers(bound)
-        needed[consumers.ranks] += piece_bytes(bound.row, WHOLE, consumers.num_shards, bound.dtype.itemsize)[
-            consumers.shards
-        ]
+        of_shards = piece_bytes(bound.row, WHOLE, consumers.num_shards, shard_map.encoding(bound))
+        needed[consumers.ranks] += of_shards[consumers.shards]
     return needed
 
 

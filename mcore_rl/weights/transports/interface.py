@@ -6,9 +6,9 @@ rounds later.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,12 +27,12 @@ class Transfer(Protocol):
     def wait(self) -> None:
         """Block until the transfer is complete.
 
-        Raises: PeerLostError naming a peer that died or did not answer within the timeout.
+        Raises: PeerLostError naming a peer that died or did not answer within the timeout; StorageError naming a file.
         """
 
 
 class Channel(Protocol):
-    """Point-to-point transfers of memory on `device`: gloo (Link) or NCCL (NcclChannel)."""
+    """Point-to-point transfers of memory on `device`: gloo (Link), files (FileChannel) or NCCL (NcclChannel)."""
 
     device: torch.device
 
@@ -42,6 +42,28 @@ class Channel(Protocol):
 
     def launch(self) -> None:
         """Start all queued transfers of a round. Every process launches the rounds in the same order."""
+
+
+class HostChannel(Channel, Protocol):
+    """Channel of host memory, which also carries digests: gloo (Link) or files (FileChannel)."""
+
+    def handshake(self, peers: Collection[int]) -> None:
+        """Connect to all peers of this process. Raises: PeerLostError."""
+
+    def fetch(self, buffer: int, senders: Collection[int]) -> None:
+        """Begin to copy the next messages of `senders` to staging buffer number `buffer` into this process, if they can
+        arrive before they are received."""
+
+    def is_fetched(self) -> bool:
+        """Return whether all of these messages have arrived. Raises: as Transfer.wait."""
+
+    def flush(self) -> None:
+        """Make everything that was sent available to its receivers. Raises: StorageError."""
+
+    def closing_on_loss(self) -> AbstractContextManager[None]:
+        """Close all connections if a peer is lost inside the block."""
+
+    def close(self) -> None: ...
 
 
 class GpuChannel(Channel, Protocol):
@@ -56,22 +78,30 @@ class GpuChannel(Channel, Protocol):
 
 @dataclass(frozen=True)
 class Channels:
-    """Channels of a process to all peers: gloo for control messages and host memory, NCCL for messages between GPUs.
+    """Channels of a process to all peers: gloo or files for digests and host memory, NCCL for messages between GPUs.
 
-    Weights for the staging buffers in `gpu_buffers` use `gpu`, everything else `link`.
+    Weights for the staging buffers in `gpu_buffers` use `gpu`, everything else `host`.
     """
 
-    link: Link
+    host: HostChannel
     gpu: GpuChannel | None = None
     gpu_buffers: frozenset[int] = frozenset()
+    on_close: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the connections end, so that users of mapped staging buffers notice it too."""
 
     @property
     def all(self) -> list[Channel]:
-        return [self.link] if self.gpu is None else [self.link, self.gpu]
+        return [self.host] if self.gpu is None else [self.host, self.gpu]
+
+    @property
+    def link(self) -> Link:
+        """Connections between the processes, which files do not have."""
+        assert isinstance(self.host, Link)
+        return self.host
 
     def of(self, buffer: int) -> Channel:
         """Return the channel for messages to staging buffer number `buffer`."""
-        return self.gpu if self.gpu is not None and buffer in self.gpu_buffers else self.link
+        return self.gpu if self.gpu is not None and buffer in self.gpu_buffers else self.host
 
     def handshake(self, peers: Collection[int], targets: Collection[int], sources: Collection[int]) -> None:
         """Connect to all peers. `targets`, `sources`: members to which and from which this process sends weights
@@ -80,31 +110,33 @@ class Channels:
         Collective: all members.
         Raises: PeerLostError.
         """
-        # The link stays open after a loss: to close it, its pairs must be connected.
-        with self._abandoning_on_loss():
-            self.link.handshake(peers)
+        with self.closing_on_loss():
+            self.host.handshake(peers)
             if self.gpu is not None:
                 self.gpu.handshake(targets, sources)
 
     @contextmanager
     def closing_on_loss(self) -> Iterator[None]:
         """End all connections if a peer is lost inside the block; see Link.closing_on_loss."""
-        with self.link.closing_on_loss(), self._abandoning_on_loss():
-            yield
+        with self.host.closing_on_loss():
+            try:
+                yield
+            except PeerLostError as error:
+                self._leave()
+                if self.gpu is not None:
+                    self.gpu.abandon(str(error))
+                raise
 
     def close(self) -> None:
-        """Free the connections between GPUs, which take memory there, before new ones are made."""
+        """End all connections. Those between GPUs take memory there. Further calls do nothing."""
+        self._leave()
         if self.gpu is not None:
             self.gpu.close()
+        self.host.close()
 
-    @contextmanager
-    def _abandoning_on_loss(self) -> Iterator[None]:
-        try:
-            yield
-        except PeerLostError as error:
-            if self.gpu is not None:
-                self.gpu.abandon(str(error))
-            raise
+    def _leave(self) -> None:
+        for each in self.on_close:
+            each()
 
 
 class ReceivedMessage(NamedTuple):
@@ -116,9 +148,6 @@ class ReceivedMessage(NamedTuple):
 
 class MessageSender(Protocol):
     """Sending end of messages, on a trainer rank."""
-
-    def begin(self) -> None:
-        """Prepare for an update."""
 
     def acquire(self, sync_round: int, message: Message) -> torch.Tensor:
         """Block until the message's memory may be written, and return it.
@@ -151,8 +180,8 @@ class MessageReceiver(Protocol):
     def release(self, sync_round: int) -> None:
         """Allow the senders to overwrite the slot of this round, which the caller has read."""
 
-    def finish(self) -> None:
-        """Block until all acknowledgements are delivered.
+    def close(self) -> None:
+        """Release the memory of the messages, which no transfer uses any more. Afterwards this object cannot be used.
 
-        Raises: PeerLostError.
+        Raises: WeightSyncError if views of memory that other processes share still exist.
         """

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.processes.device_memory import gpu_uuid
 
 BLOCK_BYTES = 2 << 20
 """cudaMalloc divides blocks of this size, and a handle always shares a whole block."""
@@ -209,7 +210,7 @@ class TorchGpus:
         return torch.cuda.current_device()
 
     def uuid(self, number: int) -> str:
-        return f"GPU-{torch.cuda.get_device_properties(number).uuid}"
+        return gpu_uuid(number)
 
     def find(self, uuid: str) -> int | None:
         return next((number for number in range(torch.cuda.device_count()) if self.uuid(number) == uuid), None)

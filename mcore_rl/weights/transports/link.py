@@ -1,21 +1,14 @@
 """Transfer group of a weight sync: point-to-point messages over gloo, in host memory.
 
 The group is separate from the process groups of trainer and engine. Its members are all trainer ranks, then all engine
-ranks. It carries control messages (one int64 each), digests, and weights that no shared memory or NCCL carries.
+ranks. It carries digests, and weights that no shared memory or NCCL carries.
 
 A gloo send completes only after its receive was posted, so no receiver is overrun. Pairs of members that exchange
 messages connect before the first update (`handshake`).
 
-Messages of round r of one staging buffer, whose slots are reused every `num_slots` rounds:
-
-    reader -> writer    FREE(r)            the reader has read round r - num_slots
-    writer -> reader    READY(r)           the writer's messages are in the slot
-    reader -> owner     FREE_TO_RELAY(r)   as FREE, for messages of trainer ranks that do not map the buffer
-    sender -> owner     WEIGHTS(r)         such a message; the owner receives it into the slot
-    owner  -> reader    RELAYED(r)         all relayed messages are in the slot
-
-Without a shared buffer only WEIGHTS(r) is sent, from each sender to the reader. See transports/mapped_buffers.py and
-transports/network.py.
+Round r of a staging buffer that its reader shares with no trainer rank is one message WEIGHTS(r) from each sender to
+the reader (transports/network.py). If trainer ranks map the buffer, its owner receives such messages into the slot, and
+its users exchange signals (transports/mapped_buffers.py).
 """
 
 from __future__ import annotations
@@ -24,35 +17,29 @@ import ctypes
 import enum
 import re
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import PeerLostError
+from mcore_rl.weights.transports.arrival import Rendezvous, await_members
 
 
 class MessageKind(enum.IntEnum):
     """Kind of a message. Kinds have different tags, so messages of one round can overtake each other."""
 
     WEIGHTS = 0
-    READY = 1
-    """A writer has written its messages into the staging buffer. Value: their bytes."""
-    RELAYED = 2
-    """The owner has written the messages that it relays into the staging buffer. Value: their bytes."""
-    FREE = 3
-    """The slot may be written."""
-    FREE_TO_RELAY = 4
-    """The slot may be written by the relay. Distinct from FREE because the owner may also be a writer."""
-    DIGESTS = 5
-    HANDSHAKE = 6
-    UNUSED = 7
+    DIGESTS = 1
+    HANDSHAKE = 2
+    UNUSED = 3
     """Never sent. `Link` waits for it in order to close its connections."""
+    MAXIMA = 4
+    """Largest magnitudes of divided blocks (block_maxima.py). The number of the group takes the place of the buffer."""
 
 
 class MessageTag(NamedTuple):
@@ -67,22 +54,10 @@ class MessageTag(NamedTuple):
         return (self.sync_round * MAX_BUFFERS + self.buffer) * len(MessageKind) + self.kind
 
 
-# The 31 bits of a tag: 14 for the buffer, 3 for the kind, 14 for the round.
+# The 31 bits of a tag: 14 for the buffer, the others for the 5 kinds and the round.
 MAX_BUFFERS = 1 << 14
 MAX_ROUNDS = (1 << 31) // (MAX_BUFFERS * len(MessageKind))
 """Maximum rounds per sync: a gloo tag is a non-negative 32-bit integer."""
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Address of the store at which the members of a transfer group connect.
-
-    `generation` must be new for every group: with the prefix of an earlier group the members would find its addresses.
-    """
-
-    host: str
-    port: int
-    generation: int
 
 
 def open_store(address: str) -> dist.TCPStore:
@@ -123,7 +98,7 @@ class PeerLostOnError(AbstractContextManager[None]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             # Drop gloo's source location ("[file:line] ") and its generic advice ("This is ...").
-            reason = re.sub(r"^[[]\S+[]] ", "", str(error).splitlines()[0]).partition(". This is")[0]
+            reason = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).partition(". This is")[0]
             raise PeerLostError(f"{self.peer}: {reason}") from None
 
 
@@ -136,9 +111,8 @@ class Link:
         self._group = group
         self._member = member
         self._name = name
-        self._sent: list[GlooTransfer] = []
-        """Control messages that are not known to be delivered."""
         self._peers: list[int] = []
+        """Peers to which this process is connected."""
         # Never destroy the group: after the loss of a member the destructor can block forever on a gloo thread that
         # waits for the dead connection (torch 2.13). Other than memory the extra reference costs nothing.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -165,29 +139,30 @@ class Link:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
         options._timeout, options._threads = timeout, 2
         try:
-            store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
-            prefixed = dist.PrefixStore(f"weights/{rendezvous.generation}", store)
-            return cls(dist.ProcessGroupGloo(prefixed, member, num_members, options), member, name)
-        except RuntimeError as error:
+            store = rendezvous.open(timeout_seconds)
+            await_members(store, member, num_members, timeout_seconds=timeout_seconds, name=name)
+            group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), member, num_members, options)
+        except (RuntimeError, PeerLostError) as error:
             where = f"{rendezvous.host}:{rendezvous.port}"
             raise PeerLostError(
                 f"the {num_members} processes of a weight sync did not connect at {where}: {error}"
             ) from None
+        return cls(group, member, name)
 
     def handshake(self, peers: Collection[int]) -> None:
         """Connect to all peers of this process. Each of them calls `handshake` with this process among its peers.
 
         Raises: PeerLostError.
         """
-        self._peers = sorted(peers)
         # A lazy gloo pair connects when both sides use it, and blocks until then. All members go through their pairs
         # in one global order, so that no ring of members waits for each other.
         for peer in sorted(peers, key=lambda peer: (min(peer, self._member), max(peer, self._member))):
             tag = MessageTag(MessageKind.HANDSHAKE, 0, 0)
             pending = self.receive(torch.zeros(1, dtype=torch.int64), peer, tag)
-            self.send_control(self._member, peer, tag)
+            sent = self.send(torch.tensor([self._member]), peer, tag)
             pending.wait()
-        self.flush()
+            sent.wait()
+            self._peers.append(peer)
 
     def send(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> GlooTransfer:
         with self._on_error(peer):
@@ -200,9 +175,14 @@ class Link:
     def launch(self) -> None:
         """Do nothing: transfers start when `send` or `receive` is called."""
 
-    def send_control(self, number: int, peer: int, tag: MessageTag) -> None:
-        """Send a control message without waiting for its delivery; `flush` waits."""
-        self._sent.append(self.send(torch.tensor([number]), peer, tag))
+    def fetch(self, buffer: int, senders: Collection[int]) -> None:
+        """Do nothing: a sender waits until its message is received."""
+
+    def is_fetched(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        """Do nothing: a transfer is complete after its wait."""
 
     def _on_error(self, peer: int) -> AbstractContextManager[None]:
         return PeerLostOnError(self._name(peer))
@@ -216,13 +196,15 @@ class Link:
         try:
             yield
         except PeerLostError:
-            self._close()
+            self.close()
             raise
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close all connections of this process. Further calls do nothing."""
         # gloo has no call to close a group's connections. It closes all of them when a wait times out, so wait 1 ms
         # for a message that is never sent.
-        for peer in self._peers:
+        peers, self._peers = self._peers, []
+        for peer in peers:
             try:
                 never_sent = self._group.recv([torch.zeros(1)], peer, MessageTag(MessageKind.UNUSED, 0, 0).value)
                 never_sent.wait(timedelta(milliseconds=1))
@@ -230,52 +212,3 @@ class Link:
                 if "Timed out" in str(error):
                     return
                 # Any other error: the connection to this peer is closed already, so try the next one.
-
-    def flush(self) -> None:
-        """Block until all control messages are delivered.
-
-        Raises: PeerLostError.
-        """
-        sent, self._sent = self._sent, []
-        for pending in sent:
-            pending.wait()
-
-
-class PostedReceives:
-    """Pre-posted receives for control messages. messages[sync_round]: peer and tag of each expected message.
-
-    Receives are posted up to `ahead` rounds before their message is due. If the receive is posted first, gloo sends
-    one message; otherwise three (the sender's notification, the receiver's answer, and the message itself).
-    """
-
-    def __init__(self, link: Link, messages: Mapping[int, Sequence[tuple[int, MessageTag]]], ahead: int) -> None:
-        self._link = link
-        self._messages = messages
-        self._ahead = ahead
-        self._unposted: Iterator[int] = iter(())
-        """Rounds of this update whose receives are not posted yet."""
-        self._posted: dict[int, list[GlooTransfer]] = {}
-
-    def begin(self) -> None:
-        """Post the receives for the first rounds of an update."""
-        self._unposted = iter(sorted(self._messages))
-        for sync_round in islice(self._unposted, self._ahead + 1):
-            self._post(sync_round)
-
-    def wait(self, sync_round: int) -> list[int]:
-        """Block until all messages of a round have arrived. Returns their values.
-
-        Raises: PeerLostError.
-        """
-        pending = self._posted.pop(sync_round, [])
-        for each in pending:
-            each.wait()
-        following = next(self._unposted, None) if pending else None
-        if following is not None:
-            self._post(following)
-        return [int(each.memory) for each in pending]
-
-    def _post(self, sync_round: int) -> None:
-        self._posted[sync_round] = [
-            self._link.receive(torch.zeros(1, dtype=torch.int64), peer, tag) for peer, tag in self._messages[sync_round]
-        ]

@@ -1,60 +1,96 @@
 """Transport through staging buffers that both sides map: host memory (shared_memory) or GPU memory (cuda_ipc).
 
 Writers copy their messages into the slot of the round; readers load them from there. Trainer ranks that do not map the
-buffer send their messages to its owner, which relays them into the slot. link.py lists the control messages.
+buffer send their messages to its owner, which relays them into the slot. Signals between users, by round r of the
+users that write in it:
+
+    reader -> writer or relay    the reader has read round r - num_slots, so the slot may be written
+    writer or relay -> reader    its messages are in the slot
+
+A user that writes waits once per round for each reader, and a reader once per round for each of its sources. Both go
+through the rounds in order, so counts of signals are enough, and none is left after an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.delta.copies import HeldCopies
 from mcore_rl.weights.slices.messages import Message
 from mcore_rl.weights.sync_plan import IncomingMessages, PlacedMessage, SyncPlan
-from mcore_rl.weights.transports.interface import Channel, ReceivedMessage, Transfer
-from mcore_rl.weights.transports.link import Link, MessageKind, MessageTag, PostedReceives
+from mcore_rl.weights.transports.interface import Channels, ReceivedMessage, Transfer
+from mcore_rl.weights.transports.link import MessageKind, MessageTag
+from mcore_rl.weights.transports.shared_buffer import SharedBuffer, Users
 from mcore_rl.weights.transports.topology import StagingBuffer
 
 
 @dataclass(frozen=True, eq=False)
 class MappedBuffer:
-    """Staging buffer `number`, mapped in this process: consecutive slots. `link` leads to its other users."""
+    """Staging buffer `number`, mapped in this process: consecutive slots. `timeout_seconds`: of a wait for a signal."""
 
     number: int
     plan: SyncPlan
     incoming: IncomingMessages
-    memory: torch.Tensor
-    link: Link
+    shared: SharedBuffer
+    timeout_seconds: float
 
     @property
     def buffer(self) -> StagingBuffer:
         return self.plan.topology.buffers[self.number]
 
+    # Not a field: a view that is kept would prevent the segment from being unmapped.
     @property
-    def readers(self) -> list[int]:
-        """Readers by their numbers in the transfer group."""
-        return [self.plan.topology.member(reader) for reader in self.buffer.readers]
+    def memory(self) -> torch.Tensor:
+        return self.shared.segment.memory
 
-    def tags(self, peers: Sequence[int], kind: MessageKind, sync_round: int) -> list[tuple[int, MessageTag]]:
-        """Return (peer, tag) of a control message to or from each peer."""
-        return [(peer, MessageTag(kind, self.number, sync_round)) for peer in peers]
+    @property
+    def users(self) -> Users:
+        return Users(self.buffer)
 
-    def from_readers(self, kind: MessageKind, rounds: Iterable[int]) -> PostedReceives:
-        """Return the receives of a control message from each reader in these rounds."""
-        tags = {sync_round: self.tags(self.readers, kind, sync_round) for sync_round in rounds}
-        return PostedReceives(self.link, tags, self.plan.num_slots)
+    def wait_until_free(self, user: int) -> None:
+        """Wait as a writer or as the relay until every reader has read the earlier round of the user's next slot.
 
-    def notify_readers(self, kind: MessageKind, sync_round: int, num_bytes: int) -> None:
-        """Notify the readers that `num_bytes` are in the slot, after queued copies on the buffer's GPU."""
+        Raises: PeerLostError.
+        """
+        for reader in self.users.readers:
+            self._wait(reader, user)
+
+    def notify_readers(self, user: int, sync_round: int, num_bytes: int) -> None:
+        """Notify the readers as a writer or as the relay that `num_bytes` are in the slot, after queued copies on the
+        buffer's GPU."""
         self.synchronize()
-        for reader, tag in self.tags(self.readers, kind, sync_round):
-            self.link.send_control(num_bytes, reader, tag)
+        self.shared.signals.set_bytes_written(user, sync_round % self.plan.num_slots, num_bytes)
+        for reader in self.users.readers:
+            self.shared.signals.post(user, reader)
+
+    def wait_for(self, user: int, reader: int, sync_round: int, num_bytes: int) -> None:
+        """Wait as a reader until a writer or the relay has written its `num_bytes` of a round.
+
+        Raises: PeerLostError; WeightSyncError for another number of bytes.
+        """
+        self._wait(user, reader)
+        written = self.shared.signals.bytes_written(user, sync_round % self.plan.num_slots)
+        if written != num_bytes:
+            raise WeightSyncError(
+                f"round {sync_round}: {self._name(user)} wrote {written} bytes instead of {num_bytes}"
+            )
+
+    def _wait(self, source: int, target: int) -> None:
+        self.shared.signals.wait(source, target, timeout_seconds=self.timeout_seconds, name=self._name(source))
+
+    def _name(self, user: int) -> str:
+        topology, buffer, users = self.plan.topology, self.buffer, self.users
+        if user in users.readers:
+            return topology.name(topology.member(buffer.readers[user - users.readers.start]))
+        member = buffer.owner if user == users.relay else buffer.writers[user]
+        assert member is not None
+        return topology.name(member)
 
     def synchronize(self) -> None:
-        """Block until queued copies on the buffer's GPU are done. Notifications through gloo do not wait for them."""
+        """Block until queued copies on the buffer's GPU are done. Signals do not wait for them."""
         if self.memory.is_cuda:
             torch.cuda.current_stream().synchronize()
 
@@ -76,6 +112,7 @@ class MappedSender:
 
     def __init__(self, mapped: MappedBuffer, rank: int) -> None:
         self._mapped = mapped
+        self._user = mapped.users.writer(rank)
         # A trainer rank has at most one message per buffer and round.
         self._placed = {
             sync_round: each
@@ -83,92 +120,88 @@ class MappedSender:
             for each in mapped.direct(sync_round)
             if each.message.sender == rank
         }
-        self._free = mapped.from_readers(MessageKind.FREE, self._placed)
-
-    def begin(self) -> None:
-        self._free.begin()
 
     def acquire(self, sync_round: int, message: Message) -> torch.Tensor:
-        # All readers of the buffer must have read the slot's earlier round.
-        self._free.wait(sync_round)
+        self._mapped.wait_until_free(self._user)
         return self._mapped.bytes_of(sync_round, self._placed[sync_round])
 
     def send(self, sync_round: int, message: Message) -> None:
-        self._mapped.notify_readers(MessageKind.READY, sync_round, message.num_bytes)
+        self._mapped.notify_readers(self._user, sync_round, message.num_bytes)
 
     def flush(self) -> None:
-        self._mapped.link.flush()
+        """Do nothing: a message has arrived when it is written."""
 
 
 class Relay:
     """Receives messages of trainer ranks that do not map a staging buffer into it. Runs on the buffer's owner."""
 
-    def __init__(self, mapped: MappedBuffer, channel: Channel) -> None:
-        """`channel`: through which the messages arrive."""
+    def __init__(self, mapped: MappedBuffer, channels: Channels) -> None:
         self._mapped = mapped
-        self._channel = channel
-        self._pending: dict[int, list[tuple[Transfer, torch.Tensor]]] = {}
-        rounds = [each for each in mapped.incoming.rounds if mapped.relayed(each)]
-        self._free = mapped.from_readers(MessageKind.FREE_TO_RELAY, rounds)
-
-    def begin(self) -> None:
-        self._free.begin()
+        self._channel = channels.of(mapped.number)
+        self._link = channels.link
+        self._copies = HeldCopies(mapped.plan.topology.name)
+        self._pending: dict[int, list[tuple[PlacedMessage, Transfer]]] = {}
+        self._rounds = frozenset(each for each in mapped.incoming.rounds if mapped.relayed(each))
 
     def post_receives(self, sync_round: int) -> None:
         """Wait until the slot is free, then post the receives of a round.
 
         Raises: PeerLostError.
         """
-        self._free.wait(sync_round)
+        if sync_round not in self._rounds:
+            return
+        self._mapped.wait_until_free(self._mapped.users.relay)
         tag = MessageTag(MessageKind.WEIGHTS, self._mapped.number, sync_round)
         for placed in self._mapped.relayed(sync_round):
-            target = self._mapped.bytes_of(sync_round, placed)
-            # A channel of host memory cannot receive into GPU memory: receive into pinned memory, copy in `complete`.
-            direct = target.device.type == self._channel.device.type
-            memory = target if direct else torch.empty(target.shape, dtype=torch.uint8, pin_memory=True)
-            pending = self._channel.receive(memory, placed.message.sender, tag)
-            self._pending.setdefault(sync_round, []).append((pending, target))
+            pending = self._receive(sync_round, placed, tag)
+            self._pending.setdefault(sync_round, []).append((placed, pending))
+
+    def _receive(self, sync_round: int, placed: PlacedMessage, tag: MessageTag) -> Transfer:
+        message, target = placed.message, self._mapped.bytes_of(sync_round, placed)
+        if self._is_delta(message):
+            return self._link.receive(self._copies.frame_memory(message), message.sender, tag)
+        # A channel of host memory cannot receive into GPU memory: receive into pinned memory, copy in `complete`.
+        direct = target.device.type == self._channel.device.type
+        memory = target if direct else torch.empty(target.shape, dtype=torch.uint8, pin_memory=True)
+        return self._channel.receive(memory, message.sender, tag)
+
+    def _is_delta(self, message: Message) -> bool:
+        return self._mapped.plan.topology.sends_delta(self._mapped.number, message.sender)
 
     def complete(self, sync_round: int) -> None:
         """Wait for the messages of a round, then notify the readers.
 
-        Raises: PeerLostError.
+        Raises: PeerLostError; WeightSyncError if the bytes differ from the sender's.
         """
         transfers = self._pending.pop(sync_round, [])
-        for pending, target in transfers:
+        for placed, pending in transfers:
             pending.wait()
-            if pending.memory is not target:
-                target.copy_(pending.memory)
+            memory, target = pending.memory, self._mapped.bytes_of(sync_round, placed)
+            if self._is_delta(placed.message):
+                memory = self._copies.apply(placed.message, memory)
+            if memory.data_ptr() != target.data_ptr():
+                target.copy_(memory)
         if transfers:
-            num_bytes = sum(target.numel() for _, target in transfers)
-            self._mapped.notify_readers(MessageKind.RELAYED, sync_round, num_bytes)
+            num_bytes = sum(placed.message.num_bytes for placed, _ in transfers)
+            self._mapped.notify_readers(self._mapped.users.relay, sync_round, num_bytes)
 
 
 class MappedReceiver:
-    """MessageReceiver for a staging buffer that this engine rank maps."""
+    """MessageReceiver for a staging buffer that engine rank `engine_rank` maps."""
 
-    def __init__(self, mapped: MappedBuffer) -> None:
+    def __init__(self, mapped: MappedBuffer, engine_rank: int) -> None:
         self._mapped = mapped
-        tags = {each: self._tags(each, MessageKind.READY, MessageKind.RELAYED) for each in mapped.incoming.rounds}
-        self._ready = PostedReceives(mapped.link, tags, mapped.plan.num_slots)
+        self._user = mapped.users.reader(engine_rank)
+        self._sources = {sync_round: self._sources_of(sync_round) for sync_round in mapped.incoming.rounds}
 
     def begin(self) -> None:
-        # Post the receives first: a writer may answer the first FREE message at once.
-        self._ready.begin()
         for sync_round in range(self._mapped.plan.num_slots):
             self._free(sync_round)
 
     def receive(self, sync_round: int) -> list[ReceivedMessage]:
         mapped = self._mapped
-        # In the order of _tags: one READY per writer, then one RELAYED for all relayed messages together.
-        planned = [(placed.message.sender, placed.message.num_bytes) for placed in mapped.direct(sync_round)]
-        if relayed := mapped.relayed(sync_round):
-            assert mapped.buffer.owner is not None
-            planned.append((mapped.buffer.owner, sum(placed.message.num_bytes for placed in relayed)))
-        for written, (writer, num_bytes) in zip(self._ready.wait(sync_round), planned, strict=True):
-            if written != num_bytes:
-                name = mapped.plan.topology.name(writer)
-                raise WeightSyncError(f"round {sync_round}: {name} wrote {written} bytes instead of {num_bytes}")
+        for source, num_bytes in self._sources.get(sync_round, []):
+            mapped.wait_for(source, self._user, sync_round, num_bytes)
         return [
             ReceivedMessage(placed.message, mapped.bytes_of(sync_round, placed))
             for placed in mapped.incoming.at(sync_round)
@@ -179,18 +212,20 @@ class MappedReceiver:
         self._mapped.synchronize()
         self._free(sync_round + self._mapped.plan.num_slots)
 
-    def finish(self) -> None:
-        self._mapped.link.flush()
+    def close(self) -> None:
+        self._mapped.synchronize()
+        self._mapped.shared.close()
 
     def _free(self, sync_round: int) -> None:
-        """Notify the writers of a round, and the owner if it relays, that the slot is free."""
-        for writer, tag in self._tags(sync_round, MessageKind.FREE, MessageKind.FREE_TO_RELAY):
-            self._mapped.link.send_control(sync_round, writer, tag)
+        """Notify the writers of a round, and the relay if it has messages, that the slot is free."""
+        for source, _ in self._sources.get(sync_round, []):
+            self._mapped.shared.signals.post(self._user, source)
 
-    def _tags(self, sync_round: int, direct: MessageKind, relayed: MessageKind) -> list[tuple[int, MessageTag]]:
-        """Return (peer, tag) for every writer of a round, and for the owner if it relays messages of the round."""
-        mapped, owner = self._mapped, self._mapped.buffer.owner
-        tags = mapped.tags([placed.message.sender for placed in mapped.direct(sync_round)], direct, sync_round)
-        if owner is not None and mapped.relayed(sync_round):
-            tags += mapped.tags([owner], relayed, sync_round)
-        return tags
+    def _sources_of(self, sync_round: int) -> list[tuple[int, int]]:
+        """Return the users that write in a round, and their bytes."""
+        mapped = self._mapped
+        direct = [each.message for each in mapped.direct(sync_round)]
+        sources = [(mapped.users.writer(message.sender), message.num_bytes) for message in direct]
+        if relayed := mapped.relayed(sync_round):
+            sources.append((mapped.users.relay, sum(each.message.num_bytes for each in relayed)))
+        return sources

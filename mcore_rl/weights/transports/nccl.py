@@ -15,7 +15,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from mcore_rl.weights.transports.link import MessageKind, MessageTag, PeerLostOnError, Rendezvous
+from mcore_rl.weights.transports.arrival import Rendezvous
+from mcore_rl.weights.transports.link import MessageKind, MessageTag, PeerLostOnError
 from mcore_rl.weights.transports.nccl_group import NcclGroup
 
 PEERS_AT_ONCE = 32
@@ -101,7 +102,7 @@ class NcclChannel:
                     transfers.append(self.send(self._byte(), target, tag))
                 if source in sources:
                     transfers.append(self.receive(self._byte(), source, tag))
-            self.launch()
+            self._launch(self._group.launch_first)
             for transfer in transfers:
                 transfer.wait()
 
@@ -116,11 +117,14 @@ class NcclChannel:
 
         Raises: PeerLostError.
         """
+        self._launch(self._group.launch)
+
+    def _launch(self, start: Callable[[Sequence[Callable[[], None]]], dist.Work]) -> None:
         queued, self._queued = self._queued, []
         if not queued:
             return
         with PeerLostOnError(", ".join(dict.fromkeys(transfer.on_error.peer for _, transfer in queued))):
-            work = self._group.launch([operation for operation, _ in queued])
+            work = start([operation for operation, _ in queued])
         for _, transfer in queued:
             transfer.work = work
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import PeerLostError
-from mcore_rl.weights.transports.link import Rendezvous
+from mcore_rl.weights.transports.arrival import Rendezvous, announce, raise_announced
+
+T = TypeVar("T")
 
 ENVIRONMENT = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 """Variables of torch (2.13) while it constructs the group, which is when it reads them. They leave out the watchdog
@@ -28,8 +34,6 @@ four channels carry more than one network card."""
 SECONDS_BETWEEN_CHECKS = 1.0
 """Time between two looks at the store during a wait."""
 _POLL_SECONDS = 0.001
-_ARRIVED, _COMPLETE, _LOST = "arrived", "complete", "lost"
-"""Keys of the store: the number of members that have arrived, whether all have, and the reason of a loss."""
 
 
 def nccl_version() -> str:
@@ -46,21 +50,13 @@ def nccl_version() -> str:
     return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
-def announce_loss(store: dist.Store, generation: int, reason: str) -> None:
-    """End the waits of all members of transfer group number `generation`: each raises a PeerLostError with `reason`.
-
-    NCCL does not notice that a process on the same node has died.
-    """
-    _announce(dist.PrefixStore(_prefix(generation), store), reason)
-
-
 class NcclGroup:
     """NCCL process group on `device`, as rank `rank` of `size`.
 
     The group cannot be used after the loss of a member: all members create a new one, with a new rendezvous.
 
-    Collective: all members.
-    Raises: PeerLostError if a member is missing.
+    Collective: all members, after all have arrived (arrival.await_members).
+    Raises: PeerLostError if a member is lost.
     """
 
     def __init__(
@@ -68,13 +64,13 @@ class NcclGroup:
     ) -> None:
         timeout = timedelta(seconds=timeout_seconds)
         self._device = device
+        self._timeout = timeout
         self._ended = False
         try:
-            store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
-            self._store = dist.PrefixStore(_prefix(rendezvous.generation), store)
-            self._await_members(size, timeout)
-            self._group = process_group(self._store, rank, size, device, timeout)
-            self._create_communicator(timeout)
+            self._store = rendezvous.open(timeout_seconds)
+            store = dist.PrefixStore("nccl", rendezvous.open(timeout_seconds))
+            self._group = process_group(store, rank, size, device, timeout)
+            self._create_communicator()
         except RuntimeError as error:
             raise PeerLostError(f"the {size} GPUs of a sync did not connect through NCCL: {error}") from None
 
@@ -92,6 +88,13 @@ class NcclGroup:
             operation()
         return self._group._end_coalescing(self._device)
 
+    def launch_first(self, operations: Sequence[Callable[[], None]]) -> dist.Work:
+        """Implement `launch` for the first messages between two members, at which NCCL connects them.
+
+        Raises: PeerLostError if a member announced a loss; RuntimeError if NCCL fails or the time is over.
+        """
+        return self._bounded(partial(self.launch, operations))
+
     def wait(self, work: dist.Work, timeout_seconds: float) -> None:
         """Block until `work` is complete.
 
@@ -105,7 +108,7 @@ class NcclGroup:
                 raise RuntimeError(f"no answer through NCCL in {timeout_seconds:g} s")
             if now - checked > SECONDS_BETWEEN_CHECKS:
                 checked = now
-                _raise_announced(self._store)
+                raise_announced(self._store)
             time.sleep(_POLL_SECONDS)
         self._require_alive()
         # Raises errors of NCCL, and makes the current stream wait for NCCL's.
@@ -113,11 +116,10 @@ class NcclGroup:
 
     def abandon(self, reason: str) -> None:
         """Announce a loss to all members and end the group. Further calls do nothing."""
-        if not self._ended:
-            # The store is gone if the driver has died, and the loss of the peer is the error to report.
-            with suppress(RuntimeError):
-                _announce(self._store, reason)
-            self.close()
+        # The store is gone if the driver has died, and the loss of the peer is the error to report.
+        with suppress(RuntimeError):
+            announce(self._store, reason)
+        self.close()
 
     def close(self) -> None:
         """End the group and its kernels, without its other members. Further calls do nothing.
@@ -126,23 +128,51 @@ class NcclGroup:
         """
         if not self._ended:
             self._ended = True
-            with suppress(RuntimeError):  # NCCL did not end the communicator in time
-                self._group.abort()
+            self._abort()
 
-    def _await_members(self, size: int, timeout: timedelta) -> None:
-        # NCCL would wait for a missing member without a timeout.
-        if self._store.add(_ARRIVED, 1) == size:
-            self._store.set(_COMPLETE, "")
-        self._store.wait([_COMPLETE], timeout)
-        _raise_announced(self._store)
+    def _abort(self) -> None:
+        with suppress(RuntimeError):  # NCCL did not end the communicator in time
+            self._group.abort()
 
-    def _create_communicator(self, timeout: timedelta) -> None:
+    def _create_communicator(self) -> None:
         # The first operation of a group creates its communicator, and all members must take part in it.
+        def create() -> None:
+            self._group.allreduce([torch.zeros(1, device=self._device)]).wait(self._timeout)
+
         try:
-            self._group.allreduce([torch.zeros(1, device=self._device)]).wait(timeout)
+            self._bounded(create)
         except RuntimeError:
             self.close()
             raise
+
+    def _bounded(self, call: Callable[[], T]) -> T:
+        """Make a call in which NCCL connects members, and return its result. NCCL would wait for a lost member without
+        a timeout, inside of the call, so another thread makes it and is left behind then.
+
+        Raises: PeerLostError if a member announced a loss; RuntimeError if NCCL fails or the time is over.
+        """
+        outcome, deadline = Future[T](), time.monotonic() + self._timeout.total_seconds()
+        here = _same_stream(self._device)
+
+        def run() -> None:
+            try:
+                with here:
+                    outcome.set_result(call())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, name="connect GPUs", daemon=True).start()
+        try:
+            while not wait([outcome], min(SECONDS_BETWEEN_CHECKS, self._timeout.total_seconds())).done:
+                raise_announced(self._store)
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no connection through NCCL in {self._timeout.total_seconds():g} s")
+        except BaseException:
+            self._ended = True
+            # Also in a thread: torch may wait for the other one before it ends the communicator.
+            threading.Thread(target=self._abort, name="end GPU connections", daemon=True).start()
+            raise
+        return outcome.result()
 
     def _require_alive(self) -> None:
         if self._ended:
@@ -163,18 +193,9 @@ def process_group(
     return group
 
 
-def _prefix(generation: int) -> str:
-    return f"weights/{generation}/nccl"
-
-
-def _announce(store: dist.Store, reason: str) -> None:
-    store.compare_set(_LOST, "", reason)  # the first reason stays
-    store.set(_COMPLETE, "")  # members that still wait for others look at the reason, too
-
-
-def _raise_announced(store: dist.Store) -> None:
-    if store.check([_LOST]):
-        raise PeerLostError(f"the weight sync has lost a process: {store.get(_LOST).decode()}")
+def _same_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which another thread uses the current stream of this thread, which is a thread's own."""
+    return torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -1,7 +1,9 @@
-"""Transport over the network: packed messages from trainer ranks to the process that owns the memory of a buffer.
+"""Transport over the network, or through files: packed messages from trainer ranks to the process that owns the memory
+of a buffer.
 
 That process is the engine rank itself, or, for a buffer that other trainer ranks map, the buffer's owner.
-No control messages are needed: a send completes only with its receive.
+No signals are needed: a send completes only with its receive. With weights.delta, messages between hosts are
+frames (delta/), whose size is not known in advance: a receive of gloo accepts a shorter message.
 """
 
 from __future__ import annotations
@@ -11,20 +13,28 @@ from functools import cached_property
 
 import torch
 
+from mcore_rl.weights.delta.copies import HeldCopies, SentCopies
 from mcore_rl.weights.slices.messages import Message
-from mcore_rl.weights.sync_plan import IncomingMessages, SyncPlan
-from mcore_rl.weights.transports.interface import Channel, ReceivedMessage, Transfer
+from mcore_rl.weights.sync_plan import IncomingMessages, PlacedMessage, SyncPlan
+from mcore_rl.weights.transports.interface import Channel, Channels, ReceivedMessage, Transfer
 from mcore_rl.weights.transports.link import MessageKind, MessageTag
 
 
 class NetworkSender:
     """MessageSender for all buffers that this trainer rank does not map and reaches through `channel`.
 
-    `outgoing`: its messages to them, by round.
+    `outgoing`: its messages to them, by round. `copies`: of messages that are sent as frames; None: all are sent whole.
     """
 
-    def __init__(self, channel: Channel, plan: SyncPlan, outgoing: Mapping[int, Sequence[Message]]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        plan: SyncPlan,
+        outgoing: Mapping[int, Sequence[Message]],
+        copies: SentCopies | None = None,
+    ) -> None:
         self._channel = channel
+        self._copies = copies
         self._topology = plan.topology
         self._num_slots = plan.num_slots
         self._offsets: dict[tuple[int, int], int] = {}
@@ -45,9 +55,6 @@ class NetworkSender:
     def _staging(self) -> torch.Tensor:
         return torch.zeros(self._slot_bytes * self._num_slots, dtype=torch.uint8, device=self._channel.device)
 
-    def begin(self) -> None:
-        """Do nothing: there is no flow control besides the sends themselves."""
-
     def acquire(self, sync_round: int, message: Message) -> torch.Tensor:
         # The slot's earlier round must have left this process.
         self._wait_for([earlier for earlier in self._pending if earlier <= sync_round - self._num_slots])
@@ -59,7 +66,10 @@ class NetworkSender:
     def send(self, sync_round: int, message: Message) -> None:
         tag = MessageTag(MessageKind.WEIGHTS, message.receiver, sync_round)
         target = self._topology.target(message.receiver)
-        pending = self._channel.send(self._acquired.pop(message.receiver), target, tag)
+        memory = self._acquired.pop(message.receiver)
+        if self._copies is not None:
+            memory = self._copies.frame(message, memory)
+        pending = self._channel.send(memory, target, tag)
         self._pending.setdefault(sync_round, []).append(pending)
 
     def flush(self) -> None:
@@ -74,8 +84,11 @@ class NetworkSender:
 class NetworkReceiver:
     """MessageReceiver of an engine rank that shares no memory with trainer ranks."""
 
-    def __init__(self, channel: Channel, buffer: int, incoming: IncomingMessages, plan: SyncPlan) -> None:
-        self._channel = channel
+    def __init__(self, channels: Channels, buffer: int, incoming: IncomingMessages, plan: SyncPlan) -> None:
+        self._channels = channels
+        self._channel = channels.of(buffer)
+        self._topology = plan.topology
+        self._copies = HeldCopies(plan.topology.name)
         self._buffer = buffer
         self._incoming = incoming
         self._num_rounds = plan.num_rounds
@@ -95,22 +108,30 @@ class NetworkReceiver:
         received = []
         for placed, pending in zip(self._incoming.at(sync_round), self._pending.pop(sync_round), strict=True):
             pending.wait()
-            received.append(ReceivedMessage(placed.message, pending.memory))
+            memory = pending.memory
+            if self._topology.sends_delta(self._buffer, placed.message.sender):
+                memory = self._copies.apply(placed.message, memory)
+            received.append(ReceivedMessage(placed.message, memory))
         return received
 
     def release(self, sync_round: int) -> None:
         # Posting the receive for the slot's next round is what allows its senders to proceed.
         self._post(sync_round + self._num_slots)
 
-    def finish(self) -> None:
-        """Do nothing: no acknowledgements are sent."""
+    def close(self) -> None:
+        self._pending.clear()
+        self._copies = HeldCopies(self._topology.name)
+        self.__dict__.pop("_slots", None)
 
     def _post(self, sync_round: int) -> None:
         if sync_round >= self._num_rounds:
             return  # `release` also runs for the last rounds, whose slots are not used again in this update
-        tag, slot = MessageTag(MessageKind.WEIGHTS, self._buffer, sync_round), self._slots[sync_round % self._num_slots]
-        self._pending[sync_round] = [
-            self._channel.receive(slot[placed.offset :][: placed.message.num_bytes], placed.message.sender, tag)
-            for placed in self._incoming.at(sync_round)
-        ]
+        self._pending[sync_round] = [self._receive(sync_round, placed) for placed in self._incoming.at(sync_round)]
         self._channel.launch()
+
+    def _receive(self, sync_round: int, placed: PlacedMessage) -> Transfer:
+        message, tag = placed.message, MessageTag(MessageKind.WEIGHTS, self._buffer, sync_round)
+        if self._topology.sends_delta(self._buffer, message.sender):
+            return self._channels.host.receive(self._copies.frame_memory(message), message.sender, tag)
+        slot = self._slots[sync_round % self._num_slots]
+        return self._channel.receive(slot[placed.offset :][: message.num_bytes], message.sender, tag)

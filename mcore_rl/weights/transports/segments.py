@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import json
 import mmap
 import os
@@ -186,6 +187,8 @@ class DeviceSegment:
         Raises: WeightSyncError if views of `memory` still exist; the memory stays valid.
         """
         self.__dict__.pop("memory", None)
+        if self._views() is not None:
+            gc.collect()  # frames of an earlier error refer to views, sometimes in a cycle
         if self._views() is not None:
             raise WeightSyncError("a staging buffer of weights is still in use by views of its memory")
         self._memory.close()

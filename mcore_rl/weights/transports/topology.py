@@ -7,6 +7,9 @@ A pure function of the hosts and GPUs of all processes. An engine rank's buffer 
     on a trainer rank's host    host memory that both map (shared_memory)
     elsewhere                   private memory of the engine rank, as above
 
+With weights.transport=files every trainer rank writes files. Rank r of every engine reads the same ones into private
+memory, so these ranks count as the readers of one buffer (files).
+
 Between GPUs of one host NCCL uses NVLink if it is there. It connects the processes only if each has its own GPU.
 
 Trainer ranks that do not map a shared buffer send to its owner, which is one of the trainer ranks that map it.
@@ -20,10 +23,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.weights.slices.senders import RankLocations
+from mcore_rl.weights.slices.senders import ELSEWHERE, RankLocations
 from mcore_rl.weights.transports.hosts import Host
 
-CUDA_IPC, SHARED_MEMORY, NETWORK = "cuda_ipc", "shared_memory", "network"
+CUDA_IPC, SHARED_MEMORY, NETWORK, FILES = "cuda_ipc", "shared_memory", "network", "files"
 SHARED_RESOURCE = {CUDA_IPC: "a GPU", SHARED_MEMORY: "memory"}
 """Resource that a trainer rank and an engine rank share, by transport; for messages."""
 
@@ -51,7 +54,7 @@ class StagingBuffer:
     writers: trainer ranks that map the memory.
     owner: the writer that creates the memory and relays messages from trainer ranks that do not map it.
 
-    Without writers it is private memory of its only reader.
+    Without writers it is private memory of its only reader, or of each reader if `kind` is files.
     """
 
     readers: tuple[int, ...]
@@ -69,6 +72,8 @@ class Topology:
     ranks_per_engine: int
     transport: str = "auto"
     """Value of weights.transport: auto, or the kind that every staging buffer must have."""
+    delta: bool = False
+    """Value of weights.delta: messages between hosts contain only the changed words (delta/)."""
     engine_numbers: tuple[int, ...] = ()
     """Numbers of the engines for messages, if only some of the run's engines take part."""
 
@@ -108,9 +113,12 @@ class Topology:
         # Buffers that some trainer rank does not map: only these receive messages.
         sent_to = [number for number, each in enumerate(self.buffers) if len(each.writers) < len(self.trainers)]
         receivers = [self.engines[self.buffers[n].readers[0]] for n in sent_to if self.buffers[n].owner is None]
-        if not _have_own_gpus([*self.trainers, *receivers]):
+        if self.transport == FILES or not _have_own_gpus([*self.trainers, *receivers]):
             return frozenset()
-        return frozenset(number for number in sent_to if self.buffers[number].kind != SHARED_MEMORY)
+        others = (
+            number for number in sent_to if not all(self.sends_delta(number, rank) for rank in self._remote(number))
+        )
+        return frozenset(number for number in others if self.buffers[number].kind != SHARED_MEMORY)
 
     @property
     def gpu_members(self) -> tuple[int, ...]:
@@ -148,8 +156,21 @@ class Topology:
             )
             for endpoint in (*self.trainers, *self.engines)
         }
-        of_buffers = [places[self.engines[buffer.readers[0]]] for buffer in self.buffers]
+        # Files are equally far from all trainer ranks, so these divide the sending.
+        of_buffers = [
+            ELSEWHERE if buffer.kind == FILES else places[self.engines[buffer.readers[0]]] for buffer in self.buffers
+        ]
         return RankLocations.of([places[endpoint] for endpoint in self.trainers], of_buffers)
+
+    def sends_delta(self, number: int, trainer_rank: int) -> bool:
+        """Return whether a trainer rank's messages to buffer `number` are frames of delta/, which travel through host
+        memory: they go to another host, or are files."""
+        if not self.delta or trainer_rank in self.buffers[number].writers:
+            return False
+        if self.transport == FILES:
+            return True
+        here = self.engines[self.buffers[number].readers[0]].host
+        return self.trainers[trainer_rank].host.memory != here.memory
 
     def buffer_of(self, engine_rank: int) -> int:
         return next(number for number, buffer in enumerate(self.buffers) if engine_rank in buffer.readers)
@@ -157,6 +178,11 @@ class Topology:
     def member(self, engine_rank: int) -> int:
         """Return the number of an engine rank in the transfer group, where the trainer ranks come first."""
         return len(self.trainers) + engine_rank
+
+    def recipients(self, number: int) -> list[int]:
+        """Return the members to which a message for all readers of a buffer is sent. One file serves all of them."""
+        readers = self.buffers[number].readers
+        return [self.member(reader) for reader in (readers[:1] if self.transport == FILES else readers)]
 
     def target(self, number: int) -> int:
         """Return the member that receives messages of trainer ranks that do not map buffer `number`."""
@@ -177,6 +203,8 @@ class Topology:
 
         Raises: ConfigError if weights.transport requires shared memory and there is none.
         """
+        if self.transport == FILES:
+            return FILES, ()
         for kind in self._kinds(where):
             if kind == NETWORK or (kind == CUDA_IPC and not where.device):
                 continue
@@ -196,6 +224,10 @@ class Topology:
             return [self.transport]
         # From one GPU to another, NCCL is faster than two copies through the host's memory.
         return [CUDA_IPC] if where.device and self._one_gpu_each else [CUDA_IPC, SHARED_MEMORY]
+
+    def _remote(self, number: int) -> list[int]:
+        """Return the trainer ranks that do not map buffer `number`."""
+        return [rank for rank in range(len(self.trainers)) if rank not in self.buffers[number].writers]
 
     @cached_property
     def _one_gpu_each(self) -> bool:
@@ -217,6 +249,8 @@ class Topology:
 
     @staticmethod
     def _domain(where: Endpoint, kind: str) -> MemoryDomain:
+        if kind == FILES:  # all hosts share the files
+            return ("", 0), ""
         return where.host.memory, where.device if kind == CUDA_IPC else ""
 
     def _engines_sharing_buffers(self) -> list[list[int]]:

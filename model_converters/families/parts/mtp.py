@@ -116,7 +116,7 @@ def _rows_of_depth(config: HFConfig, layer_rows: Sequence[Row], depth: int, laye
         _repeated(embedding, f"{hf}embed_tokens.weight"),
         whole_row(f"{mcore}enorm.weight", f"{hf}enorm.weight", (hidden,), place="mtp"),
         whole_row(f"{mcore}hnorm.weight", f"{hf}hnorm.weight", (hidden,), place="mtp"),
-        replace(projection, axis="tp", split_by="hidden_size"),
+        replace(projection, axis="tp", split_by="hidden_size", whole_in_engines=True),
         *(_moved(row, f"{mcore}transformer_layer.", hf) for row in layer_rows),
         whole_row(f"{mcore}final_layernorm.weight", f"{hf}shared_head.norm.weight", (hidden,), place="mtp"),
         _repeated(head, f"{hf}shared_head.head.weight"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.cuda.sources import Sources
-from tests.contract.cuda.uses import keys_of, uses
+from tests.contract.cuda.uses import keys_of, returned_keys, uses
 
 LIBRARY = {
     "lib/__init__.py": """
@@ -133,3 +133,9 @@ def test_attributes_include_bases_and_instance_attributes(library: Sources) -> N
 def test_keys_of_finds_literals_updates_and_items() -> None:
     text = "def f():\n a: dict = {'x': 1}\n a |= {'y': 2}\n a['z'] = 3\n a.update({'w': 4})\n b = {'v': 5}"
     assert set(keys_of(ast.parse(text), "a")) == {"x", "y", "z", "w"}
+
+
+def test_returned_keys_finds_every_return_of_one_function() -> None:
+    text = "def f():\n  if a:\n    return {'x': 1}\n  return {'y': 2, **z}\ndef g():\n  return {'w': 3}"
+    assert set(returned_keys(ast.parse(text), "f")) == {"x", "y"}
+    assert returned_keys(ast.parse(text), "h") == {}

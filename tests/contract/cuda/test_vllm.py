@@ -11,7 +11,7 @@ import pytest
 from mcore_rl.runtime.cluster import process_environment
 from tests.contract.cuda.packages import OURS, SITE_PACKAGES, VLLM, needs, sources
 from tests.contract.cuda.sources import Definition, Sources
-from tests.contract.cuda.uses import Call, keys_of, uses
+from tests.contract.cuda.uses import Call, keys_of, returned_keys, uses
 from tests.readme import ROOT
 
 pytestmark = needs(VLLM)
@@ -91,7 +91,8 @@ def test_instances_expressions_occur_in_files() -> None:
 def engine_arguments() -> dict[str, ast.expr]:
     found: dict[str, ast.expr] = {}
     for file in ("engine.py", "arguments.py"):
-        found |= keys_of(ast.parse((ENGINE / file).read_text()), "arguments")
+        tree = ast.parse((ENGINE / file).read_text())
+        found |= keys_of(tree, "arguments") | returned_keys(tree, "_device_arguments")
     return found
 
 
@@ -100,6 +101,15 @@ def test_engine_arguments_are_fields_of_engine_args(vllm: Sources) -> None:
     expected = {"model", "nnodes", "enable_return_routed_experts", "enable_sleep_mode", "max_num_batched_tokens"}
     assert expected <= set(passed)
     signature = vllm.signature(definition(vllm, "vllm.engine.arg_utils.EngineArgs"))
+    assert signature is not None
+    assert signature.refuses(Call(0, tuple(passed), more=False)) is None
+
+
+def test_draft_arguments_are_fields_of_speculative_config(vllm: Sources) -> None:
+    tree = ast.parse((ENGINE / "arguments.py").read_text())
+    passed = keys_of(tree, "drafter") | returned_keys(tree, "_draft_arguments")
+    assert {"method", "attention_backend", "num_speculative_tokens_per_batch_size"} <= set(passed)
+    signature = vllm.signature(definition(vllm, "vllm.config.speculative.SpeculativeConfig"))
     assert signature is not None
     assert signature.refuses(Call(0, tuple(passed), more=False)) is None
 

@@ -169,6 +169,17 @@ def keys_of(node: ast.AST, variable: str) -> dict[str, ast.expr]:
     return pairs
 
 
+def returned_keys(node: ast.AST, function: str) -> dict[str, ast.expr]:
+    """Return the string keys of the dictionaries that `function` returns, or {} without such a function."""
+    pairs: dict[str, ast.expr] = {}
+    for each in ast.walk(node):
+        if isinstance(each, ast.FunctionDef) and each.name == function:
+            for inner in ast.walk(each):
+                if isinstance(inner, ast.Return) and inner.value is not None:
+                    pairs |= _pairs(inner.value)
+    return pairs
+
+
 def _pairs(node: ast.expr) -> dict[str, ast.expr]:
     if not isinstance(node, ast.Dict):
         return {}

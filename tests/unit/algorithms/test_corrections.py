@@ -146,7 +146,7 @@ def test_correction_without_tokens_gives_empty_sums():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"kind": "clip"}, r"algorithm\.correction\.kind=clip must be one of none, truncate, mask"),
+        ({"kind": "clip"}, r"algorithm\.correction\.kind=clip must be one of auto, none, truncate, mask"),
         ({"level": "batch"}, r"algorithm\.correction\.level=batch .*token, sequence, geometric"),
         ({"kind": "mask", "high": 0.0}, r"algorithm\.correction\.high=0\.0"),
         ({"kind": "mask", "high": 0.5}, r"algorithm\.correction\.low=2 .*less than algorithm\.correction\.high=0\.5"),
@@ -165,9 +165,6 @@ def test_correction_with_invalid_option_names_key(tmp_path, overrides, message):
         )
 
 
-def test_correction_from_config_uses_its_section():
-    assert Correction.from_config(CorrectionConfig()) is None
-    section = CorrectionConfig(kind="mask", level="geometric", low=0.99, high=1.01)
-    assert Correction.from_config(section) == Correction(section)
+def test_correction_bounds_depend_on_the_kind():
     assert CorrectionConfig("mask", high=4.0).bounds == (0.25, 4.0)
     assert CorrectionConfig("truncate", high=4.0).bounds == (0.0, 4.0)

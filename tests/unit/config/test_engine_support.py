@@ -20,6 +20,7 @@ from mcore_rl.config.rules.engine_support import (
 from mcore_rl.config.schema import Config
 from mcore_rl.doctor.checks import check_sglang
 from mcore_rl.errors import ConfigError
+from tests.environments import make_environment
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,20 +37,6 @@ def _missing(config: Config) -> str | None:
     return missing_engine(config.algorithm, config.rollout, config.judge)
 
 
-def environment(directory: Path, version: str | None) -> Path:
-    """Create an interpreter with the given SGLang version next to it."""
-    packages = directory / "lib" / "python3.11" / "site-packages"
-    packages.mkdir(parents=True)
-    python = directory / "bin" / "python"
-    python.parent.mkdir()
-    python.touch()
-    if version is not None:
-        information = packages / f"sglang-{version}.dist-info"
-        information.mkdir()
-        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
-    return python
-
-
 @pytest.mark.parametrize(
     ("version", "said"),
     [("0.5.20", "has SGLang 0.5.20, and SGLang"), (None, "has no SGLang, and SGLang"), (SGLANG_VERSION, None)],
@@ -57,7 +44,7 @@ def environment(directory: Path, version: str | None) -> Path:
 def test_missing_engine_other_sglang_version_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, said: str | None
 ) -> None:
-    python = environment(tmp_path, version)
+    python = make_environment(tmp_path, {} if version is None else {"sglang": version})
     monkeypatch.setenv(SGLANG_PYTHON, str(python))
     config = Config()
     assert _missing(config) is None
@@ -79,22 +66,20 @@ def sglang_everywhere() -> Config:
     return config
 
 
-def test_cannot_run_rejects_sglang_on_gpus_for_judges_only() -> None:
-    config = sglang_everywhere()
-    config.rollout.expert_parallel = True
-    assert cannot_run(config) == []
-    # cluster.device=auto on a machine with GPUs
-    assert cannot_run(config, cuda=True) != []
-    config.cluster.device = "cuda"
-    assert cannot_run(config) == ["judge.engine=sglang runs on CPUs only; set judge.engine=vllm, or cluster.device=cpu"]
-    config.judge.engine = "vllm"
-    assert cannot_run(config) == []
-    config.rollout.engine, config.judge.engine = "vllm", "sglang"
-    assert len(cannot_run(config)) == 1
-    config.judge.engine = None
-    assert cannot_run(config) == []
-    config.judge.engine, config.judge.hf_path = "sglang", None  # a judge that is not there
-    assert cannot_run(config) == []
+@pytest.mark.parametrize(
+    ("engine", "device", "replay", "runs"),
+    [
+        ("vllm", "cuda", "engine", False),
+        ("vllm", "auto", "engine", False),  # a plan
+        ("vllm", "cpu", "engine", True),
+        ("sglang", "cuda", "engine", True),
+        ("vllm", "cuda", "policy", True),
+    ],
+)
+def test_cannot_run_experts_of_vllm_on_gpus(engine: str, device: str, replay: str, runs: bool) -> None:
+    config = Config()
+    config.rollout.engine, config.cluster.device, config.actor.moe.router_replay = engine, device, replay
+    assert [problem.split(":")[0] for problem in cannot_run(config)] == ["actor.moe.router_replay=engine"] * (not runs)
 
 
 DIVIDED = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192, "moe_intermediate_size": 64}
@@ -157,6 +142,30 @@ def test_check_sglang_model_on_gpus_pads_nothing(changes: dict[str, Any], said: 
     config.rollout.engine, config.rollout.tp, config.rollout.expert_parallel = "sglang", 4, True
     with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
         check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes, cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "cuda", "said"),
+    [
+        ("deepseek_v3", False, None),
+        ("glm4_moe", True, None),
+        (
+            "glm4_moe",
+            False,
+            "SGLang on CPU divides the shared experts of glm4_moe among all ranks; set it to",
+        ),
+        ("mixtral", True, "=true: SGLang divides the attention of mixtral among all ranks; set it to false"),
+    ],
+)
+def test_check_sglang_model_attention_dp_of_a_family(family: str, cuda: bool, said: str | None) -> None:
+    config = Config()
+    config.rollout.engine, config.rollout.tp, config.rollout.expert_parallel = "sglang", 2, True
+    role = EngineRole.rollout(config.rollout, config.model)
+    model = DIVIDED | {"model_type": family, "n_shared_experts": 1, "n_routed_experts": 8}
+    check_sglang_model(role, model, cuda=cuda)
+    config.rollout.data_parallel_attention = True
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_sglang_model(role, model, cuda=cuda)
 
 
 def test_check_sglang_model_needs_memory_beside_its_fraction() -> None:

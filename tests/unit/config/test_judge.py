@@ -16,7 +16,7 @@ GOOD = "judge.template='{prompt} {response}'"
 
 
 def _validate(config: Config) -> None:
-    validate_judge(config.judge, config.rollout, config.model)
+    validate_judge(config.judge, config.rollout, config.model, cuda=config.cluster.device == "cuda")
 
 
 @pytest.fixture
@@ -40,6 +40,10 @@ def judge(base: str) -> str:
         ([GOOD, "judge.dtype=float16"], r"^judge\.dtype=float16 must be one of float32, bfloat16, or null"),
         ([GOOD, "judge.tp=3"], r"^judge\.tp=3 must divide the model's 4 attention heads"),
         ([GOOD, "judge.max_prompt_tokens=8000"], r"^judge\.max_prompt_tokens \+ judge\.max_response_tokens = 8512 exc"),
+        (
+            [GOOD, "judge.engine=sglang", "judge.gpu_memory_fraction=1", "cluster.device=cuda"],
+            r"^judge\.gpu_memory_fraction=1 leaves SGLang no memory",
+        ),
         ([GOOD, "judge.hf_path=/nowhere"], r"^judge\.hf_path=/nowhere: no config\.json there"),
     ],
 )

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from mcore_rl.config import Config, load_config
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.validation import read_hf_config, validate
-from mcore_rl.resolved.layout import train_layout
+from mcore_rl.resolved.layout import role_layout
 from model_converters.families import family_for
 from model_converters.families.parts.mtp import without_mtp
 
@@ -96,9 +97,10 @@ def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recipe(name: str) -> Config:
     files = [f"configs/{each}" for each in dict.fromkeys((Path(name).name, name))]
-    # The demo creates its models; GSM8K's files are given on the command line.
+    # The demo creates its models, with experts except for fsdp2; GSM8K's files are given on the command line.
+    model = "Qwen2.5-32B" if name == "demo_fsdp2_cpu.yaml" else "gsm8k_tiny"
     missing = {
-        "demo": ["model.hf_path=configs/models/gsm8k_tiny"],
+        "demo": [f"model.hf_path=configs/models/{model}"],
         "gsm8k": ["data.train=train.jsonl"],
     }
     return load_config(files, missing.get(name.partition("_")[0], []))
@@ -140,7 +142,8 @@ def updates_per_step(config: Config) -> int:
 def test_recipes_are_valid_and_layouts_fit(name: str) -> None:
     config = recipe(name)
     validate(config)
-    layout = train_layout(config.actor.parallel, config.num_trainer_ranks, read_hf_config(config.model))
+    role = ModelRole.policy(config.actor, config.model)
+    layout = role_layout(role, config.num_trainer_ranks, read_hf_config(config.model))
     nodes, slots = config.cluster.nodes, config.cluster.gpus_per_node
     apart = config.rollout.num_engines * config.rollout.tp if config.cluster.placement == "disaggregated" else 0
     assert layout.world_size + apart == nodes * slots
@@ -237,3 +240,12 @@ def test_dapo_32b_recipe_matches_the_paper() -> None:
     assert config.trainer.prompts_per_update * config.rollout.samples_per_prompt == 512
     assert updates_per_step(config) == 16
     assert config.actor.optimizer.warmup_steps == 20 * updates_per_step(config) == 320
+
+
+def test_dapo_32b_recipe_with_fsdp2_differs_in_sharding_only() -> None:
+    fsdp2, paper = ((ROOT / "configs" / f"dapo_qwen2_5_32b{name}.yaml").read_text() for name in ("_fsdp2", ""))
+    kept = yaml.safe_load(paper)
+    kept["run"]["dir"] += "_fsdp2"
+    del kept["actor"]["parallel"], kept["actor"]["offload"]["grads"]
+    kept["actor"]["strategy"] = "fsdp2"
+    assert yaml.safe_load(fsdp2) == kept

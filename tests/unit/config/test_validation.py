@@ -22,6 +22,9 @@ HF = {
 }
 
 EXPERT_PARALLEL = ["rollout.expert_parallel=true", "rollout.tp=2"]
+ATTENTION_DP = "rollout.data_parallel_attention=true"
+SHARDED = "actor.parallel.shard_parameters=true"
+TRANSFORMERS = "actor.strategy=fsdp2"
 ENGINE_REPLAY = "actor.moe.router_replay=engine"
 
 
@@ -47,6 +50,7 @@ def _mixture_of_experts(base: str, tmp_path: Path) -> None:
         (["rollout.temperature=0"], "algorithm.advantage=grpo learns from their differences; set rollout.temperature"),
         (["rollout.temperature=0", "algorithm.advantage=remax"], "rollout.temperature=0 makes all samples of a prompt"),
         (["rollout.engine=trtllm"], "rollout.engine"),
+        (["rollout.overlap_schedule=true"], "but rollout.engine=vllm; set rollout.overlap_schedule=false"),
         (["model.dtype=float8"], "model.dtype"),
         (["model.hf_path=/nowhere"], "model.hf_path"),
         (["trainer.prompts_per_step=1", "trainer.prompts_per_update=1", "rollout.samples_per_prompt=2"], "at least 4"),
@@ -56,10 +60,46 @@ def _mixture_of_experts(base: str, tmp_path: Path) -> None:
             ["cluster.placement=disaggregated", "cluster.nodes=2", "rollout.nodes=1", "actor.num_ranks=8"],
             "cluster.gpus_per_node less rollout.nodes offers 4",
         ),
+        ([SHARDED, "actor.parallel.pp=2"], "actor.parallel.pp=2 is not supported with actor.parallel.shard_parameters"),
+        ([SHARDED, "actor.distributed_optimizer=false"], "like the parameters; set it to true"),
+        ([SHARDED, "actor.overlap_grad_reduce=true"], "actor.overlap_grad_reduce=True is not supported"),
+        ([SHARDED, "actor.overlap_param_gather=true"], "actor.overlap_param_gather=True is not supported"),
+        ([SHARDED, "actor.optimizer.cpu_offload=true"], "actor.optimizer.cpu_offload=True is not supported"),
+        ([SHARDED, "actor.offload.grads=true"], "actor.offload.grads=True is not supported"),
+        ([SHARDED, "actor.fp8=delayed"], "actor.fp8=delayed is not supported"),
+        ([TRANSFORMERS, "actor.parallel.pp=2"], "actor.parallel.pp=2 is not supported with actor.strategy=fsdp2"),
+        ([TRANSFORMERS, "actor.parallel.tp=2"], "only data-parallel; set it to 1"),
+        ([TRANSFORMERS, "actor.parallel.cp=2"], "actor.parallel.cp=2 is not supported with actor.strategy=fsdp2"),
+        ([TRANSFORMERS, "actor.recompute=selective"], "recompute whole layers; set it to full or none"),
+        ([TRANSFORMERS, "actor.recompute=full", "actor.recompute_layers=2"], "layer by layer; set it to 1"),
+        ([TRANSFORMERS, "actor.mtp_loss_coefficient=0.1"], "no multi-token-prediction layers; set it to 0"),
+        ([TRANSFORMERS, "actor.offload.grads=true"], "actor.offload.grads=True is not supported with actor.strategy"),
+        ([TRANSFORMERS, "actor.lora.rank=4"], "actor.lora.rank=4 is not supported with actor.strategy=fsdp2"),
         (["rollout.tp=3"], "rollout.tp=3 must divide the model's 4 attention heads"),
         (["rollout.validation_samples=2"], "rollout.validation_temperature"),
+        (["weights.transport=files"], "weights.transport=files needs weights.directory; set it to a directory"),
+        (["weights.directory=/w"], "weights.directory=/w has no effect; set weights.transport=files, or leave"),
+        (["rollout.draft=eagle"], "rollout.draft=eagle must be one of none, ngram, mtp"),
+        (["rollout.draft_tokens=2"], "rollout.draft_tokens=2 has no effect; set rollout.draft, or leave"),
+        (["rollout.draft_below=8"], "rollout.draft_below=8 has no effect; set rollout.draft, or leave"),
+        (["rollout.draft=ngram", "rollout.engine=sglang"], "rollout.draft=ngram needs rollout.engine=vllm"),
+        (
+            ["rollout.draft=mtp", "rollout.engine=sglang", "actor.mtp_loss_coefficient=0.1"],
+            "rollout.draft=mtp needs rollout.engine=vllm",
+        ),
+        (["rollout.draft=mtp"], "rollout.draft=mtp needs actor.mtp_loss_coefficient above 0"),
+        (
+            ["rollout.draft=ngram", "rollout.draft_below=128", "rollout.max_batched_tokens=635"],
+            "rollout.max_batched_tokens=635 must be at least 636",
+        ),
         (["rollout.max_batched_tokens=255"], "rollout.max_batched_tokens=255 must be at least"),
         (["rollout.expert_parallel=true"], "set rollout.tp above 1"),
+        ([ATTENTION_DP, *EXPERT_PARALLEL], f"{ATTENTION_DP} needs rollout.engine=sglang"),
+        ([ATTENTION_DP, "rollout.engine=sglang", "rollout.tp=2"], "set rollout.expert_parallel=true, or it to false"),
+        (
+            [ATTENTION_DP, "rollout.engine=sglang", *EXPERT_PARALLEL, "rollout.max_concurrent_requests=33"],
+            "divides rollout.max_concurrent_requests=33 among rollout.tp=2 ranks; set it to a multiple of 2",
+        ),
         ([ENGINE_REPLAY, "algorithm.policy_loss.name=sft"], f"{ENGINE_REPLAY} replays what the engine chose"),
         (["data.long_prompts=cut"], "data.long_prompts"),
         (["rollout.tool_parser=hermes"], "rollout.tool_parser=hermes has no effect; set rollout.tools, or leave"),
@@ -85,8 +125,11 @@ def test_validate_invalid_settings_name_the_key(base: str, overrides: list[str],
     "overrides",
     [
         ["actor.parallel.tp=2", "actor.parallel.ep=2", "trainer.prompts_per_update=16"],
-        [ENGINE_REPLAY],
+        [ENGINE_REPLAY, "rollout.draft=ngram", "rollout.draft_tokens=2", "rollout.draft_below=8"],
+        ["rollout.draft=ngram", "rollout.draft_below=300", "rollout.max_batched_tokens=1280"],
+        [ENGINE_REPLAY, "rollout.draft=mtp", "actor.mtp_loss_coefficient=0.1"],
         ["rollout.temperature=0", "rollout.top_p=0.5", "rollout.min_p=0.1", "algorithm.policy_loss.name=sft"],
+        ["rollout.overlap_schedule=true", "rollout.engine=sglang"],
         [
             *("rollout.validation_samples=32", "rollout.validation_temperature=1", "rollout.validation_top_p=0.7"),
             *("rollout.validation_top_k=40", "rollout.validation_min_p=0.1"),
@@ -121,6 +164,28 @@ def test_check_engine_sizes_tp_divides_or_replicates_kv_heads(base: str, tmp_pat
     model_of(tmp_path, num_attention_heads=12, num_key_value_heads=4)
     with pytest.raises(ConfigError, match=r"rollout\.tp=6 must divide the model's 4 key-value heads"):
         validate(load_config(base, ["rollout.tp=6"]))
+
+
+def test_check_engine_sizes_attention_dp_divides_no_heads(base: str, tmp_path: Path) -> None:
+    overrides = ["rollout.engine=sglang", *EXPERT_PARALLEL, "rollout.tp=8", "cluster.device=cuda"]
+    model_of(tmp_path, num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(ConfigError, match=r"rollout\.tp=8 must divide the model's 4 attention heads"):
+        validate(load_config(base, overrides))
+    validate(load_config(base, [*overrides, ATTENTION_DP]))
+    model_of(tmp_path, num_experts=12)
+    with pytest.raises(ConfigError, match=r"rollout\.tp=8: SGLang needs num_experts to be a multiple of 8, .* has 12"):
+        validate(load_config(base, [*overrides, ATTENTION_DP]))
+
+
+def test_check_engine_sizes_draft_tokens_reuse_all_draft_layers(base: str, tmp_path: Path) -> None:
+    drafts = ["rollout.draft=mtp", "actor.mtp_loss_coefficient=0.1"]
+    for layers, tokens in ((1, 5), (2, 1), (2, 4)):
+        model_of(tmp_path, num_nextn_predict_layers=layers)
+        validate(load_config(base, [*drafts, f"rollout.draft_tokens={tokens}"]))
+    message = r"rollout\.draft_tokens=3 must be a multiple of the model's 2 multi-token-prediction layers"
+    with pytest.raises(ConfigError, match=message):
+        validate(load_config(base, [*drafts, "rollout.draft_tokens=3"]))
+    validate(load_config(base, ["rollout.draft=ngram", "rollout.draft_tokens=3"]))
 
 
 @pytest.mark.parametrize("key", ["num_experts", "n_routed_experts", "num_local_experts"])

@@ -63,7 +63,15 @@ def test_fp8_source_shows_values_and_hides_scales(fp8_model):
             assert torch.equal(scales, stored[name + SCALE]) if scales is not None else name + SCALE not in stored
 
 
-@pytest.mark.parametrize("layout", [TrainLayout(8, tp=4, pp=2, ep=2), TrainLayout(4, tp=2, ep=2, etp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        TrainLayout(8, tp=4, pp=2, ep=2),
+        TrainLayout(4, tp=2, ep=2, etp=2),
+        TrainLayout(8, tp=2, ep=2, etp=2, shard_parameters=True),
+    ],
+    ids=str,
+)
 def test_fp8_source_ranks_load_dequantised_slices(layout, fp8_model, tmp_path, moe_config):
     directory, _, values = fp8_model
     with HFCheckpoint(directory) as ours, HFCheckpoint(write_hf(tmp_path / "plain", moe_config, values)) as plain:
@@ -87,12 +95,16 @@ def test_fp8_source_slices_equal_whole_tensor(wide, dim, data):
     checkpoint, value = wide
     start = data.draw(st.integers(0, value.shape[dim] - 1))
     length = data.draw(st.integers(1, value.shape[dim] - start))
-    wanted = value.narrow(dim, start, length)
+    wanted, rows = value.narrow(dim, start, length), None
+    if dim == 1:
+        first = data.draw(st.integers(0, value.shape[0]))
+        rows = first, data.draw(st.integers(first, value.shape[0]))
+        wanted = wanted[slice(*rows)]
     larger = torch.full((wanted.shape[0] + 2, wanted.shape[1] + 2), -7.0)
-    checkpoint.read_into("a_proj.weight", larger[1:-1, 1:-1], dim=dim, start=start)
+    checkpoint.read_into("a_proj.weight", larger[1:-1, 1:-1], dim=dim, start=start, rows=rows)
     assert torch.equal(larger[1:-1, 1:-1], wanted)
     assert (larger == -7).sum() == larger.numel() - wanted.numel()
-    assert torch.equal(checkpoint.view("a_proj.weight", dim, start, length), wanted.bfloat16())
+    assert torch.equal(checkpoint.view("a_proj.weight", dim, start, length, rows), wanted.bfloat16())
 
 
 def test_read_into_slice_outside_tensor_is_rejected(wide):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from model_converters.errors import ConversionError
 from model_converters.hf.io import HFCheckpoint, HFWriter
@@ -249,6 +249,22 @@ def write_all(writer, plans, values):
     for plan in plans:
         for piece in plan.pieces:
             writer.write(plan, piece, values[plan.hf_name].narrow(piece.dim, piece.start, piece.length))
+
+
+def test_writer_rows_of_columns_are_in_place(tmp_path):
+    """Two halves of the rows of each column block, and of whole rows, like the shards of a trainer."""
+    a = tuple(Piece(0, "a", 0, 1, start, 3, 0, rows) for start in (0, 3) for rows in ((0, 3), (3, 4)))
+    b = tuple(Piece(0, "b", 0, 1, 0, 6, 0, rows) for rows in ((0, 1), (1, 4)))
+    plans = [TensorPlan(name, (4, 6), torch.float32, "head", pieces) for name, pieces in (("a", a), ("b", b))]
+    values = torch.arange(24.0).reshape(4, 6)
+    with HFWriter(tmp_path / "out") as writer:
+        writer.begin(plans)
+        for plan, piece in ((each, piece) for each in plans for piece in each.pieces):
+            writer.write(plan, piece, values[slice(*piece.rows), piece.start : piece.start + piece.length])
+        writer.finish()
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == {"a", "b"}
+    assert all(torch.equal(tensor, values) for tensor in written.values())
 
 
 def test_writer_incomplete_tensors_are_named_and_not_published(tmp_path):

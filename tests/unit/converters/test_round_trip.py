@@ -14,6 +14,7 @@ from model_converters.hf.loader import load_tensors
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_pieces, export_plan
+from model_converters.mapping.table import is_parameter
 from tests.plans import assert_tiled
 from tests.selection import on_demand_unless
 from tests.unit.converters.hf_models import assert_same, bound_rows, load_rank, stored, write_hf
@@ -77,6 +78,40 @@ def test_round_trip_over_all_ranks_restores_hf_tensors(family, sizes, family_con
                 assert torch.isnan(target).all(), f"{plan.hf_name} is written twice"
                 target.copy_(view)
     assert_same(rebuilt, hf)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen2", {"world_size": 3}),
+        ("deepseek_v3", {"world_size": 8, "tp": 2, "ep": 2}),
+        ("qwen3_moe", {"world_size": 8, "tp": 2, "cp": 2, "ep": 2, "etp": 2}),
+    ],
+    ids=case_name,
+)
+def test_load_tensors_of_sharded_layout_reads_rows(family, sizes, family_configs, random_hf, local_mcore, tmp_path):
+    layout, config = TrainLayout(**sizes, shard_parameters=True), family_configs[family]
+    hf, bound = random_hf(config), bound_rows(config)
+    rows = {row.mcore: row for row in bound}
+    with HFCheckpoint(write_hf(tmp_path / "hf", config, hf)) as checkpoint:
+        for rank in range(layout.world_size):
+            whole = local_mcore(hf, config, layout, rank)
+            assert_same(
+                load_rank(checkpoint, layout, rank, bound),
+                {name: _rows_of(tensor, rows[name], layout, rank) for name, tensor in whole.items()},
+            )
+
+
+def _rows_of(tensor, row, layout, rank):
+    """Return the rows of a rank by torch.chunk. Ranks that differ only in dp and cp, or in edp, divide a tensor."""
+    if not is_parameter(row):
+        return tensor
+    at = layout.coordinates(rank)
+    index, count = at.dp * layout.cp + at.cp, layout.dp * layout.cp
+    if row.expert is not None:
+        index, count = at.edp, layout.edp
+    parts = tensor.chunk(count)
+    return parts[index] if index < len(parts) else tensor[:0]
 
 
 @pytest.mark.parametrize("pp", [1, 2])

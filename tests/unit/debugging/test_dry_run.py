@@ -61,7 +61,7 @@ def test_dry_run_plan_is_for_the_device_of_the_run(base: Path, monkeypatch: pyte
         return SimpleNamespace(fits=False)
 
     monkeypatch.setattr("mcore_rl.planner.plan.make_plan", make_plan)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("mcore_rl.preparation.preflight.has_gpu", lambda: False)
     # A plan that does not fit has the exit code of `plan`.
     assert main(["train", str(base), "cluster.device=auto", "--dry-run"]) == 1
     assert planned[0].cluster.device == "cpu"

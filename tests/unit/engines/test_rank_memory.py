@@ -10,6 +10,7 @@ import torch
 
 from mcore_rl.engines.rank_memory import RankMemory
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.transports.segments import device_uuid
 
 
 class Rank(RankMemory):
@@ -59,3 +60,4 @@ def test_device_memory_counts_all_processes_as_used(monkeypatch: pytest.MonkeyPa
     memory = Rank().device_memory()
     assert memory is not None
     assert (memory.device, memory.used_bytes, memory.total_bytes, memory.reserved_bytes) == ("GPU-uuid-1", 50, 80, 20)
+    assert device_uuid() == memory.device

@@ -15,7 +15,8 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.sglang import environment
 from mcore_rl.engines.sglang.arguments import server_arguments, static_fraction
-from mcore_rl.engines.sglang.devices import Cpu
+from mcore_rl.engines.sglang.devices.cpu import Cpu
+from mcore_rl.engines.sglang.devices.cuda import Gpu
 from mcore_rl.engines.sglang.environment import MemorySaver, find_memory_saver, on_cuda, rank_environment
 from mcore_rl.engines.sglang.rank import Rank
 from mcore_rl.engines.sglang.settings import RankSettings
@@ -57,6 +58,16 @@ def test_on_cuda_replaces_trainer_settings_and_preloads_memory_saver() -> None:
     assert not ONLY_ON_CPU & changed.keys()
 
 
+@pytest.mark.parametrize(("requests", "ranks", "limit"), [(2048, 8, "256"), (1024, 8, None), (2048, 1, None)])
+def test_gpu_complete_deepep_holds_a_token_of_each_request(
+    requests: int, ranks: int, limit: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    arguments: Any = SimpleNamespace(max_running_requests=requests, attn_dp_size=ranks)
+    Gpu(RankSettings({}, ranks, 0)).complete(arguments)
+    assert os.environ.get("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK") == limit
+
+
 def test_find_memory_saver_is_for_the_cuda_of_torch(tmp_path: Path) -> None:
     runtime = "nvidia/cu13/lib/libcudart.so.13"
     python = make_environment(tmp_path / "a", "'13.0'", LIBRARY, LIBRARY.replace("13", "12"), runtime)
@@ -75,12 +86,20 @@ def test_find_memory_saver_is_for_the_cuda_of_torch(tmp_path: Path) -> None:
 def test_rank_environment_has_the_variables_of_its_device_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environment, "sglang_python", lambda: make_environment(tmp_path, "'13.0'", LIBRARY))
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    cpu, cuda = rank_environment("cpu", 1), rank_environment("cuda", 1)
+    cpu, cuda = rank_environment("cpu", 1, b"key"), rank_environment("cuda", 1, b"key")
     assert cpu["SGLANG_USE_CPU_ENGINE"] == "1"
     assert ONLY_ON_CPU & cuda.keys() == set()
     assert "LD_PRELOAD" not in cpu or cpu["LD_PRELOAD"] == os.environ["LD_PRELOAD"]
     assert cuda["LD_PRELOAD"].startswith(str(tmp_path))
     assert cpu["PYTHONPATH"] == cuda["PYTHONPATH"] != "/elsewhere"
+
+
+def test_rank_environment_identifies_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = make_environment(tmp_path, "'13.0'", LIBRARY)
+    monkeypatch.setattr(environment, "sglang_python", lambda: python)
+    first, second, other = (rank_environment("cuda", 2, key)["SGLANG_RUN_ID"] for key in (b"one", b"one", b"two"))
+    assert first == second != other
+    assert b"one".hex() not in first
 
 
 def test_server_arguments_on_gpu_have_graphs_and_no_fixed_cache(tmp_path: Path) -> None:
@@ -96,6 +115,8 @@ def test_server_arguments_on_gpu_have_graphs_and_no_fixed_cache(tmp_path: Path) 
     assert (cuda["device"], cuda["enable_memory_saver"]) == ("cuda", True)
     assert not {"disable_cuda_graph", "attention_backend", "mem_fraction_static"} & cuda.keys()
     assert arguments("cuda", enforce_eager=True)["disable_cuda_graph"] is True
+    overlaps = [not arguments("cuda", overlap_schedule=value)["disable_overlap_schedule"] for value in (False, True)]
+    assert overlaps == [False, True]
 
 
 def test_static_fraction_leaves_the_rest_of_the_card_free() -> None:
@@ -148,17 +169,44 @@ def test_rank_runs_every_call_in_the_stream_of_its_scheduler() -> None:
     assert scheduler.moves == ["enter", "step", "exit", "enter", "exit"]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gpu_overlap_schedule_has_a_stream_of_its_own_and_a_barrier(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    pool = iter([7, 8])
+    monkeypatch.setattr("torch.cuda.Stream", lambda priority: SimpleNamespace(cuda_stream=next(pool)))
+    seven = SimpleNamespace(cuda_stream=7)
+    scheduler: Any = SimpleNamespace(enable_overlap=overlap, schedule_stream=seven, forward_stream=seven)
+    Gpu(RankSettings({}, 1, 0)).adapt(scheduler)
+    if overlap:
+        assert scheduler.schedule_stream.cuda_stream == 8
+        assert scheduler._war_barrier_enabled
+    else:
+        assert vars(scheduler).keys() == {"enable_overlap", "schedule_stream", "forward_stream"}
+
+
 @pytest.mark.parametrize(
-    ("family", "fields", "elements"),
+    ("family", "fields", "attention_ranks", "elements"),
     [
-        ("qwen3", {"num_key_value_heads": 4, "head_dim": 16}, 2 * 2 * 16),
-        ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 8}, 32 + 8),  # the same on both ranks
+        ("qwen3", {"num_key_value_heads": 4, "head_dim": 16}, 1, 2 * 2 * 16),
+        ("qwen3", {"num_key_value_heads": 4, "head_dim": 16}, 2, 2 * 4 * 16),  # all heads, of half of the requests
+        ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 8}, 1, 32 + 8),  # the same on both ranks
     ],
 )
 def test_cpu_cache_holds_the_tokens_of_its_bytes(
-    family: str, fields: dict[str, int], elements: int, tmp_path: Path
+    family: str,
+    fields: dict[str, int],
+    attention_ranks: int,
+    elements: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("SGLANG_SHARED_EXPERT_TP1", raising=False)
     directory = write_tiny_model(tmp_path, family, num_hidden_layers=2, **fields)
-    arguments = SimpleNamespace(model_path=str(directory), dtype="bfloat16", tp_size=2, max_total_tokens=None)
+    arguments = SimpleNamespace(
+        model_path=str(directory), dtype="bfloat16", tp_size=2, attn_dp_size=attention_ranks, max_total_tokens=None
+    )
     Cpu(RankSettings({}, 2, kv_cache_bytes=1000 * 2 * 2 * elements)).complete(cast("Any", arguments))
     assert arguments.max_total_tokens == 1000
+    whole_shared_experts = os.environ.pop("SGLANG_SHARED_EXPERT_TP1", None)
+    assert whole_shared_experts == ("1" if attention_ranks > 1 else None)

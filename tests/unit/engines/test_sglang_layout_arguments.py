@@ -39,3 +39,10 @@ def test_layout_arguments_on_gpus_describe_the_layout(
 def test_layout_arguments_on_cpu_keep_defaults_of_sglang() -> None:
     assert layout_arguments(EngineLayout(2), 2, cuda=False) == {"tp_size": 2}
     assert layout_arguments(EngineLayout(2, expert_parallel=True), cuda=False) == {"tp_size": 2, "ep_size": 2}
+
+
+def test_layout_arguments_attention_dp_on_cpu_uses_no_deepep() -> None:
+    arguments = layout_arguments(EngineLayout(dp=2, expert_parallel=True), cuda=False)
+    assert arguments == {
+        "tp_size": 2, "attn_dp_size": 2, "ep_size": 2, "moe_dense_tp_size": 1, "enable_dp_lm_head": True
+    }  # fmt: skip

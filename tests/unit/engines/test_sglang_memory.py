@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
-from mcore_rl.engines.sglang.memory import TaggedMemory
+from mcore_rl.engines.sglang.devices.memory import TaggedMemory, kv_caches, piece_sizes
+from mcore_rl.errors import ConfigError
 
 
 class Layer(torch.nn.Module):
@@ -72,6 +77,34 @@ def test_release_of_weights_alone_leaves_the_cache_released() -> None:
     assert saver.moves[-4:] == ["settle", "pause weights", "settle", "resume weights"]
 
 
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("size", "pieces"),
+    [
+        (0, []),
+        (5, [5]),
+        (MIB, [MIB]),
+        (MIB + 3, [MIB, 3]),
+        (130 * MIB + 7, [128 * MIB, 2 * MIB, 7]),
+        (7 * MIB, [4 * MIB, 2 * MIB, MIB]),
+    ],
+)
+def test_piece_sizes_are_powers_of_two_and_a_rest(size: int, pieces: list[int]) -> None:
+    assert piece_sizes(size) == pieces
+
+
+def test_kept_weights_of_several_pieces_return() -> None:
+    saver = FakeSaver()
+    weight = torch.nn.Parameter(torch.arange(3 * MIB // 4 + 5.0))
+    saver.model.append(weight_holder := torch.nn.Module())
+    weight_holder.weight = weight
+    saver.memory.release(["kv_cache", "weights"], keep_weights=True)
+    saver.memory.restore("weights")
+    assert weight.equal(torch.arange(3 * MIB // 4 + 5.0))
+
+
 def test_kept_weights_return_with_derived_weights() -> None:
     saver = FakeSaver()
     layer = saver.model[0]
@@ -86,3 +119,22 @@ def test_kept_weights_return_with_derived_weights() -> None:
     saver.memory.release(["weights"], keep_weights=False)
     saver.memory.restore("weights")
     assert layer.weight.isnan().all()  # copies of an earlier sleep are not restored
+
+
+def scheduler_with(pool: object) -> Any:
+    return SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool))
+
+
+@pytest.mark.parametrize("names", [("k_buffer", "v_buffer"), ("kv_buffer",)])
+def test_kv_caches_are_the_tensors_of_all_layers(names: tuple[str, ...]) -> None:
+    pool = SimpleNamespace(**{name: [torch.zeros(1), torch.ones(1)] for name in names})
+    assert [float(tensor) for tensor in kv_caches(scheduler_with(pool))] == [0, 1] * len(names)
+
+
+class SWAKVPool:
+    """Cache of a model with sliding windows: two pools, and no tensors of its own."""
+
+
+def test_kv_caches_of_unknown_kind_are_rejected_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"in a SWAKVPool, which cannot be released .* set rollout\.engine"):
+        kv_caches(scheduler_with(SWAKVPool()))

@@ -135,6 +135,27 @@ def test_import_fully_asynchronous_recomputes(tmp_path: Path) -> None:
     assert [draft.values[key] for key in keys] == ["recompute", 1, 2, 1]
 
 
+@pytest.mark.parametrize(("gpus", "delta"), [(8, True), (0, None)])
+def test_import_weight_deltas_between_nodes_are_kept(gpus: int, delta: bool | None, tmp_path: Path) -> None:
+    engines = f"--rollout-num-gpus {gpus}" if gpus else "--colocate"
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 train.py {REQUIRED.replace('--colocate', engines)} --update-weight-mode delta\n")
+    _, draft, _ = translate(read_slime(script, {}).settings)
+    assert draft.values.get("weights.delta") is delta
+    assert any(line.startswith("--update-weight-mode=delta: differences") for line in draft.changes) == bool(delta)
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_import_weights_through_files_keep_their_directory(mode: str, tmp_path: Path) -> None:
+    script, engines = tmp_path / "run.sh", REQUIRED.replace("--colocate", "--rollout-num-gpus 8")
+    files = f"--update-weight-mode {mode} --update-weight-transport disk --update-weight-disk-dir /shared/updates"
+    script.write_text(f"python3 train.py {engines} {files}\n")
+    _, draft, _ = translate(read_slime(script, {}).settings)
+    found = [draft.values.get(f"weights.{key}", False) for key in ("transport", "directory", "delta")]
+    assert found == ["files", "/shared/updates", mode == "delta"]
+    assert not [line for line in draft.changes if "differences" in line]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -166,7 +187,8 @@ def test_import_trackers_and_recomputation_of_fsdp(tmp_path: Path) -> None:
     _, draft, uncovered = translated(flags, tmp_path)
     keys = ("observe.trackers", "observe.project", "observe.run_name", "actor.recompute")
     assert [draft.values.get(key) for key in keys] == [["wandb"], "p", "g", "full"]
-    assert any(line.startswith("--train-backend=fsdp shards weights") for line in draft.changes)
+    assert draft.values["actor.parallel.shard_parameters"] is True
+    assert {key for key in draft.values if ".offload." in key} == {"actor.offload.params", "actor.offload.optimizer"}
     assert not any("not known" in line for line in uncovered)
 
 
@@ -176,6 +198,16 @@ def test_import_engine_that_spreads_experts(flag: str, tmp_path: Path) -> None:
     assert draft.values["rollout.expert_parallel"] is True
     assert uncovered == []
     assert "rollout.expert_parallel" not in translated(f"{flag} --rollout-num-gpus-per-engine 1", tmp_path)[1].values
+
+
+def test_import_engine_with_data_parallel_attention(tmp_path: Path) -> None:
+    flags = "--sglang-enable-dp-attention --sglang-dp-size 8 --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head"
+    _, draft, uncovered = translated(f"{flags} --rollout-num-gpus-per-engine 8", tmp_path)
+    keys = ("rollout.tp", "rollout.expert_parallel", "rollout.data_parallel_attention")
+    assert [draft.values.get(key) for key in keys] == [8, True, True]
+    assert uncovered == []
+    single = translated(f"{flags} --rollout-num-gpus-per-engine 1", tmp_path)[1].values
+    assert "rollout.data_parallel_attention" not in single
 
 
 def test_import_dense_model_has_no_expert_layout(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from mcore_rl.migration.verl.translation import translate
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PROGRAM = "python3 -m verl.trainer.main_ppo"
+MTP = "actor_rollout_ref.model.mtp"
+DRAFTS = f"{MTP}.enable=True {MTP}.enable_rollout=True"
+TRAINED = f"{MTP}.enable_train=True actor_rollout_ref.actor.strategy=megatron"
 REQUIRED = "actor_rollout_ref.model.path=/m data.train_files=/t.parquet trainer.total_training_steps=8"
 
 
@@ -59,6 +62,8 @@ EXPECTED: dict[str, dict[str, object]] = {
         "actor.tokens_per_microbatch": 22528,  # 2,816 tokens per GPU on 8 ranks
         "actor.optimizer.warmup_steps": 160,  # 10 steps of 16 updates
         "actor.recompute": "full",
+        "actor.parallel.shard_parameters": True,
+        "actor.offload.grads": None,
         "cluster.nodes": 16,
     },
     "dapo_30b_megatron.sh": {
@@ -262,7 +267,7 @@ def test_import_lists_defaults_that_differ() -> None:
 def test_import_lists_every_key_without_counterpart() -> None:
     source, _, uncovered = imported("dapo_32b.sh")
     assert not any("not known to this importer" in line for line in uncovered)
-    assert len(source.unread()) == 4
+    assert len(source.unread()) == 3
 
 
 def test_import_yaml_with_defaults_lists_only_what_differs() -> None:
@@ -331,11 +336,34 @@ def test_import_setting_that_changes_training_is_a_blocker(override: str, reason
         ("actor_rollout_ref.actor.clip_ratio=0.3", "algorithm.policy_loss.clip_low", 0.2),
         ("trainer.test_freq=False", "trainer.validate_every_steps", 0),
         ("data.max_prompt_length=8 data.max_prompt_length=16", "rollout.max_prompt_tokens", 16),
+        (f"{DRAFTS} {TRAINED} {MTP}.num_speculative_tokens=3", "rollout.draft", "mtp"),
+        (f"{DRAFTS} {TRAINED} {MTP}.num_speculative_tokens=3", "rollout.draft_tokens", 3),
+        (f"{DRAFTS} {TRAINED}", "rollout.draft_tokens", 1),
+        (f"{DRAFTS} {TRAINED}", "actor.mtp_loss_coefficient", 0.1),
+        (f"{DRAFTS} {MTP}.method=ngram", "rollout.draft", "ngram"),
+        (f"{DRAFTS}", "rollout.draft", None),
+        (f"{DRAFTS} {MTP}.enable=False", "rollout.draft_tokens", None),
     ],
 )  # fmt: skip
 def test_import_value_becomes(override: str, key: str, value: object, tmp_path: Path) -> None:
     _, draft, _ = translated(f"algorithm.adv_estimator=grpo {override}", tmp_path)
     assert draft.values.get(key) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("", "needs layers with a loss (actor.mtp_loss_coefficient)"),
+        (f"{TRAINED} actor_rollout_ref.rollout.name=sglang", "rollout.draft needs rollout.engine=vllm"),
+        (f"{MTP}.method=dflash", "rollout.draft has no method dflash"),
+        (f"{TRAINED} actor_rollout_ref.rollout.quantization=fp8", "does not support rollout.quantization=fp8"),
+    ],
+)
+def test_import_drafts_without_counterpart_are_a_change(override: str, reason: str, tmp_path: Path) -> None:
+    _, draft, _ = translated(f"algorithm.adv_estimator=grpo {DRAFTS} {override}", tmp_path)
+    assert "rollout.draft" not in draft.values
+    (change,) = [each for each in draft.changes if "enable_rollout" in each]
+    assert change.endswith(reason)
 
 
 def test_import_unknown_number_names_the_variable(tmp_path: Path) -> None:

@@ -58,8 +58,15 @@ def yaml_draft(text: str, tmp_path: Path) -> Draft:
         ((f"{ACTOR}.strategy=veomni {ACTOR}.veomni.expert_parallel_size=8 {ACTOR}.veomni.ulysses_parallel_size=2 "
          f"{ACTOR}.veomni.param_offload=True"),
          {"actor.parallel.ep": 8, "actor.parallel.etp": 1, "actor.parallel.tp": 2, "actor.offload.params": True}),
-        (f"{ACTOR}.strategy=fsdp", {"actor.offload.params": True, "actor.offload.grads": True,
-                                    "actor.offload.optimizer": True}),
+        (f"{ACTOR}.strategy=fsdp2 {ACTOR}.fsdp_config.param_offload=True",
+         {"actor.parallel.shard_parameters": True, "actor.offload.params": True, "actor.offload.grads": None,
+          "actor.offload.optimizer": None}),
+        (f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.fsdp_size=-1 trainer.nnodes=2",
+         {"actor.parallel.shard_parameters": True, "actor.offload.params": None}),
+        # Hybrid sharding, and another backend.
+        (f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.fsdp_size=8 trainer.nnodes=2 trainer.n_gpus_per_node=8",
+         {"actor.parallel.shard_parameters": None, "actor.offload.params": True, "actor.offload.grads": True}),
+        (f"{ACTOR}.strategy=veomni", {"actor.parallel.shard_parameters": None, "actor.offload.grads": True}),
         (f"{ACTOR}.strategy=megatron", {"actor.offload.params": None}),
         ("trainer.device=cpu", {"actor.offload.params": None}),
         (f"{ACTOR}.strategy=torchtitan {ACTOR}.torchtitan.tensor_parallel_size=4", {"actor.parallel.tp": 4}),
@@ -73,6 +80,9 @@ def yaml_draft(text: str, tmp_path: Path) -> Draft:
          {"rollout.tp": 8, "rollout.num_engines": 1, "rollout.expert_parallel": True}),
         (f"{ROLLOUT}.tensor_model_parallel_size=2 {ROLLOUT}.data_parallel_size=4",
          {"rollout.tp": 2, "rollout.num_engines": 4, "rollout.expert_parallel": None}),
+        ((f"{ROLLOUT}.name=sglang {ROLLOUT}.tensor_model_parallel_size=8 "
+          f"+{ROLLOUT}.engine_kwargs.sglang.enable_dp_attention=True"),
+         {"rollout.tp": 8, "rollout.expert_parallel": True, "rollout.data_parallel_attention": True}),
         (f"{ROLLOUT}.tensor_model_parallel_size=1 {ROLLOUT}.expert_parallel_size=1", {"rollout.expert_parallel": None}),
         ("trainer.logger=[console,wandb] trainer.project_name=p trainer.experiment_name=e",
          {"observe.trackers": ["wandb"], "observe.project": "p", "observe.run_name": "e"}),
@@ -85,6 +95,19 @@ def yaml_draft(text: str, tmp_path: Path) -> Draft:
 def test_import_key_of_another_version_or_backend(overrides: str, expected: dict[str, object], tmp_path: Path) -> None:
     found = values_of(overrides, tmp_path)
     assert {key: found.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("fsdp_size=8", "shards over 8 GPUs and replicates the shards: no counterpart"),
+        ("reshard_after_forward=False", "frees a layer's gathered weights after its forward pass"),
+        ("offload_policy=True", "keeps shards in host memory during passes"),
+    ],
+)
+def test_import_option_of_fsdp_with_another_meaning_is_listed(override: str, line: str, tmp_path: Path) -> None:
+    start = f"trainer.nnodes=2 trainer.n_gpus_per_node=8 {ACTOR}.fsdp_config."
+    assert [each for each in translated(start + override, tmp_path)[1].changes if override in each and line in each]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +187,20 @@ def test_import_complete_yaml_has_the_default_image_key(key: str, blocked: bool,
 def test_import_yaml_missing_value_is_left_out(tmp_path: Path) -> None:
     draft = yaml_draft("data:\n  train_batch_size: ???\n", tmp_path)
     assert draft.values["trainer.prompts_per_step"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("options", "imported"),
+    [
+        (f"{ROLLOUT}.quantization=fp8", True),
+        (f"{ROLLOUT}.quantization=fp8 {ROLLOUT}.name=sglang", False),
+        (f"{ROLLOUT}.quantization=torchao", False),
+    ],
+)
+def test_import_fp8_rollouts_need_vllm(options: str, imported: bool, tmp_path: Path) -> None:
+    draft = translated(options, tmp_path)[1]
+    assert draft.values.get("rollout.quantization") == ("fp8" if imported else None)
+    assert len([line for line in draft.changes if f"{ROLLOUT}.quantization=" in line]) == 1
 
 
 def test_import_quantization_aware_training_blocks(tmp_path: Path) -> None:

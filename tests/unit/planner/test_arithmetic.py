@@ -11,11 +11,12 @@ from mcore_rl.config import load_config
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import in_flight
-from mcore_rl.planner.engine import GIB, EngineRank, engine_rank, engine_weights, kv_bytes_per_token
+from mcore_rl.planner.engine import GIB, EngineRank, engine_rank, kv_bytes_per_token, tensor_bytes
 from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank
 from mcore_rl.planner.workload import batch_arithmetic, forward_flops, step_flops
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import policy_config
+from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.mapping.layout import TrainLayout
 
 ON_512 = TrainLayout(512, pp=16, ep=32, first_stage_layers=3, last_stage_layers=2)
@@ -48,18 +49,31 @@ def test_batch_of_the_671b_run(deepseek: Config) -> None:
 
 
 def test_caches() -> None:
-    latent = {"multi_latent_attention": True, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64, "num_layers": 61}
-    assert kv_bytes_per_token(latent, 32, 2) == 61 * 576 * 2
-    grouped = {"num_query_groups": 8, "kv_channels": 128, "num_layers": 64}
-    assert kv_bytes_per_token(grouped, 4, 2) == 64 * 2 * 2 * 128 * 2
-    assert kv_bytes_per_token(grouped, 16, 2) == 64 * 2 * 1 * 128 * 2
+    latent = {"multi_latent_attention": True, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64}
+    assert kv_bytes_per_token(latent, 32, 2, num_layers=61) == 61 * 576 * 2
+    grouped = {"num_query_groups": 8, "kv_channels": 128}
+    assert kv_bytes_per_token(grouped, 4, 2, num_layers=64) == 64 * 2 * 2 * 128 * 2
+    assert kv_bytes_per_token(grouped, 16, 2, num_layers=64) == 64 * 2 * 1 * 128 * 2
 
 
 def test_an_engine_of_one_rank_holds_the_model(deepseek: Config) -> None:
     hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
     rows = bound_rows(hf_config, torch.bfloat16)
     biases = 58 * 256  # biases of the routers: not parameters, but weights of the engine
-    assert engine_weights(rows, 1, 2) == 2 * (model_size(hf_config, rows).total + biases)
+    assert sum(tensor_bytes(rows, EngineLayout(), 2).values()) == 2 * (model_size(hf_config, rows).total + biases)
+
+
+def test_quantised_weights_take_a_byte_and_a_scale_per_block(deepseek: Config) -> None:
+    hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
+    rows = bound_rows(hf_config, torch.bfloat16)
+    whole, quantised = (tensor_bytes(rows, EngineLayout(), 2, kind) for kind in ("none", "fp8"))
+    marked = {
+        bound.mcore.rstrip("0123456789") if bound.expert is not None else bound.mcore for bound in rows if bound.row.fp8
+    }
+    for name, size in whole.items():
+        assert quantised[name] == pytest.approx(size / 2 * (1 + 4 / 128**2) if name in marked else size)
+    # The checkpoint in FP8 has 688.6e9 bytes, 11.5e9 of them for the multi-token-prediction layer, which engines lack.
+    assert sum(quantised.values()) == pytest.approx(674e9, rel=0.01)
 
 
 def test_engine_rank_of_sglang_adds_workspace_and_graphs(deepseek: Config) -> None:
@@ -72,12 +86,34 @@ def test_engine_rank_of_sglang_adds_workspace_and_graphs(deepseek: Config) -> No
 
     vllm, sglang, eager = rank(), rank(engine="sglang"), rank(engine="sglang", enforce_eager=True)
     fraction = int(0.6 * 96 * GIB)
+    # vLLM's fraction also contains the memory that stays during sleep.
     assert vllm.total_bytes == fraction
     assert sglang.weights_bytes + sglang.kv_cache_bytes == fraction
-    assert sglang.total_bytes == fraction + vllm.workspace_bytes + 4 * GIB
+    assert sglang.total_bytes == fraction + sglang.workspace_bytes + 5 * GIB
     assert sglang.sequences == pytest.approx(sglang.kv_cache_bytes / (61 * 576 * 2 * 10240))
     assert [each.asleep_bytes for each in (vllm, sglang, eager)] == [GIB, 5 * GIB, GIB]
     assert eager.total_bytes == sglang.total_bytes - 4 * GIB
+
+
+def test_engine_rank_attention_dp_divides_requests_and_experts(deepseek: Config) -> None:
+    hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
+    rows, arguments = bound_rows(hf_config, torch.bfloat16), model_arguments(hf_config)
+    divided = replace(
+        deepseek.rollout, engine="sglang", expert_parallel=True, gpu_memory_fraction=0.9, validation_top_p=1.0
+    )
+    rollout = replace(divided, data_parallel_attention=True)
+    rank = engine_rank(rollout, deepseek.cluster, rows, arguments, element_bytes=2, cuda=True)
+    size = model_size(hf_config, rows)
+    biases = 58 * 256
+    assert rank.weights_bytes == 2 * (size.total - size.experts + biases + size.experts // 32)
+    assert rank.sequences == pytest.approx(rank.kv_cache_bytes / (61 * 576 * 2 * 10240))
+    assert rank.engine_sequences == 32 * rank.sequences
+    other = engine_rank(divided, deepseek.cluster, rows, arguments, element_bytes=2, cuda=True)
+    assert (other.engine_sequences, other.kv_bytes_per_token) == (other.sequences, rank.kv_bytes_per_token)
+    # The rank has 1/32 of the hidden states and of the rows of logits, which all are as long as the vocabulary.
+    hidden_states = 4 * 7168 * 10240 * 2
+    logits = 8 * rollout.max_concurrent_requests * 129_280
+    assert rank.workspace_bytes == pytest.approx(other.workspace_bytes - (hidden_states + logits) * 31 / 32, abs=2)
 
 
 def test_flop_of_a_token(deepseek: Config) -> None:

@@ -17,12 +17,16 @@ def test_planned_points_describe_the_fullest_gpu() -> None:
         sequences=9,
         graphs_bytes=100,
     )
-    ranks = [Phases({"generate": 5200 + state, "update": 9000, "sync": 1000 + state + 20}, 0) for state in (7, 30)]
+    asleep = 100 + ASLEEP_BYTES
+    ranks = [
+        Phases({"generate": 5100 + asleep + state, "update": 9000, "sync": 1000 + asleep + state}, 0)
+        for state in (7, 30)
+    ]
     points = planned_points(ranks, engine)
     assert list(points) == list(POINTS)
     assert {point: planned - RESERVE_BYTES for point, planned in points.items()} == {
-        "asleep": 30 + 100 + ASLEEP_BYTES,
-        "weights_awake": 1050,
-        "updated": 1050,
-        "kv_cache_awake": 5230,
+        "asleep": asleep + 30,
+        "weights_awake": asleep + 1030,
+        "updated": asleep + 1030,
+        "kv_cache_awake": asleep + 5130,
     }

@@ -51,6 +51,15 @@ def test_a_full_cache_decodes_fewer() -> None:
     assert sides.groups_in_flight(2) == 16  # the others wait in the engines: all groups of two steps are submitted
 
 
+def test_requests_by_rank_fill_the_caches_of_all_ranks() -> None:
+    # The same four requests per engine, two on each rank, which reads 0.5 GiB of cache.
+    engine = replace(ENGINE, request_ranks=2)
+    assert sides_of(config_of(), engine=engine).generate_seconds(2) == pytest.approx(PROMPTS + 640 * 1.5 / 256)
+    # Half as many sequences on each of two ranks.
+    sides = sides_of(config_of(max_concurrent_requests=100), engine=replace(engine, sequences=1.0))
+    assert sides.running_requests(2) == 8
+
+
 def test_what_engines_take_when_all_ends_is_a_synchronous_step() -> None:
     sides = sides_of(config_of(swap="finish"))
     assert sides.generate_seconds(2) == sides.synchronous(LAYOUT.world_size, 2).generate

@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rl.config.schema import Config
 from mcore_rl.processes import compile_caches
-from mcore_rl.processes.compile_caches import FOLDERS, use_node_directories
+from mcore_rl.processes.compile_caches import DEEP_GEMM_OF_SGLANG, FOLDERS, use_node_directories
 from mcore_rl.runtime.roles.base import RankProcess, SetUpContext
 from mcore_rl.runtime.spans import SpanRecorder
 from tests.readme import ROOT
@@ -21,7 +21,7 @@ from tests.readme import ROOT
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return this user's directory of an empty node, on which no variable is set."""
     monkeypatch.setattr(compile_caches, "PARENT", tmp_path)
-    for name in FOLDERS:
+    for name in (*FOLDERS, DEEP_GEMM_OF_SGLANG):
         monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)
     return tmp_path / f"mcore-rl-{os.getuid()}"
@@ -63,6 +63,24 @@ def test_rank_on_gpus_keeps_the_users_directory(node: Path, monkeypatch: pytest.
     environment = started_rank("cuda")
     assert environment["TRITON_CACHE_DIR"] == "/mine"
     assert environment["VLLM_CACHE_ROOT"] == str(node / "vllm")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),  # SGLang's default, in SGLANG_CACHE_DIR
+        ({"DG_JIT_CACHE_DIR": "/mine"}, "/mine"),
+        ({"DG_JIT_CACHE_DIR": "/mine", "SGLANG_DG_CACHE_DIR": "/other"}, "/other"),
+    ],
+)
+def test_deep_gemm_directory_of_the_user_is_also_sglangs(
+    node: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    use_node_directories()
+    use_node_directories()  # again, in a child that inherits the variables
+    assert os.environ.get(DEEP_GEMM_OF_SGLANG) == expected
 
 
 def test_document_lists_all_variables() -> None:

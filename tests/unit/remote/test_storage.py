@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -26,13 +25,11 @@ FILES = {"a/train-0.jsonl": b"0", "a/train-1.jsonl": b"1", "a/b/train-2.jsonl": 
 
 
 @pytest.fixture
-def bucket() -> Iterator[MemoryFileSystem]:
+def bucket(bucket: MemoryFileSystem) -> MemoryFileSystem:
     """File system in memory with FILES in /bucket."""
-    system = MemoryFileSystem()
     for name, data in FILES.items():
-        system.pipe_file(f"/bucket/{name}", data)
-    yield system
-    system.rm("/bucket", recursive=True)
+        bucket.pipe_file(f"/bucket/{name}", data)
+    return bucket
 
 
 @pytest.fixture

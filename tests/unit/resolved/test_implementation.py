@@ -66,6 +66,21 @@ def test_choose_with_all_packages_selects_all() -> None:
     }
 
 
+def test_choose_sharded_parameters_select_unfused_accumulation() -> None:
+    chosen = choose(EVERYTHING, _request(layout={"shard_parameters": True}))
+    assert chosen.layers.value == "TransformerEngine"
+    assert not chosen.arguments()["gradient_accumulation_fusion"]
+
+
+def test_choose_fsdp2_selects_layers_of_transformers() -> None:
+    layout = {"ep": 1, "shard_parameters": True, "hf_tensors": True}
+    chosen = choose(EVERYTHING, _request({"kv_channels": 128}, layout=layout, strategy="fsdp2"))
+    values = {name: choice.value for name, choice in chosen.choices()}
+    assert (values["layers"], values["norm"], values["attention"]) == ("transformers", "transformers", "SDPA")
+    assert chosen.layers.why == "actor.strategy=fsdp2"
+    assert not chosen.transformer_engine
+
+
 def test_choose_adapters_select_local_layers() -> None:
     chosen = choose(EVERYTHING, _request(adapters=True))
     assert chosen.layers.value == "local"

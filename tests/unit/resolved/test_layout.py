@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.models import MoeConfig, ParallelConfig
+from mcore_rl.config.models import ActorConfig, CriticConfig, MoeConfig, ParallelConfig
+from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.layout import check_experts, model_arguments, train_layout
+from mcore_rl.resolved.layout import check_experts, model_arguments, role_layout, train_layout
+from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
 
 DENSE, SPARSE, LATENT = tiny_fields("qwen3"), tiny_fields("qwen3_moe"), tiny_fields("deepseek_v3")
@@ -95,3 +98,15 @@ def test_check_experts_settings_without_effect_are_rejected(
 def test_check_experts_supported_settings_pass() -> None:
     check_experts(MoeConfig(bias_update_rate=0.1, z_loss_coefficient=0.1), model_arguments(LATENT).transformer)
     check_experts(MoeConfig(router_replay="policy", aux_loss_coefficient=0.1), model_arguments(SPARSE).transformer)
+
+
+@pytest.mark.parametrize("model", [SPARSE, LATENT])
+def test_role_layout_of_fsdp2_rejects_models_that_are_not_dense(model: dict[str, Any]) -> None:
+    role = ModelRole.critic(CriticConfig(strategy="fsdp2"), ModelConfig(hf_path="mine"))
+    with pytest.raises(ConfigError, match=r"critic\.strategy=fsdp2 is not supported for models with experts.*=mine"):
+        role_layout(role, 2, model)
+
+
+def test_role_layout_of_fsdp2_shards_hf_tensors() -> None:
+    role = ModelRole.policy(ActorConfig(strategy="fsdp2"), ModelConfig(hf_path=""))
+    assert role_layout(role, 2, DENSE) == TrainLayout(2, shard_parameters=True, hf_tensors=True)

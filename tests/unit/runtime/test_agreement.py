@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import Config
+from mcore_rl.config.rules.engine_support import SGLANG_PYTHON, SGLANG_VERSION
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime import addresses
 from mcore_rl.runtime.addresses import free_port, meet_at, missing_interface
 from mcore_rl.runtime.agreement import HostFacts, check_hosts, digest, host_facts, named_paths
+from tests.environments import make_environment
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def other(
 
 
 def test_check_hosts_equal_hosts_pass_and_leave_no_file(config: Config) -> None:
-    check_hosts(config.run.dir, named_paths(config), partial(other, config))
+    check_hosts(config.run.dir, named_paths(config), partial(other, config), uses_sglang=True)
     assert list(Path(config.run.dir).iterdir()) == []
     assert named_paths(config).keys() == {"model.hf_path", "reward.function"}
 
@@ -54,6 +57,10 @@ def test_check_hosts_equal_hosts_pass_and_leave_no_file(config: Config) -> None:
     [
         (lambda here: {"sees_mark": False}, r"run\.dir=.* node7 does not see .* storage that all hosts share"),
         (lambda here: {"versions": here.versions | {"torch": "1.0"}}, r"node7 has torch 1\.0, and .* has \d"),
+        (
+            lambda here: {"versions": here.versions | {"nvidia-nccl-cu13": "1.0"}},
+            r"node7 has nvidia-nccl-cu13 1\.0, and",
+        ),
         (lambda here: {"missing_interface": "GLOO_SOCKET_IFNAME=ib7: node7 has no such"}, "ib7: node7 has no such"),
         (lambda here: {"seconds": here.seconds - 40}, r"clocks of .* and node7 are \d\d s apart"),
         (lambda here: {"seconds": here.seconds + 40}, r"clocks of .* and node7 are \d\d s apart"),
@@ -68,8 +75,33 @@ def test_check_hosts_difference_is_named(
     config: Config, changes: Callable[[HostFacts], dict[str, object]], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_hosts(config.run.dir, named_paths(config), partial(other, config, change=changes))
+        check_hosts(config.run.dir, named_paths(config), partial(other, config, change=changes), uses_sglang=True)
     assert list(Path(config.run.dir).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("there", "uses_sglang", "rejected"),
+    [
+        ({"sglang": SGLANG_VERSION, "NCCL in SGLang's environment": "2.30.7"}, True, False),
+        ({"sglang": SGLANG_VERSION, "NCCL in SGLang's environment": "2.29.7"}, True, True),
+        ({"sglang": SGLANG_VERSION, "NCCL in SGLang's environment": "2.29.7"}, False, False),
+        ({}, True, False),  # a host of trainer ranks
+    ],
+)
+def test_check_hosts_sglang_of_engine_hosts_is_compared(
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    there: dict[str, str],
+    uses_sglang: bool,
+    rejected: bool,
+) -> None:
+    python = make_environment(tmp_path / "sglang", {"sglang": SGLANG_VERSION, "nvidia-nccl-cu13": "2.30.7"})
+    monkeypatch.setenv(SGLANG_PYTHON, str(python))
+    ask = partial(other, config, change=lambda here: {"sglang": there})
+    message = r"node7 has NCCL in SGLang's environment 2\.29\.7, and .* has 2\.30\.7: install the same"
+    with pytest.raises(ConfigError, match=message) if rejected else nullcontext():
+        check_hosts(config.run.dir, named_paths(config), ask, uses_sglang=uses_sglang)
 
 
 def test_digest_depends_on_names_sizes_and_small_contents(tmp_path: Path) -> None:

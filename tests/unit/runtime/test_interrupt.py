@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 
 import psutil
@@ -158,21 +158,28 @@ def test_ray_call_that_hangs_without_its_cluster_is_abandoned(how: str, code: in
     assert (found.returncode, (found.stderr + found.stdout).splitlines()[-1]) == (code, last)
 
 
-@pytest.mark.slow
-def test_stops_swallowed_by_a_callback_is_raised_again_quietly(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stops_swallowed_by_a_callback_ends_the_next_wait_quietly(capfd: pytest.CaptureFixture[str]) -> None:
     class Finalized:
         def __del__(self) -> None:
             send(signal.SIGTERM)
 
+    reader, writer = os.pipe()
+    end_of_wait = threading.Timer(60, os.close, (writer,))
+    end_of_wait.start()
     with pytest.raises(KeyboardInterrupt):
-        _finalize_and_wait(Finalized())
+        _finalize_and_wait(Finalized(), reader)
+    assert end_of_wait.is_alive()
+    end_of_wait.cancel()
+    end_of_wait.join()
+    os.close(writer)
+    os.close(reader)
     assert STOPS.exit_code() == 143
     assert "Traceback" not in capfd.readouterr().err
 
 
-def _finalize_and_wait(finalized: object) -> None:
+def _finalize_and_wait(finalized: object, reader: int) -> None:
     del finalized
-    time.sleep(10)
+    os.read(reader, 1)
 
 
 def test_stops_leaves_other_unraisable_errors_visible(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.isolation import choice, namespace
 
 PROBE = """
-import os, socket
-listener = socket.create_server(("127.0.0.1", 0))
+import os, socket, sys
+listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
 client = socket.create_connection(listener.getsockname(), 5)
 try:
     socket.create_connection(("192.0.2.1", 9), 5)
@@ -28,7 +28,7 @@ try:
 except OSError:
     outside = "unreachable"
 inside = os.environ['MCORE_RL_NETWORK_NAMESPACE'] == os.readlink('/proc/self/ns/net')
-print(os.getuid(), inside, outside, listener.getsockname()[1], flush=True)
+print(os.getuid(), inside, outside, flush=True)
 input()
 """
 
@@ -148,15 +148,17 @@ def test_namespace_ports_are_out_of_reach_from_outside(uid: int | None) -> None:
     prefix = [] if uid is None else ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all"]
     if uid is not None and (os.geteuid() != 0 or not shutil.which("setpriv") or not Path(python).exists()):
         pytest.skip("only root can become another user")
-    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory, socket.socket() as outside:
+        outside.bind(("127.0.0.1", 0))  # without listening: no other process can listen on this port
+        port = outside.getsockname()[1]
         Path(directory).chmod(0o755)
         program = shutil.copy(namespace.__file__, directory)
-        command = [*prefix, python, program, python, python, "-c", PROBE]
+        command = [*prefix, python, program, python, python, "-c", PROBE, str(port)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             words = process.stdout.readline().split()
-            assert words[:3] == [str(os.getuid() if uid is None else uid), "True", "unreachable"]
-            with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", int(words[3])), 5):
+            assert words == [str(os.getuid() if uid is None else uid), "True", "unreachable"]
+            with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 5):
                 pass
             process.communicate("\n")
         assert process.returncode == 0

@@ -22,7 +22,6 @@ class Device:
         self.of_trainer: set[str] = {"params", "grads", "optimizer"}
         self.of_engine: set[str] = set()
         self.weights_are_defined = False
-        self.is_lost = False
         self.sleep_error: Exception | None = None
         self.metrics: dict[str, object] = {}
         self.phases = DevicePhases(self, self, record=self.metrics.update, span=self.span)
@@ -33,14 +32,11 @@ class Device:
         self.of_trainer -= set(parts)
         return 3 - len(self.of_trainer)
 
-    def failed(self) -> list[str]:
-        return ["engine 0"] if self.is_lost else []
+    @property
+    def awake(self) -> frozenset[str]:
+        return frozenset(self.of_engine)
 
-    def start_asleep(self) -> None:
-        self.moves.append("start asleep")
-        assert not self.of_trainer, f"an engine starts beside {self.of_trainer}"
-        assert not self.of_engine
-        self.is_lost = False
+    def settle(self) -> None: ...
 
     def sleep(self, keep_weights: bool) -> int:
         assert "weights" in self.of_engine
@@ -144,22 +140,6 @@ def test_phases_never_overlap() -> None:
             stale = call == "update" or (stale and call != "publish")
 
 
-@pytest.mark.parametrize("before", ["update", "save"])
-def test_engine_lost_while_asleep_starts_without_trainer_state(before: str) -> None:
-    device = Device()
-    device.publish()
-    device.run()
-    getattr(device, before)()
-    device.is_lost = True
-    device.moves.clear()
-    device.publish()
-    assert device.moves == [
-        *("offload grads+optimizer", "offload params+grads+optimizer", "start asleep", "wake weights", "sync"),
-    ]
-    device.run()
-    device.update()
-
-
 @pytest.mark.parametrize("call", ["update", "save"])
 def test_failed_sleep_is_repeated_before_trainers_load(call: str) -> None:
     device = Device()
@@ -173,7 +153,7 @@ def test_failed_sleep_is_repeated_before_trainers_load(call: str) -> None:
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-def test_interrupted_phase_frees_the_device_and_is_entered_again(phase: Phase) -> None:
+def test_interrupted_phase_is_entered_again(phase: Phase) -> None:
     """Example: an engine restarts, receives weights and regenerates lost responses."""
     device = Device()
     device.publish()
@@ -183,6 +163,7 @@ def test_interrupted_phase_frees_the_device_and_is_entered_again(phase: Phase) -
     phases.enter(phase)
     device.of_trainer = {"params"} if phase is Phase.SYNC else device.of_trainer
     with phases.interrupted():
+        phases.make_room()
         assert not device.of_trainer
         device.publish()
         device.run()

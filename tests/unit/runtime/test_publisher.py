@@ -15,7 +15,9 @@ from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.phases import Stages
 from mcore_rl.runtime.publisher import SlicePublisher
+from mcore_rl.types import Mean, Metric, Total
 from mcore_rl.weights.connection import Connection
+from mcore_rl.weights.delta.copies import FrameBytes
 from mcore_rl.weights.transports.hosts import Host
 from mcore_rl.weights.transports.link import open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
@@ -29,14 +31,18 @@ class Run:
     """A publisher over fake trainer ranks and engines, after the first update. `events` are the updates and comparisons
     of engine 0 and the connections of all engines. `fates[event, n]` is the effect of the n-th such event."""
 
-    def __init__(self, num_engines: int = 1, max_restarts: int = 3) -> None:
+    def __init__(self, num_engines: int = 1, max_restarts: int = 3, delta: FrameBytes | None = None) -> None:
         self.events, self.fates, self.watch = list[str](), dict[tuple[str, int], str](), Watch()
         self.watch.engines = [_Engine(number, self) for number in range(num_engines)]
-        self.fleet = Fleet([*self.watch.engines], cast(Any, self.watch), max_restarts, note=str)
+        self.buffers = list[str]()
+        """Calls that decide when staging buffers may be freed, of trainer ranks and of all engines."""
+        self.notes, self.recorded, self.delta = list[str](), list[dict[str, Metric]](), delta
+        self.fleet = Fleet([*self.watch.engines], cast(Any, self.watch), max_restarts, note=self.notes.append)
         endpoints = [Endpoint(Host("here", ("", 0)), "127.0.0.1")] * (num_engines + 1)
-        plan = _Plan(Topology((endpoints[0],), tuple(endpoints[1:]), 1))
+        plan = _Plan(Topology((endpoints[0],), tuple(endpoints[1:]), 1, delta=delta is not None))
         self.store = open_store("127.0.0.1")
-        self.publisher = SlicePublisher(_Trainers(), self.fleet, plan, self.store)  # type: ignore[arg-type]
+        trainers = cast(Any, _Trainers(self))
+        self.publisher = SlicePublisher(trainers, self.fleet, cast(Any, plan), self.store, record=self.recorded.append)
         self.publisher.publish(1)
         self.events.clear()
 
@@ -68,11 +74,15 @@ class _Call:
 class _Trainers:
     """Fake TrainerGroup."""
 
-    def __init__(self) -> None:
+    def __init__(self, test: Run) -> None:
+        self.test = test
         self.watch, self.processes, self.stages = SimpleNamespace(get=list, dependent_seconds=9.0), (), Stages()
 
     def call(self, method: Callable[..., object], *arguments: object) -> _Call:
-        return _Call({} if method.__name__ == "create_buffers" else None)
+        if method.__name__ in ("disconnect_weights", "create_buffers"):
+            self.test.buffers.append(method.__name__)
+        results = {"create_buffers": {}, "delta_bytes": self.test.delta}
+        return _Call(results.get(method.__name__))
 
 
 class _Process(Process):
@@ -92,6 +102,9 @@ class _Process(Process):
         topology = connection.plan.topology
         assert topology.name(topology.member(place)) == f"rollout {self.name} on here"
         self.test.events.append(f"meet {self.number}" if self.number else "meet")
+
+    def disconnect(self) -> None:
+        self.test.buffers.append(f"disconnect engine {self.number}")
 
     def _answer(self, event: str, well: list[object]) -> list[object]:
         if self.number > 0:
@@ -133,10 +146,23 @@ def test_engine_lost_in_publish_is_connected_again_and_compared() -> None:
     run.fates["send", 1] = "dies"
     run.publisher.publish(2)
     # Members that wait for the dead engine in NCCL read this.
-    assert PrefixStore("weights/1/nccl", run.store).get("lost") == b"a process died"
-    assert not PrefixStore("weights/2/nccl", run.store).check(["lost"])
+    assert PrefixStore("weights/1", run.store).get("lost") == b"a process died"
+    assert not PrefixStore("weights/2", run.store).check(["lost"])
     assert run.events == ["send", "meet", "send", "compare"]
     assert (run.fleet.version, run.fleet.num_restarts, run.without_weights) == (2, 1, [])
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_buffers_are_freed_after_all_living_processes_have_unmapped_them(slow: bool) -> None:
+    """CUDA does not define what happens to mappings of freed memory. `create_buffers` frees the earlier ones."""
+    run = Run(num_engines=3)
+    assert run.buffers == ["create_buffers"]
+    run.buffers.clear()
+    run.fates["send", 1], run.watch.slow = "dies", {"engine 0"} if slow else set()
+    run.publisher.publish(2)
+    living = ["disconnect engine 1", "disconnect engine 2"]
+    again = [] if slow else ["disconnect engine 0"]  # a new process, which has nothing to unmap
+    assert run.buffers == ["disconnect_weights", *again, *living, "create_buffers"]
 
 
 def test_publish_skips_a_starting_engine_and_supplies_it_later() -> None:
@@ -181,3 +207,16 @@ def test_verify_with_permanently_different_weights_names_the_tensor(max_restarts
     with pytest.raises(error, match=r"model\.norm\.weight"):
         run.publisher.verify()
     assert run.fleet.num_restarts == max_restarts
+
+
+def test_publish_with_deltas_records_their_bytes() -> None:
+    run = Run(delta=FrameBytes(sent=30, content=1000))
+    assert run.recorded == [{"weights/delta_bytes": Total(30), "weights/delta_share": Mean(30, 1000)}]
+    assert Run().recorded == run.notes == []
+
+
+def test_publish_with_deltas_that_nothing_needs_is_noted_once() -> None:
+    run = Run(delta=FrameBytes())
+    run.publisher.publish(2)
+    assert run.recorded == []
+    assert run.notes == ["weights.delta=true has no effect: all engine ranks receive weights from their own host"]

@@ -186,27 +186,30 @@ class Turns:
         self.pool, self.watch, self.moves = pool, watch, list[str]()
         pool.stages, pool.supply = Stages(phases=cast(Any, self)), self.supply
         pool.fleet.sleep, pool.fleet.wake_up = self.sleep, self.wake_up  # type: ignore[method-assign]
+        pool.fleet.make_room = self.make_room
 
     def sleep(self, keep_weights: bool) -> int:
         self.pool.fleet.settle()
         self.moves.append(f"sleep {keep_weights}")
-        self.pool.fleet.asleep = True
+        self.pool.fleet.awake = frozenset()
         return 0
 
     def wake_up(self, part: str) -> None:
         self.moves.append(f"wake_up {part}")
-        self.pool.fleet.asleep = part != "kv_cache"
+        self.pool.fleet.awake |= {part}
 
     def enter(self, phase: Phase) -> None: ...
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
-        self.moves.append("trainer state leaves")
-        for engine in self.watch.engines:  # no rank fetches from a stopped engine any more
-            assert id(engine.process) not in self.watch.dead or engine.process in engine.killed
         yield
         self.pool.fleet.sleep(keep_weights=False)
         self.moves.append("trainer state returns")
+
+    def make_room(self) -> None:
+        for engine in self.watch.engines:  # no rank fetches from a stopped engine any more
+            assert id(engine.process) not in self.watch.dead or engine.process in engine.killed
+        self.moves.append("trainer state leaves")
 
     def supply(self) -> None:
         self.pool.fleet.wake_up("weights")
@@ -229,9 +232,8 @@ def test_renew_while_engines_sleep_wakes_them_and_returns_devices(before_sleep: 
         watch.dead[id(lost)] = "engine 0 did not answer for 20 s"
     turns.moves.clear()
     assert pool.renew(chunks)
-    assert turns.moves == [
-        "trainer state leaves", "wake_up weights", "wake_up kv_cache", "sleep False", "trainer state returns",
-    ]  # fmt: skip
+    leaves = [] if before_sleep else ["trainer state leaves"]
+    assert turns.moves == [*leaves, "wake_up weights", "wake_up kv_cache", "sleep False", "trainer state returns"]
     assert pool.fleet.num_restarts == 1
     assert watch.present("engine 0").sleeps == (0 if before_sleep else 1)
     assert watch.present("engine 1").sleeps == 0

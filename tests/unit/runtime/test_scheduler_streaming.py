@@ -15,7 +15,7 @@ from mcore_rl.runtime.delivery import Chunk
 from mcore_rl.runtime.engines import scheduler
 from mcore_rl.runtime.engines.balance import EngineKey
 from mcore_rl.runtime.engines.process import EngineReport
-from mcore_rl.types import RolloutResult, Total
+from mcore_rl.types import DraftCounts, Mean, RolloutResult, Total
 from tests.unit.runtime.engines import Begin, Engine, scalars_of
 from tests.unit.runtime.streams import Once, begin, finish_all, stream_of, supply, task_of, tickets
 
@@ -240,6 +240,18 @@ def test_tokens_carried_over_are_counted_once() -> None:
     for total in (5, 5, 12):
         stream._take_report(EngineKey(0), EngineReport([], 1, 0, 0.0, total))
     assert stream.fleet.take_metrics()["engine/tokens_carried_over"] == Total(12)
+
+
+def test_drafts_of_reports_are_counted_once_per_engine() -> None:
+    stream, _ = stream_of(1)
+    begin(stream, [1], {})
+    one, two = DraftCounts.zero(2).with_draft(2, 1), DraftCounts.zero(2).with_draft(2, 1).with_draft(1, 1)
+    for key, drafts in ((EngineKey(0), one), (EngineKey(0), one), (EngineKey(0), two), (EngineKey(0, 1), one)):
+        stream._take_report(key, EngineReport([], 1, 0, 0.0, 0, drafts))
+    metrics = stream.fleet.take_metrics()
+    assert metrics["engine/draft_tokens"] == Total(5)
+    assert metrics["engine/draft_acceptance_1"] == Mean(3, 3)
+    assert metrics["engine/draft_acceptance_2"] == Mean(0, 2)
 
 
 def test_slots_count_engines_with_weights() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -213,27 +212,30 @@ class RecordedCritic:
     def gather_parameters(self) -> None: ...
 
 
-def test_buffers_of_lost_connection_live_until_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine unmaps the earlier buffers when it connects again; to free mapped GPU memory is undefined in CUDA."""
-    setups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+def test_create_buffers_frees_those_of_the_earlier_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a connection that failed: otherwise every lost engine would take their memory from the GPU."""
+    events: list[str] = []
 
     class Setup:
         def __init__(self, plan: int, rank: int) -> None:
-            setups[plan] = self
+            self.plan = plan
 
         def create_buffers(self) -> dict[int, str]:
+            events.append(f"create {self.plan}")
             return {}
 
-        def connect(self, connection: object) -> SimpleNamespace:
-            return SimpleNamespace(send=lambda *_: None, close=lambda: None)
+        def disconnect(self) -> None:
+            events.append(f"disconnect {self.plan}")
+
+        def close(self) -> None:
+            events.append(f"close {self.plan}")
 
     monkeypatch.setattr("mcore_rl.weights.connection.TrainerSetup", Setup)
     process: Any = TrainerProcess("rank")
-    process.actor = SimpleNamespace(rank=0, tensors=dict)
-    for plan in range(3):  # the second connection fails before its first update
+    process.actor = SimpleNamespace(rank=0)
+    process.disconnect_weights()
+    for plan in range(3):  # none of the connections succeeds
         process.create_buffers(plan)
-        process.connect_weights(None)
-        assert list(setups) == ([0], [0, 1], [0, 1, 2])[plan]
-        if plan != 1:
-            process.send_weights()
-            assert list(setups) == [plan]
+        process.disconnect_weights()
+    steps = [[f"create {plan}", f"disconnect {plan}", f"close {plan}"] for plan in range(3)]
+    assert events == [event for of_plan in steps for event in of_plan][:-1]

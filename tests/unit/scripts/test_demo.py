@@ -99,6 +99,15 @@ def test_demo_with_its_own_engine_needs_no_override(calls: list[list[str]], tmp_
     assert yaml.safe_load((ROOT / latent.config).read_text())["rollout"]["engine"] == latent.engine
 
 
+def test_fsdp2_demo_trains_a_dense_model_in_both_stages(calls: list[list[str]]) -> None:
+    dense = demo.DEMOS["work3 fsdp2"]
+    demo.main(["--strategy", "fsdp2"])
+    assert calls[1:] == [[dense.config]]
+    assert calls[0] == dense.warm_start_arguments()
+    assert "actor.strategy=fsdp2" in calls[0]
+    assert yaml.safe_load((ROOT / dense.config).read_text())["actor"]["strategy"] == "fsdp2"
+
+
 def test_an_interrupted_run_is_resumed_without_a_new_warm_start(calls: list[list[str]], tmp_path: Path) -> None:
     demo.main([])
     write_run(tmp_path, 30, {0: 0.25, 10: 0.5})

@@ -15,6 +15,7 @@ printf '%s\\n' "$(basename "$0") $*" >>"$CALLS"
 case "$*" in
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/uv" ;;
   *"pip config get"*) exit 1 ;;
+  "pip install "*--override*) exit "$UV_EXIT_CODE" ;;
   *torch.version.cuda*) exit "$TORCH_WITHOUT_CUDA" ;;
   *--no-build-isolation*) env >"$CALLS.environment"; echo "$BUILD_OUTPUT"; exit "$BUILD_EXIT_CODE" ;;
 esac
@@ -46,6 +47,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "EXTRA": "gpu",
         "CALLS": str(tmp_path / "calls"),
         "TORCH_WITHOUT_CUDA": "0",
+        "UV_EXIT_CODE": "0",
         "BUILD_OUTPUT": "",
         "BUILD_EXIT_CODE": "0",
     }
@@ -70,8 +72,16 @@ def test_set_up_for_gpus_leaves_torch_to_uv_and_the_lock(tmp_path: Path, environ
     assert done.returncode == 0, done.stderr
     assert [call for call in calls(environment) if "pip install" in call and " torch" in call] == []
     (uv,) = [call for call in calls(environment) if call.startswith("uv ")]
-    assert "-r locks/gpu.txt" in uv
+    assert "--override locks/gpu_overrides.txt -r locks/gpu.txt" in uv
     assert "18 minutes" in done.stdout
+
+
+def test_set_up_for_gpus_never_lets_pip_replace_nccl(tmp_path: Path, environment: dict[str, str]) -> None:
+    done = set_up(tmp_path, environment | {"UV_EXIT_CODE": "1"})
+    assert done.returncode == 0, done.stderr
+    pip = [call for call in calls(environment) if call.startswith("python -m pip install") and " uv==" not in call]
+    assert ["-r locks/gpu.txt" in call for call in pip] == [True, False]  # instead of uv, and the build
+    assert [call for call in pip if "--no-deps" not in call] == []
 
 
 def test_set_up_for_gpus_rejects_torch_without_cuda(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from model_pages import FOLDER, ROOT, PlannedRecipe, first_comment, page, recipes_by_model, step_seconds
+from model_pages import FOLDER, ROOT, PlannedRecipe, first_comment, page, recipe_files, recipes_by_model, step_seconds
 
 from mcore_rl.planner.engine import GIB
 from tests.selection import on_demand_unless
@@ -45,6 +45,8 @@ def test_every_recipe_for_gpus_is_on_the_page_of_its_model() -> None:
         text = (FOLDER / f"{model}.md").read_text(encoding="utf-8")
         assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == SECTIONS
         assert re.findall(r"^### (.*)$", text, flags=re.MULTILINE) == names
+        started = re.findall(r"^    mcore-rl slurm (.*) model\.hf_path=DIR", text, flags=re.MULTILINE)
+        assert started == [" ".join(recipe_files(name)) for name in names if name == names[0] or "/" in name]
         assert f"[{model}]({model}.md)" in (FOLDER / "index.md").read_text(encoding="utf-8")
 
 

@@ -56,6 +56,12 @@ def test_sglang_lock_has_the_trainers_cuda(environment: dict[str, str], versions
     assert versions["nvidia-nvvm"].split(".")[:2] == cuda
 
 
+def test_sglang_lock_has_the_trainers_nccl(environment: dict[str, str], versions: dict[str, str]) -> None:
+    (override,) = requirements("gpu_overrides.txt")
+    assert override.specifier.contains(versions["nvidia-nccl-cu13"])
+    assert locked("gpu.txt", environment)["nvidia-nccl-cu13"] == versions["nvidia-nccl-cu13"]
+
+
 def test_document_has_the_versions_of_the_sglang_lock(versions: dict[str, str]) -> None:
     cuda = ".".join(versions["nvidia-cuda-runtime"].split(".")[:2])
     assert f"| SGLang | {versions['sglang']}, with torch {versions['torch']}, CUDA {cuda} |" in DOCUMENT

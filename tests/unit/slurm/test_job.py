@@ -19,8 +19,16 @@ printf '%s\\n' "$@" >>"$NOTES/lines"
 while [[ $1 == --* ]]; do shift; done
 SLURMD_NODENAME=n1 exec "$@"
 """
+# Fake scontrol: it records its calls, and refuses the first $REFUSALS of each command, except for the names of nodes.
 SCONTROL = """#!/usr/bin/env bash
-[[ $1 != show ]] || echo n1
+[[ $2 != hostnames ]] || { echo n1; exit; }
+printf '%s\\n' "$*" >>"$NOTES/scontrol.$1"
+(($(wc -l <"$NOTES/scontrol.$1") > ${REFUSALS:-0})) || { echo 'no answer' >&2; exit 1; }
+[[ $1 != show ]] || echo 'ReqNodeList=(null) ExcNodeList=n7,n8 StartTime=now'
+"""
+# Fake sleep: the job waits for files of its tasks, and between attempts of scontrol.
+SLEEP = """#!/usr/bin/env bash
+exec /usr/bin/sleep 0.05
 """
 # Fake python for the node check, Ray and the run: each creates the file for which the job waits.
 PYTHON = """#!/usr/bin/env bash
@@ -32,7 +40,7 @@ case $2 in
   *fabric_node) echo "slow: a link"; [[ $FABRIC == bad ]] || touch "$attempt/sound/n1"; echo "n1: $FABRIC" ;;
   *ray_node) echo 127.0.0.1:1 >"$attempt/address"; touch "$attempt/joined/n1"
     until [[ -e $attempt/stop ]]; do sleep 0.1; done ;;
-  *cli) exit 7 ;;
+  *cli) exit "${RUN_EXITS:-7}" ;;
 esac
 """
 
@@ -43,7 +51,7 @@ def submit(
     """Run a job that passes MY_TOKEN on and sets PLAIN."""
     programs = directory / "bin"
     programs.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("sleep", SLEEP), ("python", PYTHON)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     config = Config()
@@ -59,6 +67,11 @@ def submit(
     return subprocess.run(
         ["bash", "-c", script], cwd=directory, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def calls(directory: Path, command: str) -> list[str]:
+    """Return the arguments of all calls of a command of scontrol."""
+    return (directory / f"scontrol.{command}").read_text().splitlines()
 
 
 def test_job_passes_environment_without_command_lines(tmp_path: Path) -> None:
@@ -90,8 +103,37 @@ def test_job_names_and_excludes_node_blamed_by_fabric_test(tmp_path: Path) -> No
     done = submit(tmp_path, {"MY_TOKEN": SECRET, "FABRIC": "bad"}, fabric_test=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node n1 failed its fabric test: n1: bad\n" in done.stdout
-    assert "excluded from now on: n1\n" in done.stdout
+    assert "excluded from now on: n7,n8,n1\n" in done.stdout  # n7 and n8 were excluded before
     assert "ray_node" not in (tmp_path / "tasks").read_text()
+
+
+def test_job_asks_a_busy_controller_again(tmp_path: Path) -> None:
+    """Nodes that were excluded before must not be forgotten, and the job must not stay held."""
+    done = submit(tmp_path, {"MY_TOKEN": SECRET, "FABRIC": "bad", "REFUSALS": "3"}, fabric_test=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "excluded from now on: n7,n8,n1\n" in done.stdout
+    update = "update JobId=5 ExcNodeList=n7,n8,n1 StartTime=now+60"
+    assert [calls(tmp_path, name) for name in ("show", "requeuehold", "update", "release")] == [
+        ["show job 5"] * 4,
+        ["requeuehold 5"] * 4,
+        [update] * 4,
+        ["release 5"] * 4,
+    ]
+
+
+@pytest.mark.parametrize(("refusals", "returncode"), [("9", 0), ("10", 75)])
+def test_preempted_job_asks_ten_times_to_be_queued_again(tmp_path: Path, refusals: str, returncode: int) -> None:
+    done = submit(tmp_path, {"MY_TOKEN": SECRET, "RUN_EXITS": "75", "REFUSALS": refusals})
+    assert done.returncode == returncode, done.stdout + done.stderr
+    assert calls(tmp_path, "requeue") == ["requeue 5"] * 10
+    assert ("submit it again to continue" in done.stdout) == (returncode == 75)
+
+
+def test_job_that_no_controller_answers_names_the_bad_node(tmp_path: Path) -> None:
+    done = submit(tmp_path, {"MY_TOKEN": SECRET, "FABRIC": "bad", "REFUSALS": "99"}, fabric_test=True)
+    assert done.returncode == 1
+    assert "SLURM refuses to change the job; submit it again with --exclude=n1\n" in done.stdout
+    assert calls(tmp_path, "show") == ["show job 5"] * 10
 
 
 def test_job_without_passed_variable_exits_2_and_names_it(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def small(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("judge={hf_path: m, template: '{prompt} {response}', engine: sglang}", "judge.engine=sglang runs on CPUs"),
+        ("actor.moe.router_replay=engine", "actor.moe.router_replay=engine: vLLM returns no experts"),
         ("data.val=nowhere.jsonl", "data.val: there is no file nowhere.jsonl"),
         ("model.hf_path=configs/models/DeepSeek-V3", "model.hf_path=configs/models/DeepSeek-V3: no safetensors there"),
         ("model.tokenizer_path=nowhere", "model.tokenizer_path=nowhere does not exist"),

@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
 
@@ -53,14 +52,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
     return Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2)
-
-
-@pytest.fixture
-def bucket() -> Iterator[MemoryFileSystem]:
-    system = MemoryFileSystem()
-    yield system
-    if system.exists("/bucket"):
-        system.rm("/bucket", recursive=True)
 
 
 def test_copy_all_mirrors_the_kept_checkpoints(checkpoints: Checkpoints, bucket: MemoryFileSystem) -> None:

@@ -99,18 +99,21 @@ def test_check_own_routing_compares_the_median() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "fp8", "limit", "wanted"),
+    ("dtype", "fp8", "quantization", "limit", "wanted"),
     [
-        ("float32", "none", "auto", 1e-3),
-        ("bfloat16", "none", "auto", 0.05),
-        ("bfloat16", "blockwise", "auto", 0.2),
-        ("bfloat16", "none", 1, 1.0),
-        ("float32", "none", None, None),
+        ("float32", "none", "none", "auto", 1e-3),
+        ("bfloat16", "none", "none", "auto", 0.05),
+        ("bfloat16", "blockwise", "none", "auto", 0.2),
+        ("bfloat16", "none", "fp8", "auto", 0.2),
+        ("bfloat16", "none", "fp8", 1, 1.0),
+        ("float32", "none", "none", None, None),
     ],
 )
-def test_logp_gap_limit_depends_on_dtype_unless_set(dtype: str, fp8: str, limit: object, wanted: float | None) -> None:
+def test_logp_gap_limit_depends_on_rounding_unless_set(
+    dtype: str, fp8: str, quantization: str, limit: object, wanted: float | None
+) -> None:
     config = settled(max_logp_gap=limit)
-    config.model.dtype, config.actor.fp8 = dtype, fp8
+    config.model.dtype, config.actor.fp8, config.rollout.quantization = dtype, fp8, quantization
     assert logp_gap_limit(config) == wanted
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from mcore_rl.weights.receive import first_index
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Message, received_by, sent_by
+from mcore_rl.weights.slices.routes import RouteMap
 from mcore_rl.weights.slices.senders import RankLocations
 from mcore_rl.weights.slices.shard_map import ShardMap
 from model_converters.mapping.layout import TrainLayout
@@ -34,14 +35,14 @@ class Sync:
     bucket_bytes: int
 
     def sent_by(self, rank: int) -> list[Message]:
-        return sent_by(rank, self.placement, self.shard_map, self.locations, self.bucket_bytes)
+        return sent_by(rank, self.route_map, self.bucket_bytes)
 
     def received_by(self, rank: int) -> list[Message]:
-        return received_by([rank], self.placement, self.shard_map, self.locations, self.bucket_bytes)
+        return received_by([rank], self.route_map, self.bucket_bytes)
 
-    @property
-    def placement(self) -> Placement:
-        return Placement(self.rows, self.layout)
+    @cached_property
+    def route_map(self) -> RouteMap:
+        return RouteMap(Placement(self.rows, self.layout), self.shard_map, self.locations)
 
     @property
     def num_engine_ranks(self) -> int:
@@ -51,7 +52,7 @@ class Sync:
 def trainer_tensors(rows: list[BoundRow], layout: TrainLayout, rank: int, checkpoint: Tensors) -> Tensors:
     """Return a trainer rank's tensors of an HF checkpoint, by canonical name."""
     tensors = {}
-    for load in load_plan(rows, layout, rank):
+    for load in load_plan(rows, replace(layout, shard_parameters=False), rank):
         tensor = torch.zeros(load.shape)
         for name, piece in load.sources:
             source = checkpoint[name]
@@ -60,8 +61,20 @@ def trainer_tensors(rows: list[BoundRow], layout: TrainLayout, rank: int, checkp
                 tensor.narrow(piece.dim, piece.local_start, piece.length).copy_(part)
             else:
                 tensor.copy_(source)
-        tensors[load.mcore_name] = tensor
+        tensors[load.mcore_name] = shard_of(tensor, load.bound, layout, rank)
     return tensors
+
+
+def shard_of(tensor: torch.Tensor, bound: BoundRow, layout: TrainLayout, rank: int) -> torch.Tensor:
+    """Return the rows that a rank stores with layout.shard_parameters, by torch.chunk."""
+    if not layout.shard_parameters or bound.mcore.endswith("expert_bias"):
+        return tensor
+    at = layout.coordinates(rank)
+    index, num_parts = at.cp + layout.cp * at.dp, layout.cp * layout.dp
+    if bound.expert is not None:
+        index, num_parts = at.edp, layout.edp
+    parts = tensor.chunk(num_parts)
+    return parts[index] if index < len(parts) else tensor[:0]
 
 
 def pack(message: Message, tensors: Tensors) -> torch.Tensor:
@@ -91,7 +104,7 @@ def delivered(sync: Sync, checkpoint: Tensors) -> list[Taken]:
             assert sent == message
             for each in message.slices:
                 part = memory[each.offset : each.offset + each.num_bytes].view(each.dtype).view(each.shape)
-                taken.setdefault(each.hf_name, []).append((first_index(each), part))
+                taken.setdefault(each.hf_name, []).append((each.first, part))
         ranks.append(taken)
     assert in_flight == {}, "sent but never received"
     return ranks

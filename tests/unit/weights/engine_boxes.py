@@ -69,7 +69,9 @@ def _is_here(name: str, config: dict[str, Any], layout: EngineLayout, place: Pla
         first = name == "model.embed_tokens.weight"
         return place.pp in ((0, last) if first and config["tie_word_embeddings"] else (0,) if first else (last,))
     if int(layer[1]) >= config["num_hidden_layers"]:
-        return False  # multi-token prediction
+        # Draft layers share embedding and head with the model.
+        shared = name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
+        return layout.draft_layers and place.pp == last and not shared
     each, rest = divmod(config["num_hidden_layers"], layout.pp)
     counts = [each + (layout.pp - 1 - rest <= stage < layout.pp - 1) for stage in range(layout.pp)]
     return sum(counts[: place.pp]) <= int(layer[1]) < sum(counts[: place.pp + 1])

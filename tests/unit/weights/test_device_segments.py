@@ -11,18 +11,10 @@ import torch
 
 from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.weights.transports.ipc_memory import CudaRuntime
-from tests.unit.weights.fake_gpus import FakeGpus, FakeSegment, compiled
+from tests.unit.weights.fake_gpus import FakeGpus, FakeSegment
 from tests.unit.weights.segment_process import SegmentProcess
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    try:
-        return compiled(tmp_path_factory.mktemp("cudart"))
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

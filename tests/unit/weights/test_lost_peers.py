@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
@@ -16,7 +17,7 @@ from mcore_rl.errors import PeerLostError
 from mcore_rl.weights.connection import Connection, TrainerSetup, connect_engine_rank
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
-from mcore_rl.weights.transports.link import Rendezvous
+from mcore_rl.weights.transports.arrival import Rendezvous
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
 from tests.unit.weights.delivery import trainer_tensors
@@ -26,9 +27,11 @@ from tests.unit.weights.transfer import store, sync_plan
 TIMEOUT_SECONDS = {signal.SIGSTOP: 3.0, signal.SIGKILL: 120.0}
 """Timeout of the sync. A stopped process is detected only by the timeout, a dead one at once."""
 SECONDS_TO_END = 12.0
-PLAN = sync_plan(
-    tiny_fields("qwen3_moe", vocab_size=97), TrainLayout(2, ep=2), EngineLayout(tp=2), "AB", "AB", bucket_bytes=20_000
-)
+MODEL, TWO_RANKS = tiny_fields("qwen3_moe", vocab_size=97), (TrainLayout(2, ep=2), EngineLayout(tp=2))
+PLANS = {
+    "whole": sync_plan(MODEL, *TWO_RANKS, "AB", "AB"),
+    "delta": sync_plan(MODEL, *TWO_RANKS, "AB", "AB", delta=True),
+}
 """Each engine rank shares a host with one trainer rank, which relays the messages of the other."""
 NAMES = ["trainer rank 0 on A", "trainer rank 1 on B", "rollout engine 0, rank 0 on A", "rollout engine 0, rank 1 on B"]
 
@@ -51,50 +54,52 @@ class CountedTensors(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
 
-def process(pipe: Pipe, member: int, victim: int, kind: signal.Signals, share: float) -> None:
-    """Run one member of the sync. The victim sends itself the signal after `share` of the update."""
-    num_trainers = len(PLAN.topology.trainers)
+def process(pipe: Pipe, member: int, plan: SyncPlan, victim: int, kind: signal.Signals, share: float) -> None:
+    """Run one member of the sync. The victim sends itself the signal after `share` of the last update: the first one,
+    or with weights.delta the second one, which sends differences only."""
+    num_trainers = len(plan.topology.trainers)
     if member < num_trainers:
-        setup = TrainerSetup(PLAN, member)
+        setup = TrainerSetup(plan, member)
         pipe.send(setup.create_buffers())
         sender = setup.connect(pipe.recv())
-        work = sum(len(message.slices) for of_round in PLAN.outgoing(member).values() for message in of_round)
+        work = sum(len(message.slices) for of_round in plan.outgoing(member).values() for message in of_round)
     else:
         pipe.send({})
         receiver = connect_engine_rank(pipe.recv(), member - num_trainers)
         work = receiver.num_rounds
 
-    def on_access(done: int) -> None:
-        if member == victim and done >= int(share * (work - 1)):
+    def on_access(last: bool, done: int) -> None:
+        if last and member == victim and done >= int(share * (work - 1)):
             os.kill(os.getpid(), kind)
 
     pipe.send("connected")
     if pipe.recv() == "unlink" and member < num_trainers:
         setup.unlink()
     try:
-        if member < num_trainers:
-            held = trainer_tensors(PLAN.rows, PLAN.train_layout, member, random_checkpoint(PLAN.rows, 1))
-            sender.send(CountedTensors(held, on_access))
-        else:
-            receiver.begin()
-            for sync_round in range(receiver.num_rounds):
-                on_access(sync_round)
-                receiver.receive(sync_round, lambda *_: None)
-            receiver.finish()
+        for last in [False, True] if plan.topology.delta else [True]:
+            if member < num_trainers:
+                held = trainer_tensors(plan.rows, plan.train_layout, member, random_checkpoint(plan.rows, 1))
+                sender.send(CountedTensors(held, partial(on_access, last)))
+            else:
+                receiver.begin()
+                for sync_round in range(receiver.num_rounds):
+                    on_access(last, sync_round)
+                    receiver.receive(sync_round, lambda *_: None)
+                receiver.finish()
         pipe.send("done")
     except PeerLostError as error:
         pipe.send(str(error))
     pipe.recv()  # stay alive: survivors must not have to wait for each other either
 
 
-def started(plan: SyncPlan, *arguments: Any) -> list[tuple[Any, Pipe]]:
+def started(plan: SyncPlan, *arguments: object) -> list[tuple[Any, Pipe]]:
     # forkserver: this process may have threads of earlier tests, and fork would copy the locks that they hold.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     members = []
     for member in range(len(plan.topology.trainers) + len(plan.topology.engines)):
         ours, theirs = context.Pipe()
-        child = context.Process(target=process, args=(theirs, member, *arguments), daemon=True)
+        child = context.Process(target=process, args=(theirs, member, plan, *arguments), daemon=True)
         child.start()
         theirs.close()
         members.append((child, ours))
@@ -110,14 +115,17 @@ def received(member: int, pipe: Pipe, seconds: float) -> Any:
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
-def test_update_lost_member_ends_all_others_and_is_named(kind: signal.Signals, victim: int, share: float) -> None:
-    rendezvous = store()
-    members = started(PLAN, victim, kind, share)
+@pytest.mark.parametrize("messages", PLANS)
+def test_update_lost_member_ends_all_others_and_is_named(
+    messages: str, kind: signal.Signals, victim: int, share: float
+) -> None:
+    rendezvous, plan = store(), PLANS[messages]
+    members = started(plan, victim, kind, share)
     try:
         segments = {number: name for member, (_, pipe) in enumerate(members)
                     for number, name in received(member, pipe, 60).items()}  # fmt: skip
         for _, pipe in members:
-            pipe.send(Connection(PLAN, Rendezvous("127.0.0.1", rendezvous.port, 0), segments, TIMEOUT_SECONDS[kind]))
+            pipe.send(Connection(plan, Rendezvous("127.0.0.1", rendezvous.port, 0), segments, TIMEOUT_SECONDS[kind]))
         for member, (_, pipe) in enumerate(members):
             assert received(member, pipe, 60) == "connected"
         for _, pipe in members:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
-from mcore_rl.weights.transports import nccl, nccl_group
-from mcore_rl.weights.transports.segments import SEGMENTS, SharedSegment
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
 from tests.unit.weights.nccl_model import Gpus
@@ -32,16 +29,6 @@ CASES: dict[str, Any] = {
 
 def plan_of(case: str, num_slots: int = 2) -> SyncPlan:
     return sync_plan(EXPERTS, *CASES[case], num_slots=num_slots)
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpus]:
-    """Replace GPU memory by host memory, and NCCL by its model. Append the streams before each sync connects."""
-    made: list[Gpus] = []
-    monkeypatch.setattr(nccl_group, "process_group", lambda store, rank, *_: made[-1].group(rank))
-    monkeypatch.setattr(nccl, "this_gpu", lambda: torch.device("cpu"))
-    monkeypatch.setitem(SEGMENTS, True, SharedSegment)
-    return made
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -17,16 +20,17 @@ import torch.distributed as dist
 from mcore_rl.errors import PeerLostError
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.transports import nccl, nccl_group
+from mcore_rl.weights.transports.arrival import Rendezvous, announce_loss, raise_announced
 from mcore_rl.weights.transports.interface import Channels
-from mcore_rl.weights.transports.link import MessageKind, MessageTag, Rendezvous
+from mcore_rl.weights.transports.link import MessageKind, MessageTag
 from mcore_rl.weights.transports.nccl import NcclChannel
-from mcore_rl.weights.transports.nccl_group import NcclGroup, announce_loss, process_group
+from mcore_rl.weights.transports.nccl_group import NcclGroup, process_group
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
-from tests.unit.weights import nccl_model, transfer
+from tests.unit.weights import nccl_model
 from tests.unit.weights.nccl_model import Gpus
 from tests.unit.weights.test_transfer import check_update, checkpoint_of, held_by
-from tests.unit.weights.transfer import at_once, connected, store, sync_plan
+from tests.unit.weights.transfer import SHORT_TIMEOUT_SECONDS, at_once, connected, store, sync_plan
 
 CPU = torch.device("cpu")
 TAG = MessageTag(MessageKind.WEIGHTS, 0, 0)
@@ -113,6 +117,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     model = Gpus(4)
     monkeypatch.setattr(nccl_group, "process_group", lambda store, rank, *_: model.group(rank))
     monkeypatch.setattr(nccl, "this_gpu", lambda: CPU)
+    monkeypatch.setattr(nccl_group, "SECONDS_BETWEEN_CHECKS", 0.05)
     return model
 
 
@@ -155,16 +160,75 @@ def test_announced_loss_ends_waits_of_its_generation(gpus: Gpus) -> None:
     announce_loss(server, 2, "rollout engine 3 died")
     assert lost(ours[2], 1) == "the weight sync has lost a process: rollout engine 3 died"
     transfer = ours[1].send(torch.zeros(3), 1, TAG)
-    nccl_group._raise_announced(ours[1]._group._store)
+    raise_announced(ours[1]._group._store)
     assert transfer.work is None
 
 
-def test_group_of_missing_member_raises_before_nccl(gpus: Gpus) -> None:
-    """NCCL itself would wait for it without a timeout."""
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make NCCL wait forever where it connects members, as for one that died meanwhile."""
+    released = threading.Event()
+    monkeypatch.setattr(nccl_model.Group, "allreduce", lambda *_: released.wait())
+    yield
+    released.set()
+
+
+@pytest.mark.usefixtures("hanging")
+def test_member_lost_while_nccl_connects_ends_the_others(gpus: Gpus) -> None:
     server = store()
-    with pytest.raises(PeerLostError, match="the 2 GPUs of a sync did not connect through NCCL"):
-        NcclGroup(Rendezvous("127.0.0.1", server.port, 1), 0, 2, CPU, timeout_seconds=0.5)
-    assert gpus.groups == []
+    rendezvous = Rendezvous("127.0.0.1", server.port, 1)
+    reason = "rollout engine 3 died: killed by SIGKILL (host b)"
+    threading.Timer(0.2, announce_loss, (server, 1, reason)).start()
+    with pytest.raises(PeerLostError, match=re.escape(reason)):
+        NcclGroup(rendezvous, 0, 2, CPU, timeout_seconds=300)
+    with pytest.raises(PeerLostError, match=re.escape(reason)):  # also a member that arrives later
+        NcclGroup(rendezvous, 1, 2, CPU, timeout_seconds=300)
+    eventually(lambda: [group.aborts for group in gpus.groups] == [1, 1])
+
+
+@pytest.mark.usefixtures("hanging")
+def test_communicator_without_an_end_raises_after_the_timeout(gpus: Gpus) -> None:
+    server = store()
+    with pytest.raises(PeerLostError, match=r"the 2 GPUs .*: no connection through NCCL in 0\.2 s"):
+        NcclGroup(Rendezvous("127.0.0.1", server.port, 1), 0, 2, CPU, timeout_seconds=0.2)
+
+
+def test_member_lost_at_the_first_messages_ends_the_others(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL connects two GPUs inside the launch of their first messages."""
+    server, released = store(), threading.Event()
+    ours, _ = channels(Rendezvous("127.0.0.1", server.port, 1), [0, 1], timeout_seconds=300)
+    monkeypatch.setattr(nccl_model.Group, "_end_coalescing", lambda *_: released.wait())
+    threading.Timer(0.2, announce_loss, (server, 1, "rollout engine 0 died")).start()
+    with pytest.raises(PeerLostError, match="rollout engine 0 died"):
+        ours.handshake([1], [])
+    eventually(lambda: [group.aborts for group in gpus.groups if group.rank == 0] == [1])
+    released.set()
+
+
+def test_first_calls_of_nccl_run_on_the_stream_of_the_caller(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread has a current stream of its own, on which the memory to send would not be ready."""
+    here, inside = threading.current_thread().name, list[tuple[str, str]]()
+
+    @contextmanager
+    def use(chosen: str) -> Iterator[None]:
+        inside.append((chosen, threading.current_thread().name))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"of {threading.current_thread().name}")
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    server = store()
+    (ours,) = channels(Rendezvous("127.0.0.1", server.port, 1), [0])
+    ours._group._device = torch.device("cuda", 0)
+    ours._group._bounded(lambda: None)
+    assert inside == [(f"of {here}", "connect GPUs")]
+
+
+def eventually(is_true: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if is_true():
+            return
+        time.sleep(0.01)
+    pytest.fail("it never became true")
 
 
 def test_group_without_communicator_is_ended(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,18 +244,17 @@ def test_group_without_communicator_is_ended(gpus: Gpus, monkeypatch: pytest.Mon
 
 def test_handshake_with_silent_peer_ends_the_group(gpus: Gpus) -> None:
     """The kernel that waits for the peer would occupy the GPU until the process ends."""
-    server, link = store(), cast(Any, SimpleNamespace(handshake=lambda peers: None))
+    server, link = store(), cast(Any, SimpleNamespace(handshake=lambda peers: None, closing_on_loss=nullcontext))
     ours, _ = channels(Rendezvous("127.0.0.1", server.port, 1), [0, 1], timeout_seconds=0.2)
     with pytest.raises(PeerLostError, match="member 1: no answer"):
         Channels(link, ours).handshake([1], [], [1])
     assert [group.aborts for group in gpus.groups if group.rank == 0] == [1]
 
 
-def test_all_members_get_a_new_group_after_a_loss(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "TIMEOUT_SECONDS", 2)
+def test_all_members_get_a_new_group_after_a_loss(gpus: Gpus) -> None:
     experts = tiny_fields("qwen3_moe", vocab_size=97)
     plan, server = sync_plan(experts, TrainLayout(2, ep=2), EngineLayout(tp=2), "A0 A1", "B0 B1"), store()
-    with connected(plan, server, 1) as processes:
+    with connected(plan, server, 1, SHORT_TIMEOUT_SECONDS) as processes:
         check_update(processes, 0)
         held = held_by(plan, checkpoint_of(plan, 1))
         for sender, tensors in zip(processes.senders, held, strict=True):

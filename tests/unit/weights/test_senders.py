@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.routes import RouteMap
 from mcore_rl.weights.slices.senders import RankLocations, choose_senders
 from mcore_rl.weights.slices.shard_map import IntArray, ShardMap
 from mcore_rl.weights.slices.totals import Totals, count
@@ -106,7 +107,7 @@ def deepseek_v3(layout: TrainLayout, *, expert_parallel: bool) -> Totals:
     rows = bind(family_for(config).rows(config), config, torch.bfloat16)
     devices = nodes(0, NODES)
     shard_map = ShardMap(rows, EngineLayout(tp=32, expert_parallel=expert_parallel))
-    return count(Placement(rows, layout), shard_map, RankLocations.of(devices, devices), 256 << 20)
+    return count(RouteMap(Placement(rows, layout), shard_map, RankLocations.of(devices, devices)), 256 << 20)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.routes import RouteMap
 from mcore_rl.weights.slices.senders import RankLocations
 from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.slices.totals import count
@@ -22,6 +23,7 @@ from model_converters.errors import LayoutError
 from model_converters.families import family_for
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
+from model_converters.mapping.separate import trainer_rows
 from model_converters.mapping.table import BoundRow, bind
 from tests.tiny_models import tiny_fields
 from tests.unit.weights.delivery import Sync, Tensors, check_taken, delivered
@@ -32,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": tiny_fields("qwen3_moe", vocab_size=97, num_hidden_layers=5),
     "mixtral": tiny_fields("mixtral"),
     "latent": tiny_fields("deepseek_v3", num_nextn_predict_layers=1),
-    "glm": tiny_fields("glm4_moe", num_nextn_predict_layers=0),
+    "glm": tiny_fields("glm4_moe", num_nextn_predict_layers=1),
 }
 SAMPLES = [(seed, list(MODELS)[seed % len(MODELS)]) for seed in range(36)]
 MOST_RANKS = 16
@@ -54,11 +56,16 @@ def random_layouts(chance: random.Random, config: dict[str, Any]) -> tuple[Train
     ep, etp = (chance.choice((1, 2, 4)), chance.choice((1, 1, 2))) if has_experts else (1, 1)
     uneven = {"first_stage_layers": 1} if pp > 1 and chance.random() < 0.5 else {}
     world = int(np.lcm(tp * pp * cp, ep * etp * pp)) * chance.choice((1, 1, 2))
-    trainer = TrainLayout(world, tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, **uneven)
+    sharded = pp == 1 and chance.random() < 0.4
+    trainer = TrainLayout(world, tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, shard_parameters=sharded, **uneven)
     expert_parallel = has_experts and chance.random() < 0.5
     engine_tp = chance.choice((1, 2, 4))
     dp = chance.choice((1, 1, 2, 3)) if engine_tp == 1 or not expert_parallel else 1
-    return trainer, EngineLayout(engine_tp, dp, chance.choice((1, 1, 2, 3)), expert_parallel)
+    pp, draft_layers = (
+        chance.choice((1, 1, 2, 3)),
+        bool(config.get("num_nextn_predict_layers")) and chance.random() < 0.5,
+    )
+    return trainer, EngineLayout(engine_tp, dp, pp, expert_parallel, draft_layers)
 
 
 def random_places(chance: random.Random, num_trainers: int, num_engine_ranks: int) -> RankLocations:
@@ -93,11 +100,27 @@ def test_slices_random_layouts_deliver_every_element_once(seed: int, model: str)
     check_taken(delivered(sync, checkpoint), checkpoint, MODELS[model], sync.shard_map.layout)
 
 
+@pytest.mark.parametrize("model", ["tied", "one key-value head"])
+@pytest.mark.parametrize("engine", [EngineLayout(1, 2, 2), EngineLayout(2), EngineLayout(4)], ids=str)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_slices_of_separate_tensors_deliver_every_element_once(ranks: int, engine: EngineLayout, model: str) -> None:
+    """The ranks of strategy fsdp2 hold rows of HF tensors. Engines with more ranks than key-value heads repeat them."""
+    config, layout = MODELS[model], TrainLayout(ranks, shard_parameters=True, hf_tensors=True)
+    family = rows_of(config)
+    rows = bind(trainer_rows(family_for(config).rows(config), layout), config, torch.float32)
+    assert [ShardMap(rows, engine).boxes(rank) for rank in range(engine.num_ranks)] == [
+        ShardMap(family, engine).boxes(rank) for rank in range(engine.num_ranks)
+    ]
+    places = random_places(random.Random(ranks), ranks, engine.num_ranks)
+    sync, checkpoint = Sync(rows, layout, ShardMap(rows, engine), places, 3_000), random_checkpoint(family, 0)
+    check_taken(delivered(sync, checkpoint), checkpoint, config, engine)
+
+
 @pytest.mark.parametrize(("seed", "model"), SAMPLES[:12])
 def test_totals_match_messages_from_preferred_senders(seed: int, model: str) -> None:
     sync, _ = sync_of(seed, model)
     check_preferred_senders(sync)
-    totals = count(sync.placement, sync.shard_map, sync.locations, sync.bucket_bytes)
+    totals = count(sync.route_map, sync.bucket_bytes)
     received = [[each for message in sync.received_by(rank) for each in message.slices]
                 for rank in range(sync.num_engine_ranks)]  # fmt: skip
     assert totals.received.tolist() == [sum(each.num_bytes for each in slices) for slices in received]
@@ -121,7 +144,7 @@ def test_totals_match_messages_from_preferred_senders(seed: int, model: str) -> 
 
 def check_preferred_senders(sync: Sync) -> None:
     """Check that each sender is on the receiver's device or else host, if a rank with the tensor is there."""
-    locations, placement = sync.locations, sync.placement
+    locations, placement = sync.locations, sync.route_map.placement
     holders: dict[str, list[range]] = {}
     for bound in sync.shard_map.rows:
         for holding in placement.holdings(bound):
@@ -149,7 +172,7 @@ def test_router_remote_engines_balances_holders() -> None:
     """Eight holders of all tensors and three engines on another host: no holder exceeds the mean by two tensors."""
     rows = rows_of(MODELS["latent"])
     locations = RankLocations.of([(0, -1)] * 8, [(1, -1)] * 3)
-    totals = count(Placement(rows, TrainLayout(8)), ShardMap(rows, EngineLayout()), locations, 10**6)
+    totals = count(RouteMap(Placement(rows, TrainLayout(8)), ShardMap(rows, EngineLayout()), locations), 10**6)
     largest = max(4 * int(np.prod(shape)) for bound in rows for shape in bound.row.shapes)
     assert int(totals.sent.max()) <= totals.sent.mean() + 2 * largest  # gate and up are one row
     assert int(totals.sent.sum()) == 3 * int(totals.needed[0])
@@ -167,6 +190,17 @@ def test_router_remote_engines_balances_holders() -> None:
 def test_shard_map_invalid_engine_layout_names_the_size(model: str, layout: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         ShardMap(rows_of(MODELS[model]), EngineLayout(**layout))
+
+
+@pytest.mark.parametrize("model", ["latent", "glm"])
+def test_shard_map_with_draft_layers_sends_their_projection_whole(model: str) -> None:
+    rows, tp = rows_of(MODELS[model]), EngineLayout(tp=2, draft_layers=True)
+    last = MODELS[model]["num_hidden_layers"]
+    names = {name for name in ShardMap(rows, tp).boxes(1) if name.startswith(f"model.layers.{last}.")}
+    assert ShardMap(rows, tp).boxes(1)[f"model.layers.{last}.eh_proj.weight"] == ((0, 0), (32, 64))
+    assert f"model.layers.{last}.mlp.experts.7.up_proj.weight" in names
+    assert not names & {f"model.layers.{last}.embed_tokens.weight", f"model.layers.{last}.shared_head.head.weight"}
+    assert names.isdisjoint(ShardMap(rows, EngineLayout(tp=2)).boxes(1))
 
 
 def test_pieces_bucket_smaller_than_one_index_raises() -> None:

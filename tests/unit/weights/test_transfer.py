@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import PeerLostError, WeightSyncError
+from mcore_rl.weights.quantization import TensorBox
 from mcore_rl.weights.receive import SliceReceiver
+from mcore_rl.weights.slices import routes
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.messages import Slice
+from mcore_rl.weights.slices.senders import choose_senders
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.link import open_store
 from mcore_rl.weights.verify import compare
@@ -24,7 +28,7 @@ from tests.tiny_models import tiny_fields
 from tests.unit.weights import transfer
 from tests.unit.weights.delivery import Tensors, check_taken, trainer_tensors
 from tests.unit.weights.test_slices import random_checkpoint
-from tests.unit.weights.transfer import Processes, connected, sync_plan, update
+from tests.unit.weights.transfer import SHORT_TIMEOUT_SECONDS, Processes, connected, sync_plan, update
 
 DENSE, EXPERTS = tiny_fields("qwen3", vocab_size=97), tiny_fields("qwen3_moe", vocab_size=97)
 CASES = {
@@ -92,6 +96,19 @@ def test_plan_engines_start_with_different_buckets() -> None:
     assert senders == [{0}, {1}]
 
 
+def test_plan_chooses_senders_once_and_is_sent_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(routes, "choose_senders", lambda *given: calls.append(1) or choose_senders(*given))
+    plan = sync_plan(*CASES["four of everything"])
+    incoming = plan.incoming([0, 3])
+    assert plan.outgoing(2)
+    assert len(calls) == 1
+    other = pickle.loads(pickle.dumps(plan))
+    assert vars(other).keys() == {each.name for each in fields(plan)}
+    assert other.incoming([0, 3]) == incoming
+    assert other.num_rounds == plan.num_rounds
+
+
 def test_digests_cover_all_tensors_and_detect_changes(store: dist.TCPStore) -> None:
     plan = sync_plan(*CASES["all kinds"])
     with connected(plan, store, next(_generation)) as processes:
@@ -110,7 +127,7 @@ def test_digests_cover_all_tensors_and_detect_changes(store: dist.TCPStore) -> N
         assert compare(digests[0], changed.items(), boxes).missing == {name}
 
 
-def receive_digests(processes: Processes, held: list[Tensors]) -> list[list[tuple[Slice, bytes]]]:
+def receive_digests(processes: Processes, held: list[Tensors]) -> list[list[tuple[TensorBox, bytes]]]:
     calls: list[Callable[[], Any]] = [receiver.digests for receiver in processes.receivers]
     calls += [partial(sender.send_digests, own) for sender, own in zip(processes.senders, held, strict=True)]
     return transfer.at_once(calls)[: len(processes.receivers)]
@@ -126,15 +143,9 @@ def ignore(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
     pass
 
 
-@pytest.fixture
-def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "TIMEOUT_SECONDS", 2)
-
-
-@pytest.mark.usefixtures("short_timeout")
 def test_send_missing_tensor_is_named(store: dist.TCPStore) -> None:
     plan = sync_plan(*CASES["one host"])
-    with connected(plan, store, next(_generation)) as processes:
+    with connected(plan, store, next(_generation), SHORT_TIMEOUT_SECONDS) as processes:
         held = held_by(plan, checkpoint_of(plan, 6))
         for tensors in held:
             del tensors["decoder.final_layernorm.weight"]
@@ -144,10 +155,9 @@ def test_send_missing_tensor_is_named(store: dist.TCPStore) -> None:
             transfer.at_once([*calls, *readers])
 
 
-@pytest.mark.usefixtures("short_timeout")
 def test_receive_silent_peer_is_named_and_breaks_receiver(store: dist.TCPStore) -> None:
     plan = sync_plan(*CASES["engine elsewhere"])
-    with connected(plan, store, next(_generation)) as processes:
+    with connected(plan, store, next(_generation), SHORT_TIMEOUT_SECONDS) as processes:
         processes.receivers[0].begin()
         with pytest.raises(PeerLostError, match="trainer rank 0 on A: "):
             processes.receivers[0].receive(0, ignore)

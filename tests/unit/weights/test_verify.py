@@ -54,8 +54,8 @@ def test_compare_slices_at_offset_of_rank_box() -> None:
     """Half of a matrix, sent in two parts, and a scalar."""
     whole = torch.randn(6, 8)
     slices = [Slice("w", (6, 8), torch.float32, 1, start, length, "m", 0, 0) for start, length in ((4, 1), (5, 3))]
-    expected = [(each, digest(whole[:, each.start : each.start + each.length])) for each in slices]
-    expected.append((Slice("s", (), torch.float32, 0, 0, 1, "n", 0, 0), digest(torch.tensor(2.0))))
+    expected = [(each.boxes[0], digest(whole[:, each.start : each.start + each.length])) for each in slices]
+    expected.append((Slice("s", (), torch.float32, 0, 0, 1, "n", 0, 0).boxes[0], digest(torch.tensor(2.0))))
     boxes = {"w": ((0, 4), (6, 4)), "s": ((), ())}
     held = {"w": whole[:, 4:].contiguous(), "s": torch.tensor(2.0)}
     assert compare(expected, held.items(), boxes) == Comparison()

@@ -18,13 +18,16 @@ from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.send import WeightSender
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.arrival import Rendezvous
 from mcore_rl.weights.transports.hosts import Host
-from mcore_rl.weights.transports.link import Rendezvous, open_store
+from mcore_rl.weights.transports.link import open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from model_converters.mapping.layout import TrainLayout
 from tests.unit.weights.delivery import Taken, Tensors
 
 TIMEOUT_SECONDS = 20
+SHORT_TIMEOUT_SECONDS = 8
+"""For tests that wait for a silent peer; long enough to connect on a busy machine."""
 
 
 def on_host(name: str) -> Endpoint:
@@ -42,13 +45,14 @@ def sync_plan(
     bucket_bytes: int = 20_000,
     num_slots: int = 2,
     transport: str = "auto",
+    delta: bool = False,
 ) -> SyncPlan:
     """Plan a sync. `trainers`, `engines`: the host of each rank as letters (`AAB`), or with GPUs (`A0 A1 B0`)."""
     of_trainers, of_engines = (
         tuple(map(on_host, hosts.split() if " " in hosts or hosts[1:].isdigit() else hosts))
         for hosts in (trainers, engines)
     )
-    topology = Topology(of_trainers, of_engines, engine_layout.num_ranks, transport)
+    topology = Topology(of_trainers, of_engines, engine_layout.num_ranks, transport, delta)
     return SyncPlan(config, torch.float32, train_layout, engine_layout, topology, bucket_bytes, num_slots)
 
 
@@ -57,17 +61,26 @@ class Processes:
     """Connected trainer ranks and engine ranks."""
 
     plan: SyncPlan
+    setups: list[TrainerSetup]
     senders: list[WeightSender]
     receivers: list[SliceReceiver]
 
 
 @contextmanager
-def connected(plan: SyncPlan, store: dist.TCPStore, generation: int = 0) -> Iterator[Processes]:
+def connected(
+    plan: SyncPlan,
+    store: dist.TCPStore,
+    generation: int = 0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    folder: str | None = None,
+) -> Iterator[Processes]:
+    """Connect all processes of a plan. `timeout_seconds`: of connecting and of every wait afterwards. `folder`: of the
+    connection's files."""
     setups = [TrainerSetup(plan, rank) for rank in range(len(plan.topology.trainers))]
     try:
         segments = {number: name for setup in setups for number, name in setup.create_buffers().items()}
         rendezvous = Rendezvous("127.0.0.1", store.port, generation)
-        connection = Connection(plan, rendezvous, segments, TIMEOUT_SECONDS)
+        connection = Connection(plan, rendezvous, segments, timeout_seconds, folder)
         engine_ranks = range(len(plan.topology.engines))
         calls: list[Callable[[], Any]] = [partial(setup.connect, connection) for setup in setups]
         calls += [partial(connect_engine_rank, connection, rank) for rank in engine_ranks]
@@ -75,7 +88,7 @@ def connected(plan: SyncPlan, store: dist.TCPStore, generation: int = 0) -> Iter
     finally:
         for setup in setups:
             setup.unlink()
-    yield Processes(plan, connected_ranks[: len(setups)], connected_ranks[len(setups) :])
+    yield Processes(plan, setups, connected_ranks[: len(setups)], connected_ranks[len(setups) :])
 
 
 def store() -> dist.TCPStore:

@@ -20,8 +20,8 @@ from urllib.request import getproxies, proxy_bypass
 
 from mcore_rl import parent_death
 from mcore_rl.config.functions import describe
-from mcore_rl.config.json_files import read_json_object
 from mcore_rl.config.reading.expansion import expand_path
+from mcore_rl.config.reading.json_files import read_json_object
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, Tool, ToolError, ToolResult, as_text
 from mcore_rl.rollout.tools.schemas import Schema, checked_schema

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from mcore_rl.observe.trackers.mlflow import MAX_PARAM_CHARACTERS, MlflowRun
+from tests.selection import needs_package
 from tests.unit.observe.trackers.recorded import facts, response
 
-mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed: scripts/setup_trackers.sh")
+if TYPE_CHECKING:
+    import mlflow
+
+pytestmark = needs_package("mlflow", "scripts/setup_trackers.sh")
 
 
 def stored(run_dir: Path) -> tuple[object, mlflow.MlflowClient]:
     """Return the only run, and a client of its store."""
+    import mlflow
+
     client = mlflow.MlflowClient(tracking_uri=(run_dir / "trackers" / "mlflow").as_uri())
     experiment = client.get_experiment_by_name("project")
     assert experiment is not None

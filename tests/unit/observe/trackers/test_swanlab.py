@@ -8,9 +8,10 @@ import pytest
 
 from mcore_rl.observe.trackers.run_ids import RunIds
 from mcore_rl.observe.trackers.swanlab import SwanlabRun, login_problem
+from tests.selection import needs_package
 from tests.unit.observe.trackers.recorded import facts, response
 
-pytest.importorskip("swanlab", reason="swanlab is not installed: scripts/setup_trackers.sh")
+pytestmark = needs_package("swanlab", "scripts/setup_trackers.sh")
 
 
 @pytest.fixture(autouse=True)

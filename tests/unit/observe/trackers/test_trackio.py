@@ -11,9 +11,10 @@ import pytest
 
 from mcore_rl.observe.trackers.run_ids import RunIds
 from mcore_rl.observe.trackers.trackio import login_problem
+from tests.selection import needs_package
 from tests.unit.observe.trackers.recorded import HOSTILE
 
-pytest.importorskip("trackio", reason="trackio is not installed: scripts/setup_trackers.sh")
+pytestmark = needs_package("trackio", "scripts/setup_trackers.sh")
 
 WRITE = """
 import sys

@@ -13,9 +13,10 @@ import pytest
 
 from mcore_rl.observe.trackers.run_ids import RunIds
 from mcore_rl.observe.trackers.wandb import WandbRun, login_problem
+from tests.selection import needs_package
 from tests.unit.observe.trackers.recorded import facts, response
 
-wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+pytestmark = needs_package("wandb", "pip install wandb")
 BLOCK = 32768
 
 

@@ -109,6 +109,39 @@ def test_loop_token_limit_per_version_pauses_a_response() -> None:
     assert begun == [1] * 3
 
 
+class LateEngine(VersionedEngine):
+    """Engine with a pass in flight when weights change: the next step returns its results."""
+
+    def swap(self) -> None:
+        self._hold(self._run_step(1))
+        super().swap()
+
+
+def test_loop_results_in_flight_at_an_update_keep_their_version() -> None:
+    """They do not count towards the limit of the new version, and those of aborted requests are dropped."""
+    engine, heard = LateEngine(slots=3, swaps=(3,)), Heard()
+    asked = [request("long", 12, 5), request("ending", 4, seed=2), request("aborted", 20, seed=3)]
+    serve(engine)
+    engine.loop.submit_nowait(asked, heard.put)
+    engine.loop.submit_nowait([request("other", 40)], Heard().put)
+    before = engine.swap
+
+    def swap_and_abort() -> None:
+        before()
+        (partial,) = engine.abort(["aborted"])
+        assert partial.versions.tolist() == [0] * 3
+
+    engine.swap = swap_and_abort  # type: ignore[method-assign]
+    found = completed(heard, 2)
+    engine.loop.stop()
+    assert found["ending"].versions.tolist() == [0] * 4
+    assert found["long"].versions.tolist()[:9] == [0] * 4 + [1] * 5
+    for each in asked[:2]:
+        assert_right(found[each.request_id], each)
+    paused_at = next(i for i, (_, names) in enumerate(engine.ran) if "long" not in names)
+    assert sum("long" in names for _, names in engine.ran[:paused_at]) == 9
+
+
 def test_loop_steps_per_call_end_at_the_smallest_token_limit() -> None:
     """Otherwise a call with several steps would sample more tokens than allowed. This engine runs one step per call."""
     engine, heard = VersionedEngine(slots=2), Heard()
@@ -117,6 +150,38 @@ def test_loop_steps_per_call_end_at_the_smallest_token_limit() -> None:
     engine.loop.stop()
     assert engine.limits[:3] == [3, 2, 1]
     assert engine.limits[3:9] == [STEPS_PER_CALL] * 6, "the other has no limit"
+
+
+class DraftingEngine(VersionedEngine):
+    """Engine that samples up to four tokens of a request in a step, as with drafts."""
+
+    def _limit_drafts(self, max_tokens: float) -> None:
+        self.most = int(min(4, max_tokens))
+
+    def _run_step(self, limit: int) -> list[StepOutput]:
+        outputs = super()._run_step(limit)
+        return [self._more(output) for output in outputs]
+
+    def _more(self, output: StepOutput) -> StepOutput:
+        entry = self._running[output.engine_id]
+        first, length = len(entry.token_ids), entry.request.sampling.max_response_tokens
+        places = range(first, min(first + self.most, length))
+        drawn = [token(entry.request.seed, place, self.weight_version) for place in places]
+        reason = "length" if first + len(drawn) == length else None
+        return StepOutput(output.engine_id, drawn, [-float(each) for each in drawn], reason)
+
+
+def test_loop_several_tokens_per_step_respect_token_limits() -> None:
+    engine, heard = DraftingEngine(slots=2, swaps=(2, 6)), Heard()
+    asked = [request("long", 30, 6), request("other", 25)]
+    serve(engine).submit(asked, heard.put)
+    found = completed(heard, 2)
+    engine.loop.stop()
+    for each in asked:
+        assert_right(found[each.request_id], each)
+    counts = np.bincount(found["long"].versions)
+    assert counts[0] == counts[1] == 6
+    assert max(np.bincount(found["other"].versions)) > 6
 
 
 @pytest.mark.parametrize("seed", range(8))

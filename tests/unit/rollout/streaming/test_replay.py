@@ -108,9 +108,9 @@ def test_loop_with_only_paused_responses_is_idle(monkeypatch: pytest.MonkeyPatch
 def test_paused_requests_early_weights_keep_the_span_limit() -> None:
     parking = PausedRequests()
     assert parking.add([replace(request_of("a", 9), spans=((0, 0, 3), (1, 3, 6), (2, 6, 9)))], 0) == []
-    assert parking.count([Delta("a", [1], [0.0], 0)]) == []
+    assert parking.count([Delta("a", [1], [0.0], 0)], 0) == []
     parking.set_version(1)
-    assert [parking.count([Delta("a", [1], [0.0], 1)]) for _ in range(5)] == [[]] * 4 + [["a"]]
+    assert [parking.count([Delta("a", [1], [0.0], 1)], 1) for _ in range(5)] == [[]] * 4 + [["a"]]
 
 
 def run(stream: Stream, tmp_path: Path, steps: int, replay: Replay | None = None) -> list[Groups]:

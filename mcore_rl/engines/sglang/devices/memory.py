@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from mcore_rl.engines.kept_slices import storage_key
+from mcore_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from mcore_rl.engines.rank_memory import RankMemory
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
+SMALLEST_PIECE = 1 << 20
+"""Size in bytes below which a copy is not divided further."""
 
 
 class SleepMemory(Protocol):
@@ -95,10 +98,22 @@ class TaggedMemory:
         stored = {storage_key(tensor): tensor.untyped_storage() for tensor in _tensors(self._model)}
         copies = []
         for key in stored.keys() - not_weights:
-            device = torch.empty(0, dtype=torch.uint8, device=stored[key].device).set_(stored[key])
-            host = torch.empty(device.shape, dtype=torch.uint8, pin_memory=device.is_cuda)
-            copies.append((device, host.copy_(device)))
+            whole = torch.empty(0, dtype=torch.uint8, device=stored[key].device).set_(stored[key])
+            for device in whole.split(piece_sizes(len(whole))):
+                host = torch.empty(device.shape, dtype=torch.uint8, pin_memory=device.is_cuda)
+                copies.append((device, host.copy_(device)))
         return copies
+
+
+def piece_sizes(num_bytes: int) -> list[int]:
+    """Divide `num_bytes` into powers of two of at least SMALLEST_PIECE, largest first, and a rest.
+
+    torch rounds pinned allocations up to a power of two and keeps them: one copy of 130 MiB would take 256 MiB.
+    """
+    bits = range(num_bytes.bit_length() - 1, SMALLEST_PIECE.bit_length() - 2, -1)
+    sizes = [1 << bit for bit in bits if num_bytes & 1 << bit]
+    rest = num_bytes - sum(sizes)
+    return [*sizes, rest] if rest else sizes
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -109,7 +124,15 @@ def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def kv_caches(scheduler: Scheduler) -> list[torch.Tensor]:
-    """Return the tensors of the KV cache."""
+    """Return the tensors of the KV cache.
+
+    Raises: ConfigError for a kind of cache whose tensors are not known.
+    """
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     lists = [getattr(pool, name, None) or [] for name in ("k_buffer", "v_buffer", "kv_buffer")]
+    if not any(lists):
+        raise ConfigError(
+            f"SGLang keeps the KV cache of this model in a {type(pool).__name__}, which cannot be released during "
+            "sleep; set rollout.engine, or judge.engine for a judge, to vllm"
+        )
     return [tensor for tensors in lists for tensor in tensors]

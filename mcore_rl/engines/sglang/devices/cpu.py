@@ -1,13 +1,14 @@
-"""Parts of a rank that depend on its device (runs in SGLang's environment). On GPUs: cuda.py."""
+"""SGLang 0.5.23 on CPUs (runs in SGLang's environment)."""
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_rl.engines.sglang.memory import CpuMemory, SleepMemory
+from mcore_rl.engines.sglang.devices.memory import CpuMemory, SleepMemory
 from mcore_rl.engines.sglang.settings import RankSettings
 
 if TYPE_CHECKING:
@@ -15,35 +16,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from mcore_rl.engines.rank_memory import RankMemory
-
-
-class Device(Protocol):
-    """A rank's device.
-
-    gpu_id: SGLang's number of the device.
-    torch_device: device of the rank's parameters.
-    """
-
-    gpu_id: int
-    torch_device: torch.device
-
-    def import_sglang(self) -> None:
-        """Import SGLang's scheduler, before any other module of SGLang is imported."""
-
-    def complete(self, arguments: ServerArgs) -> None:
-        """Set the server arguments that depend on the model."""
-
-    def adapt(self, scheduler: Scheduler) -> None:
-        """Change a new scheduler, whose event loop is never run."""
-
-    def settle(self) -> None:
-        """Wait until the device has finished the work of the start, which used another stream than later calls."""
-
-    def stream(self, scheduler: Scheduler) -> AbstractContextManager[object]:
-        """Return a context for all calls of a rank after its start: the device runs their work in order."""
-
-    def memory(self, scheduler: Scheduler, rank: RankMemory) -> SleepMemory:
-        """Return the memory that the rank releases during sleep."""
 
 
 class Cpu:
@@ -56,18 +28,21 @@ class Cpu:
         self._cache_bytes = settings.kv_cache_bytes
 
     def import_sglang(self) -> None:
-        from mcore_rl.engines.sglang import cpu
+        from mcore_rl.engines.sglang.devices import cpu_patches
 
-        cpu.prepare()
+        cpu_patches.prepare()
         import sglang.srt.managers.scheduler  # noqa: F401  (the modules that `patch` changes)
 
-        cpu.patch()
+        cpu_patches.patch()
 
     def complete(self, arguments: ServerArgs) -> None:
         arguments.max_total_tokens = _cache_tokens(arguments, self._cache_bytes)
+        if arguments.attn_dp_size > 1:
+            # Otherwise SGLang divides shared experts among the ranks, because there is no DeepEP.
+            os.environ["SGLANG_SHARED_EXPERT_TP1"] = "1"
 
     def adapt(self, scheduler: Scheduler) -> None:
-        # On CPU there is no stream to synchronize, and no overlapping batch that the barrier would protect.
+        # On CPU there is no stream to synchronize, and a batch is complete when its launch returns.
         scheduler.schedule_stream.synchronize = lambda: None
         scheduler._war_barrier_enabled = False
 
@@ -90,6 +65,6 @@ def _cache_tokens(arguments: ServerArgs, num_bytes: int) -> int:
     if getattr(config, "kv_lora_rank", None):  # every rank keeps the latents of all heads
         width = config.kv_lora_rank + config.qk_rope_head_dim
     else:
-        heads = config.num_key_value_heads // arguments.tp_size
+        heads = config.num_key_value_heads * arguments.attn_dp_size // arguments.tp_size
         width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     return int(num_bytes // (width * config.num_hidden_layers * size))

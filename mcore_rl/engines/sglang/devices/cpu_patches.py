@@ -33,6 +33,8 @@ def prepare() -> None:
 
 def patch() -> None:
     """Replace functions of SGLang that need CUDA or are wrong on CPU."""
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.models.deepseek_common import attention_backend_handler
@@ -42,6 +44,10 @@ def patch() -> None:
     # torch_native cannot compute a prefill from keys and values that are expanded from latents.
     absorbed = attention_backend_handler.AttnForwardMethod.MLA
     attention_backend_handler.AttentionBackendRegistry.register("torch_native", lambda *_: absorbed)
+    # Attention data parallelism pads batches with requests of this length. One: attention over no token is NaN.
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    # The default needs NCCL; this is SGLang's own variant with an all-reduce.
+    GroupCoordinator.reduce_scatterv = GroupCoordinator._deterministic_reduce_scatterv
 
 
 def _with_own_experts(forward: ExpertForward) -> ExpertForward:

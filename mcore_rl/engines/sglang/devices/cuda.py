@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_rl.engines.sglang.memory import SleepMemory, TaggedMemory, kv_caches
+from mcore_rl.engines.sglang.devices.memory import SleepMemory, TaggedMemory, kv_caches
 from mcore_rl.engines.sglang.settings import GpuMemory, RankSettings
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from mcore_rl.engines.rank_memory import RankMemory
+
+DEEPEP_TOKENS = 128
+"""SGLang's default limit of the tokens that a rank sends in a decoding pass."""
 
 
 class Gpu:
@@ -42,10 +46,19 @@ class Gpu:
         import sglang.srt.managers.scheduler  # noqa: F401
 
     def complete(self, arguments: ServerArgs) -> None:
-        """Do nothing: mem_fraction_static determines the size of the KV cache."""
+        # mem_fraction_static determines the size of the KV cache. DeepEP's buffers must hold a token of every request.
+        requests = -(-arguments.max_running_requests // arguments.attn_dp_size)
+        if arguments.attn_dp_size > 1 and requests > DEEPEP_TOKENS:
+            os.environ.setdefault("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", str(requests))
 
     def adapt(self, scheduler: Scheduler) -> None:
-        """Change nothing."""
+        """Prepare the streams of the overlap schedule, as Scheduler.run_event_loop does."""
+        if not scheduler.enable_overlap:
+            return
+        # torch takes streams in turn from a pool. Batches do not overlap in the stream that prepares them.
+        while scheduler.schedule_stream.cuda_stream == scheduler.forward_stream.cuda_stream:
+            scheduler.schedule_stream = torch.cuda.Stream(priority=0)
+        scheduler._war_barrier_enabled = True
 
     def settle(self) -> None:
         torch.cuda.synchronize()

@@ -1,0 +1,117 @@
+"""A model of transformers with the interface of a Megatron model chunk (strategy fsdp2).
+
+The rank holds all layers; its parameters are sharded over data-parallel ranks (model/shards.py). Parameters have the
+names of HF checkpoints. Like a PolicyModel, it returns hidden states, and the loss projects them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.enums import ModelType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mcore_rl.megatron.huggingface.attention import PACKED, positions
+from mcore_rl.megatron.huggingface.checkpoint_keys import hf_chunks, sharded_state
+from mcore_rl.megatron.model.attention import PackedRow
+from mcore_rl.megatron.model.output import ModelChunk
+from mcore_rl.megatron.model.value_model import ValueHead
+from mcore_rl.resolved.model import ResolvedModel
+from model_converters.dcp.blocks import CheckpointChunk
+from model_converters.families import family_for
+from model_converters.hf.value_head import with_value_head
+from model_converters.mapping.table import BoundRow, bind
+
+StoredChunks = Callable[[], Sequence[CheckpointChunk]]
+
+
+class TransformersModel(ModelChunk):
+    """Decoder of transformers with the output projection `lm_head` (none if it is tied to the embedding), or the value
+    head `score`.
+
+    stored: returns the blocks of Megatron's model in a checkpoint. Called for checkpoints only.
+    """
+
+    has_hf_names = post_process = pre_process = True
+    model_type = ModelType.encoder_or_decoder
+
+    def __init__(
+        self, config: TransformerConfig, spec: ResolvedModel, stored: StoredChunks, *, predicts_values: bool
+    ) -> None:
+        super().__init__(config)
+        self._stored = stored
+        self._bound = _family_rows(spec, config.params_dtype, predicts_values=predicts_values)
+        self._chunks: Mapping[str, Sequence[CheckpointChunk]] | None = None
+        # Without initial values a whole model never needs memory: the rank then creates only its rows (model/rows.py).
+        with nullcontext() if spec.role.model.random_init else torch.device("meta"):
+            causal = AutoModelForCausalLM.from_config(
+                _hf_config(spec), dtype=config.params_dtype, attn_implementation=PACKED
+            )
+        # Its frequencies are computed, not loaded.
+        causal.model.rotary_emb = type(causal.model.rotary_emb)(causal.config)
+        # transformers gives pad_token_id no gradient. Packed rows have no padding, and it may be the end token.
+        causal.model.embed_tokens.padding_idx = None
+        if spec.role.section.recompute == "full":
+            causal.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model = causal.model
+        self.share_embeddings_and_output_weights = spec.arguments.tied_embeddings
+        self.unpadded_vocab_size = spec.arguments.vocab_size
+        if predicts_values:
+            self.score = ValueHead(config)
+        elif not self.share_embeddings_and_output_weights:
+            self.lm_head = causal.lm_head
+
+    def forward(
+        self, tokens: torch.Tensor, position_ids: None, attention_mask: None, *, packed_seq_params: PackedRow
+    ) -> torch.Tensor:
+        """Compute hidden states [T, h], or values, float32 [T].
+
+        Shapes: tokens int64 [1, T]. Positions and masks follow from the lengths of the sequences.
+        """
+        hidden = self.model(
+            input_ids=tokens,
+            position_ids=positions(packed_seq_params.lengths, tokens.device),
+            use_cache=False,
+            packed_seq_params=packed_seq_params,
+        ).last_hidden_state[0]
+        return self.score(hidden) if hasattr(self, "score") else hidden
+
+    def set_input_tensor(self, tensor: torch.Tensor | None) -> None:
+        """Accept the input of a pipeline stage, which Megatron's schedules set; the only stage has none."""
+
+    @property
+    def output_layer(self) -> torch.nn.Module:
+        """Output projection or value head."""
+        return self.score if hasattr(self, "score") else self.lm_head
+
+    def shared_embedding_or_output_weight(self) -> torch.nn.Parameter:
+        return self.model.embed_tokens.weight
+
+    def layers(self) -> list[torch.nn.Module]:
+        return [*self.model.layers]
+
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, ShardedTensorFactory]:
+        """Describe the parameters, as whole tensors, by their places in a checkpoint of Megatron's model."""
+        if self._chunks is None:
+            self._chunks = hf_chunks(self._bound, self._stored())
+        data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return sharded_state(dict(self.named_parameters()), self._chunks, data_rank)
+
+
+def _family_rows(spec: ResolvedModel, dtype: torch.dtype, *, predicts_values: bool) -> list[BoundRow]:
+    rows = family_for(spec.hf_config).rows(spec.hf_config)
+    if predicts_values:
+        rows = with_value_head(rows, spec.hf_config)
+    return bind(rows, spec.hf_config, dtype)
+
+
+def _hf_config(spec: ResolvedModel) -> object:
+    model_type = family_for(spec.hf_config).transformers_type or spec.hf_config["model_type"]
+    # Like Megatron's models (model/model.py): sampled log-probabilities must be reproducible.
+    fields = spec.hf_config | {"model_type": model_type, "attention_dropout": 0.0}
+    return AutoConfig.for_model(**fields)

@@ -1,0 +1,54 @@
+"""Sizes of a model that quantised rollouts (rollout.quantization) need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mcore_rl.config.quantization import BLOCK, UNQUANTIZED
+from mcore_rl.config.roles import EngineRole
+from mcore_rl.errors import ConfigError
+from model_converters.families import family_for
+from model_converters.families.parts.hf_config import HFConfig
+from model_converters.mapping.table import Row
+from model_converters.mapping.transforms import GroupedQKV, Heads
+
+
+def check_blocks(role: EngineRole, hf_config: HFConfig) -> None:
+    """Reject a model whose quantised matrices the engine would cut within a block.
+
+    vLLM concatenates the parts of a fused projection, such as gate and up, and divides them among its ranks: both need
+    whole blocks. Source: validate_fp8_block_shape in vLLM 0.32.
+
+    Raises: ConfigError naming the first matrix.
+    """
+    if role.section.quantization == UNQUANTIZED:
+        return
+    key, tp = role.key("tp"), role.section.tp
+    chosen = f"{role.key('quantization')}={role.section.quantization}"
+    ranks = {"none": 1, "tp": tp, "etp": 1 if role.section.expert_parallel else tp}
+    for row in family_for(hf_config).rows(hf_config):
+        for name, size, side in _cut_sizes(row, ranks[row.axis]) if row.fp8 and row.place == "layer" else ():
+            if size % BLOCK:
+                remedy = f"{role.key('expert_parallel')}=true" if ranks[row.axis] > 1 and row.axis == "etp" else ""
+                raise ConfigError(
+                    f"{chosen} needs whole blocks of {BLOCK} x {BLOCK} on every rank, but with {key}={tp} one would "
+                    f"hold {size:g} {side} of {name}; set {remedy or f'another {key}'}, or "
+                    f"{role.key('quantization')}={UNQUANTIZED}"
+                )
+
+
+def _cut_sizes(row: Row, ranks: int) -> Iterator[tuple[str, float, str]]:
+    """Yield each matrix of a row with its rows or columns on one of `ranks` ranks, if it is divided, a part of a fused
+    one or an input of latent attention, from whose codes and scales vLLM computes other matrices."""
+    is_latent = isinstance(row.transform, Heads) and row.dim == 0
+    if ranks == 1 and len(row.hf) == 1 and not is_latent:
+        return
+    side = "columns" if row.dim else "rows"
+    groups = row.transform.num_groups if isinstance(row.transform, GroupedQKV) else ranks
+    for part, (name, shape) in enumerate(zip(row.hf, row.shapes, strict=True)):
+        # With more ranks than key-value heads, engines replicate the heads.
+        held = min(ranks, groups) if part else ranks
+        first = name.replace("{l}", str(row.layers[0])).replace("{e}", "0")
+        yield first, shape[row.dim] / held, side
+        if is_latent:
+            yield first, shape[1], "columns"

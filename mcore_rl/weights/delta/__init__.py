@@ -1,0 +1,1 @@
+"""Messages of a weight sync as differences from the previous update."""

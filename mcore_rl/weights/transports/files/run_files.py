@@ -1,0 +1,76 @@
+"""Folder of a run's weight files: created when the run starts, one subfolder per connection, removed at its end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_rl.errors import McoreRLError
+from mcore_rl.remote.shared_folder import SharedFolder
+from mcore_rl.weights.transports.files.channel import SHARED
+from model_converters.durable_files import durable_write
+
+KEY = "weights.directory"
+RECORD = "weight_files.json"
+"""File in run.dir with the URL of the folder, so that the next start removes what a killed run has left."""
+
+logger = logging.getLogger(__name__)
+
+
+def shared_folder(url: str) -> SharedFolder:
+    """Raises: ConfigError if the package of the URL's protocol is missing."""
+    return SharedFolder(KEY, url)
+
+
+@dataclass
+class RunFiles:
+    """Weight files of this start of the run. `url`: their folder."""
+
+    url: str
+    _connection: SharedFolder | None = field(default=None, init=False)
+
+    def begin_connection(self, number: int) -> str:
+        """Create the folder of a connection, and remove the earlier one, whose processes have disconnected.
+        Returns its URL.
+
+        Raises: StorageError.
+        """
+        if self._connection is not None:
+            self._connection.remove_all()
+        self._connection = shared_folder(f"{self.url}/{number}")
+        self._connection.put(SHARED, memoryview(b""))
+        return self._connection.url
+
+
+@contextmanager
+def run_files(directory: str, run_dir: Path) -> Iterator[RunFiles]:
+    """Name a new folder below `directory` for the block, and remove it afterwards. Before, remove the folder of an
+    earlier start of this run that was killed."""
+    record = run_dir / RECORD
+    _remove_recorded(record)
+    # A new name per start: a process of an earlier start that still writes does not disturb this one.
+    files = RunFiles(f"{directory.rstrip('/')}/mcore_rl-{secrets.token_hex(8)}")
+    with durable_write(record) as file:
+        file.write(json.dumps({"folder": files.url}).encode())
+    try:
+        yield files
+    finally:
+        _remove_recorded(record)
+
+
+def _remove_recorded(record: Path) -> None:
+    """Remove the folder that the record names, and the record. A folder that cannot be removed is left to the next
+    start."""
+    if not record.exists():
+        return
+    try:
+        shared_folder(json.loads(record.read_bytes())["folder"]).remove_all()
+    except (McoreRLError, ValueError, TypeError, KeyError) as error:
+        logger.warning("weight files of %s were not removed: %s", record.parent, error)
+        return
+    record.unlink()

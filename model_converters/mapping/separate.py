@@ -1,0 +1,52 @@
+"""Weight table of a trainer that holds the tensors of HF checkpoints, instead of Megatron's fused tensors.
+
+Every row of a family's table becomes one row per HF tensor, under the tensor's own name:
+
+| Megatron-Core | Hugging Face |
+|---|---|
+| `model.layers.{l}.self_attn.q_proj.weight` | the same |
+| `model.layers.{l}.self_attn.k_proj.weight` | the same |
+| `model.layers.{l}.mlp.gate_proj.weight` | the same |
+
+Engines divide heads, so rows of projections keep the number of their heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.table import Row
+from model_converters.mapping.transforms import GateUp, GroupedQKV, Heads, KeyValueHeads, Same, Transform
+
+
+def trainer_rows(rows: Sequence[Row], layout: TrainLayout) -> list[Row]:
+    """Return the table of the tensors that the ranks of `layout` hold; `rows` is the family's table."""
+    return separate_rows(rows) if layout.hf_tensors else list(rows)
+
+
+def separate_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return one row per HF tensor. Its name replaces Megatron's."""
+    return [
+        # No rank holds a tied head, whose HF name is the embedding's.
+        replace(
+            row, mcore=row.mcore if row.copy_of_embedding else name, hf=(name,), shapes=(shape,), transform=transform
+        )
+        for row in rows
+        for name, shape, transform in zip(row.hf, row.shapes, _transforms(row), strict=True)
+    ]
+
+
+def _transforms(row: Row) -> list[Transform]:
+    """Return the transform of each HF tensor of a row."""
+    transform = row.transform
+    if isinstance(transform, GroupedQKV):
+        query, key, _ = (shape[row.dim] for shape in row.shapes)
+        groups = transform.num_groups
+        heads = KeyValueHeads(num_heads=groups)
+        return [Heads(num_heads=query * groups // key), heads, heads]
+    if isinstance(transform, GateUp):
+        return [Same()] * transform.num_parts
+    assert len(row.hf) == 1, f"{row.mcore} consists of several tensors"
+    return [transform]

@@ -1,0 +1,37 @@
+"""A run that trains transformers' own model (actor.strategy=fsdp2) on two ranks, resumed on Megatron's model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import assert_greedy_responses, assert_same_records, metrics, train, write_task
+
+SETTINGS = (
+    *("actor.parallel.ep=1", "algorithm.kl.in_loss=0.05", "trainer.steps=3", "weights.verify_every=1"),
+    *("actor.offload.params=true", "actor.offload.optimizer=true"),
+)
+FSDP2 = ("actor.strategy=fsdp2", "actor.recompute=full")
+
+
+def test_fsdp2_run_generates_with_its_weights_and_resumes_on_megatron(tmp_path: Path) -> None:
+    task, run_dir, resumed = write_task(tmp_path, "qwen3"), tmp_path / "run", tmp_path / "resumed"
+    exported = tmp_path / "exported"
+    train(task, run_dir, *SETTINGS, *FSDP2, "trainer.validate_every_steps=3", f"trainer.export_hf={exported}")
+    rows = metrics(run_dir)
+    assert sorted(rows) == [0, 1, 2, 3]
+    for step in (1, 2, 3):
+        # Engine and trainer compute the same model in float32.
+        assert rows[step]["rollout/logp_diff_max"] < 1e-4
+        assert rows[step]["actor/grad_norm"] > 0
+    assert_greedy_responses(run_dir, 3, exported)
+    shutil.copytree(run_dir, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step_3")
+    train(task, resumed, *SETTINGS, "trainer.validate_every_steps=3")
+    assert_same_records(resumed, run_dir)
+    # The sums of both models have another order, and Megatron's ranks hold whole weights.
+    expected = {name: value for name, value in rows[3].items() if not name.startswith("memory/")}
+    again = metrics(resumed)[3]
+    assert {name: again[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)

@@ -1,0 +1,55 @@
+"""Bytes, memory and space of a weight sync through files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mcore_rl.config.schema import Config
+from mcore_rl.planner.sync import WeightSync, weight_sync
+from model_converters.families import family_for
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.table import bind
+from tests.tiny_models import tiny_fields
+
+MIB = 2**20
+
+
+def planned(transport: str, *, cuda: bool, delta: bool = False) -> WeightSync:
+    """Plan a sync from two trainer ranks on one host to two engines on another."""
+    config, fields = Config(), tiny_fields("qwen3", vocab_size=97)
+    config.cluster = replace(config.cluster, nodes=2, gpus_per_node=2, placement="disaggregated")
+    config.rollout = replace(config.rollout, nodes=1, num_engines=2, tp=1)
+    config.weights = replace(config.weights, transport=transport, bucket_mib=1.0, delta=delta)
+    config.plan.network_gib_per_second = 1.0
+    rows = bind(family_for(fields).rows(fields), fields, torch.float32)
+    return weight_sync(config, rows, TrainLayout(2), cuda=cuda)
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_files_are_written_once_and_read_by_every_engine(cuda: bool) -> None:
+    files, network = planned("files", cuda=cuda), planned("network", cuda=cuda)
+    weights = network.floor_bytes_per_engine_rank
+    assert files.bytes_per_engine_rank == weights
+    assert files.total_bytes == network.total_bytes == 2 * weights
+    assert (files.bytes_crossing_hosts, network.bytes_crossing_hosts) == (3 * weights, 2 * weights)
+    assert files.busiest_sender_bytes < 0.6 * weights
+    assert (files.max_peers, files.transport) == (0, "files")
+    assert files.seconds == weights / 2**30
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_files_take_two_versions_of_space_and_the_engines_host_memory(cuda: bool) -> None:
+    files = planned("files", cuda=cuda)
+    weights, slots = files.floor_bytes_per_engine_rank, min(2, files.buckets) * MIB
+    assert files.directory_bytes == 2 * weights
+    assert files.slots_bytes == 2 * (weights + slots)
+    assert planned("network", cuda=cuda).directory_bytes == 0
+
+
+def test_deltas_in_files_need_copies_on_the_fullest_host() -> None:
+    files = planned("files", cuda=True, delta=True)
+    assert files.copies_bytes == 2 * files.floor_bytes_per_engine_rank  # both engines are on one host
+    assert planned("files", cuda=True).copies_bytes == 0
