@@ -79,6 +79,8 @@ class GlooTransfer:
     memory: torch.Tensor
     """Kept alive until the transfer is complete."""
     on_error: AbstractContextManager[None]
+    unfinished: dict[int, GlooTransfer]
+    """Contains this transfer, by its id(), until it is complete."""
 
     def wait(self) -> None:
         """Block until the transfer is complete.
@@ -87,6 +89,7 @@ class GlooTransfer:
         """
         with self.on_error:
             self.work.wait()
+        self.unfinished.pop(id(self), None)
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,9 @@ class Link:
         self._name = name
         self._peers: list[int] = []
         """Peers to which this process is connected."""
+        # If a receive is dropped before its message arrives, the thread of gloo (torch 2.13) polls the connection
+        # without a pause from then on, because nobody reads the message.
+        self._unfinished: dict[int, GlooTransfer] = {}
         # Never destroy the group: after the loss of a member the destructor can block forever on a gloo thread that
         # waits for the dead connection (torch 2.13). Other than memory the extra reference costs nothing.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -166,11 +172,16 @@ class Link:
 
     def send(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> GlooTransfer:
         with self._on_error(peer):
-            return GlooTransfer(self._group.send([memory], peer, tag.value), memory, self._on_error(peer))
+            return self._started(self._group.send([memory], peer, tag.value), memory, peer)
 
     def receive(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> GlooTransfer:
         with self._on_error(peer):
-            return GlooTransfer(self._group.recv([memory], peer, tag.value), memory, self._on_error(peer))
+            return self._started(self._group.recv([memory], peer, tag.value), memory, peer)
+
+    def _started(self, work: dist.Work, memory: torch.Tensor, peer: int) -> GlooTransfer:
+        transfer = GlooTransfer(work, memory, self._on_error(peer), self._unfinished)
+        self._unfinished[id(transfer)] = transfer
+        return transfer
 
     def launch(self) -> None:
         """Do nothing: transfers start when `send` or `receive` is called."""
@@ -210,5 +221,6 @@ class Link:
                 never_sent.wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "Timed out" in str(error):
-                    return
+                    break
                 # Any other error: the connection to this peer is closed already, so try the next one.
+        self._unfinished.clear()
