@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcore_rl.runtime.addresses import free_port
 from tests.distributed.built import build
 from tests.distributed.launch import RankFailedError, launch
 from tests.tiny_models import reference_logits, tiny_fields, write_tiny_model
@@ -215,14 +216,8 @@ def _join(rank: int, port: int) -> list[int]:
         parallel.destroy()
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def test_initialize_at_an_address_and_destroy_twice() -> None:
-    assert launch(_join, 2, _free_port()) == [[3, 2], [3, 2]]
+    assert launch(_join, 2, free_port()) == [[3, 2], [3, 2]]
 
 
 def _meet_where_another_listens(rank: int) -> str:

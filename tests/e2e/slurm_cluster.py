@@ -21,6 +21,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mcore_rl.runtime.addresses import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 MISSING = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
@@ -179,7 +181,7 @@ def _daemons(network: Network) -> Iterator[Slurm]:
     directory = Path(tempfile.mkdtemp(prefix="mcore_rl_slurm_", dir="/tmp"))
     directory.chmod(0o755)
     (directory / "state").mkdir()
-    ports = _free_ports(len(NODES) + 1)
+    ports = [free_port() for _ in range(len(NODES) + 1)]
     nodes = [
         f"NodeName={name} NodeAddr={network.address(name)} Port={port} CPUs=1 RealMemory=2000 State=UNKNOWN"
         for name, port in zip(NODES, ports, strict=False)
@@ -225,17 +227,6 @@ def _start(slurm: Slurm) -> None:
         slurm.call(*enter, "unshare", "--mount", "--ipc", "--uts", "bash", "-c", start)
     idle = lambda: slurm.ask("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * len(NODES)  # noqa: E731
     slurm.wait(idle, "all nodes to be idle", directory / "slurmctld.log", 120)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for opened in sockets:
-            opened.bind(("127.0.0.1", 0))
-        return [opened.getsockname()[1] for opened in sockets]
-    finally:
-        for opened in sockets:
-            opened.close()
 
 
 def _kill_all(mark: str) -> None:

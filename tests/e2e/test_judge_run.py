@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.runtime.addresses import free_port
 from tests.e2e.runs import ALPHABET, SECONDS_TO_END, TrainProcess, assert_same_records, train
 from tests.tiny_models import write_tiny_model
 
@@ -89,9 +90,7 @@ def judged_run(task: Path, judge: Path) -> Path:
 @contextlib.contextmanager
 def vllm_server(model: Path) -> Iterator[str]:
     """Address of a running vLLM server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     words += ["--max-model-len", str(QUESTION_TOKENS + ANSWER_TOKENS), "--served-model-name", "the-judge"]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_API_KEY": "a secret"}

@@ -17,6 +17,7 @@ from mcore_rl.config.observe import ObserveConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.observe.endpoint import MetricsEndpoint, check_address
 from mcore_rl.observe.journal import RunJournal
+from mcore_rl.runtime.addresses import free_port
 from mcore_rl.types import Total
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
@@ -101,12 +102,6 @@ def journal(run_dir: Path, port: int) -> RunJournal:
     started = RunJournal(run_dir, 2, list, [], observe=observe)
     started.resume_after(-1)
     return started
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_journal_serves_each_step_until_it_is_closed(tmp_path: Path) -> None:
