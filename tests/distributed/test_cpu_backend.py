@@ -304,7 +304,7 @@ def test_install_with_other_megatron_version_raises(monkeypatch: pytest.MonkeyPa
 
 def _python(code: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ def _nothing_is_pending() -> None:
     """Wait until nothing is pending: the recorder registers the end of a collective slightly after the caller."""
     from mcore_rl.runtime.collectives import pending_collectives
 
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while pending_collectives():
         assert time.monotonic() < deadline, pending_collectives()
         time.sleep(0.05)

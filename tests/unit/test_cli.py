@@ -91,7 +91,7 @@ def test_main_path_that_cannot_be_reached_exits_with_2(
 def test_main_prints_a_path_that_is_not_utf8_as_its_bytes(tmp_path: Path) -> None:
     write_run(tmp_path / "run\udcff")
     command = [sys.executable, "-m", "mcore_rl.cli", "report", "run\udcff"]
-    done = subprocess.run(list(map(os.fsencode, command)), capture_output=True, cwd=tmp_path, check=False, timeout=60)
+    done = subprocess.run(list(map(os.fsencode, command)), capture_output=True, cwd=tmp_path, check=False, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"run\xff/report.html\n", b"")
 
 
@@ -100,7 +100,7 @@ def test_main_without_reader_of_its_output_exits_with_141(tmp_path: Path) -> Non
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "mcore_rl.cli", "report", str(write_run(tmp_path / "run"))]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=300)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
 
@@ -117,7 +117,7 @@ sys.exit(cli.main())
 
 def test_cli_on_term_before_a_run_exits_with_143() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False, timeout=300
     )
     assert result.returncode == 143
     assert not result.stderr

@@ -133,7 +133,7 @@ time.sleep(600)
 """
     outcome = isolation.run_isolated("b", write_benchmark(body, timeout_seconds=3))
     assert "after 3 s" in outcome.reason
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while _lives(int(pid_file.read_text())) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _lives(int(pid_file.read_text()))

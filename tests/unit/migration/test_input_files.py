@@ -60,10 +60,10 @@ def test_import_other_bytes_state_what_it_expects(
 ) -> None:
     path = tmp_path / "run.sh"
     path.write_bytes(data)
-    started = time.monotonic()
+    started = time.process_time()
     assert message in message_of(capsys, "import-verl", str(path))
     assert message in message_of(capsys, "import-slime", str(path))
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
 
 
 def test_import_file_without_end_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,10 +89,10 @@ def test_error_fails_its_group_only(config):
         "short": "returned 1 results for 2 responses",
         "text": "returned str 'xx' instead of a list of 2 results",
         "raise": "LookupError: a key",
-        "hang": "did not finish within reward.timeout_seconds=0.5",
+        "hang": "did not finish within reward.timeout_seconds=1",
     }
     texts = [text for word in bad for text in (word, "1", "2", "3")]
-    scores = iter(graded(config(timeout_seconds=0.5), texts, group_size=2))
+    scores = iter(graded(config(timeout_seconds=1.0), texts, group_size=2))
     for message in bad.values():
         for score in (next(scores), next(scores)):
             assert message in score.error

@@ -73,8 +73,8 @@ def grade(data_source, solution_str, ground_truth, extra_info=None):
 EXPECTED = {
     "raise": "ZeroDivisionError: division by zero",
     "exit": "SystemExit",
-    "loop": "did not finish within reward.timeout_seconds=0.4",
-    "sleep": "did not finish within reward.timeout_seconds=0.4",
+    "loop": "did not finish within reward.timeout_seconds=0.6",
+    "sleep": "did not finish within reward.timeout_seconds=0.6",
     "swallow": "could not be interrupted",
     "hang": "could not be interrupted",
     "die0": "exit code 0",
@@ -103,7 +103,7 @@ def alive(pid):
         return False
 
 
-def wait_until(condition, seconds=20.0):
+def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
@@ -139,7 +139,7 @@ def test_collect_from_several_threads_returns_each_its_own_scores(manager):
 
 @pytest.mark.slow
 def test_grader_that_raises_hangs_or_dies_fails_its_own_sample_only(graders):
-    config = RewardConfig(function=graders, timeout_seconds=0.4, workers=2)
+    config = RewardConfig(function=graders, timeout_seconds=0.6, workers=2)
     texts = [text for name in EXPECTED for text in (name, *map(str, range(8)))]
     for text, score in zip(texts, graded(config, texts), strict=True):
         if text in EXPECTED:

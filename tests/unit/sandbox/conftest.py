@@ -56,7 +56,7 @@ def left_behind(before: set[psutil.Process]) -> list[str]:
 def nothing_is_left() -> Iterator[None]:
     before = set(psutil.Process().children(recursive=True))  # processes of other tests
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             left = left_behind(before)

@@ -23,7 +23,7 @@ def no_directory_is_left() -> Iterator[None]:
     pattern = f"{tempfile.gettempdir()}/mcore_rl_sandbox_*"
     before = set(glob.glob(pattern))
     yield
-    seen, deadline = set(glob.glob(pattern)) - before, time.monotonic() + 10
+    seen, deadline = set(glob.glob(pattern)) - before, time.monotonic() + 60
     while (left := seen & set(glob.glob(pattern))) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert left == set()

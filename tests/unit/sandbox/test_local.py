@@ -107,7 +107,7 @@ def test_sandboxes_die_with_their_parent() -> None:
         process.wait()
         process.stdout.close()
         assert len(inside) >= 2
-        assert psutil.wait_procs(inside, timeout=20)[1] == []
+        assert psutil.wait_procs(inside, timeout=60)[1] == []
 
 
 def test_interpreter_outlives_the_thread_that_opened_it(sandbox: LocalSandbox) -> None:

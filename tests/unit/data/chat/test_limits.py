@@ -71,8 +71,6 @@ def test_render_all_template_error_rejects_row(template: str, problem: str) -> N
 
 
 def test_render_all_results_in_order_and_child_ends() -> None:
-    began = time.monotonic()
     assert list(limits.render_all([partial(str, number) for number in range(1000)])) == [*map(str, range(1000))]
-    first = next(limits.render_all([str, partial(time.sleep, 60)]))
+    first = next(limits.render_all([str, partial(time.sleep, 3600)]))  # longer than the limit of a test
     assert first == ""
-    assert time.monotonic() - began < 20

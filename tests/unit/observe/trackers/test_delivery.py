@@ -21,7 +21,7 @@ def put(thread: TrackerThread, steps: range) -> None:
         thread.put(StepEntry(step, {"loss": 1.0}))
 
 
-def close(thread: TrackerThread, *, failed: bool = False, seconds: float = 10) -> list[str]:
+def close(thread: TrackerThread, *, failed: bool = False, seconds: float = 60) -> list[str]:
     thread.request_close(failed=failed)
     return thread.join(time.monotonic() + seconds)
 
@@ -53,18 +53,16 @@ def test_delivery_full_queue_drops_entries_at_once() -> None:
     release, tracker = threading.Event(), FakeTracker()
 
     def hang() -> FakeTracker:
-        release.wait(30)
+        release.wait()
         return tracker
 
     thread = start(hang, capacity=2)
-    began = time.monotonic()
-    put(thread, range(10))
-    assert time.monotonic() - began < 5  # the tracker still hangs
+    put(thread, range(10))  # returns although the tracker hangs until `release`
     (line,) = thread.news()
     assert "is slower than the run: steps are left out of it while 2 entries wait" in line
     thread.request_close(failed=False)  # makes room in the full queue
     release.set()
-    (summary,) = thread.join(time.monotonic() + 10)
+    (summary,) = thread.join(time.monotonic() + 60)
     sent = len(tracker.steps)
     assert summary == f"tracker fake: {sent} entries sent, {10 - sent} dropped"
     assert tracker.closed == [False]
@@ -102,7 +100,7 @@ def test_delivery_unreachable_server_is_not_tried_at_the_end() -> None:
         time.sleep(0.01)
     thread.request_close(failed=False)
     failing.set()
-    (summary,) = thread.join(time.monotonic() + 10)
+    (summary,) = thread.join(time.monotonic() + 60)
     assert attempts == [0]
     assert summary == "tracker fake: 0 entries sent, 5 failed; first error: ConnectionError: no route to host"
 
@@ -119,7 +117,7 @@ def test_delivery_that_hangs_at_the_end_is_given_up() -> None:
     (summary,) = close(thread, seconds=0.2)
     assert "did not end in time" in summary
     release.set()
-    assert thread.join(time.monotonic() + 10) == []
+    assert thread.join(time.monotonic() + 60) == []
 
 
 def test_delivery_unread_responses_lose_no_metrics() -> None:

@@ -24,6 +24,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.kinds.mcp_servers import HTTP, SSE, ServerSettings
 from mcore_rl.rollout.tools.toolbox import ToolBox, check_tools
+from mcore_rl.runtime.addresses import free_port
 from tests.unit.rollout.tools.made import alive, load, with_tools
 
 SERVER = '''
@@ -74,7 +75,7 @@ def test_mcp_server_on_stdio_answers(tmp_path: Path) -> None:
     async def use(box: ToolBox) -> list[Any]:
         calls = [("add", {"a": 1}), ("add", {"a": "x"}), ("add", {"a": -1}), ("whereabouts", {}), ("whereabouts", {})]
         answers = [await box.call(f"e{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
-        many = await asyncio.gather(*(box.call("e", "add", {"a": i}) for i in range(200)))
+        many = await asyncio.gather(*(box.call("e", "add", {"a": i}) for i in range(50)))
         died = await box.call("e", "die", {})
         return [
             [schema["function"] for schema in box.schemas],
@@ -94,7 +95,7 @@ def test_mcp_server_on_stdio_answers(tmp_path: Path) -> None:
     assert (negative.text, negative.error is not None) == (f"Error: {negative.error}", True)
     assert here.text == again.text  # all episodes share one server
     assert here.text.endswith(" green")
-    assert [answer.text for answer in many] == [str(i + 1) for i in range(200)]
+    assert [answer.text for answer in many] == [str(i + 1) for i in range(50)]
     assert died.error == "RetryableToolError: the MCP server closed the connection"
     assert after.text == "6"  # from a restarted server
 
@@ -112,7 +113,7 @@ def test_mcp_server_ends_with_the_tool_process(tmp_path: Path) -> None:
         return number
 
     number = with_tools(tools_file(tmp_path, server), use)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while alive(number) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(number)
@@ -121,9 +122,7 @@ def test_mcp_server_ends_with_the_tool_process(tmp_path: Path) -> None:
 @contextmanager
 def http_server(folder: Path, transport: str) -> Iterator[int]:
     """Start a server on a free port of this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     stdio_server(folder)
     command = [sys.executable, str(folder / "server.py"), str(port), transport]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
