@@ -17,6 +17,7 @@ from mcore_rl.migration.slime.translation import translate as translate_slime
 from mcore_rl.migration.verl.reader import read_verl
 from mcore_rl.migration.verl.translation import translate as translate_verl
 from mcore_rl.planner.plan import make_plan
+from tests.selection import on_demand_unless
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -38,6 +39,8 @@ MODELS = {
     "slime_grpo.sh": MOE,
     "slime_async_ppo.sh": DENSE,
 }
+ON_DEMAND = ("dapo_30b_megatron.sh", "one_step_off.sh")
+"""Scripts whose plans take seconds: other scripts have Megatron's layouts of experts, and asynchronous steps."""
 
 
 def test_plan_of_supervised_import_has_no_engines(tmp_path: Path) -> None:
@@ -53,7 +56,7 @@ def test_plan_of_supervised_import_has_no_engines(tmp_path: Path) -> None:
     assert few.verdict.errors == many.verdict.errors
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_demand_unless(name not in ON_DEMAND)) for name in MODELS])
 def test_import_with_published_model_is_planned(name: str, tmp_path: Path) -> None:
     if name.startswith("slime"):
         _, draft, _ = translate_slime(read_slime(SCRIPTS / name, {}).settings)

@@ -30,7 +30,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("gsm8k_tiny", None),
         ("Qwen2.5-32B", None),
         ("gsm8k_tiny", (1, 24)),
-        pytest.param("Qwen3-30B-A3B", (8, 80), marks=pytest.mark.slow),  # 20 s: many layouts of experts
+        ("gsm8k_tiny", (4, 24)),
+        pytest.param("Qwen3-30B-A3B", (8, 80), marks=pytest.mark.on_demand),  # 8 s: many layouts of experts
     ],
 )
 def test_init_writes_what_plan_accepts(
