@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -44,7 +43,7 @@ from tests.unit.weights.test_transfer import (
     ignore,
     receive_digests,
 )
-from tests.unit.weights.transfer import Processes, connected, sync_plan, update
+from tests.unit.weights.transfer import Processes, connected, fork_server, sync_plan, update
 
 BUCKET = "memory://bucket/weights"
 
@@ -252,7 +251,7 @@ def send_and_die(plan: SyncPlan, folder: str, share: float) -> None:
 def test_killed_sender_leaves_nothing_to_take_and_is_named(store: dist.TCPStore, share: float, tmp_path: Path) -> None:
     plan, files = files_plan(), RunFiles(f"{tmp_path}/run")
     folder = files.begin_connection(1)
-    child = multiprocessing.get_context("forkserver").Process(target=send_and_die, args=(plan, folder, share))
+    child = fork_server().Process(target=send_and_die, args=(plan, folder, share))
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL

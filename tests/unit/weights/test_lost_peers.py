@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +19,11 @@ from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.arrival import Rendezvous
 from model_converters.mapping.layout import TrainLayout
+from tests.selection import on_demand_unless
 from tests.tiny_models import tiny_fields
 from tests.unit.weights.delivery import trainer_tensors
 from tests.unit.weights.test_slices import random_checkpoint
-from tests.unit.weights.transfer import store, sync_plan
+from tests.unit.weights.transfer import fork_server, store, sync_plan
 
 TIMEOUT_SECONDS = {signal.SIGSTOP: 3.0, signal.SIGKILL: 120.0}
 """Timeout of the sync. A stopped process is detected only by the timeout, a dead one at once."""
@@ -93,9 +94,7 @@ def process(pipe: Pipe, member: int, plan: SyncPlan, victim: int, kind: signal.S
 
 
 def started(plan: SyncPlan, *arguments: object) -> list[tuple[Any, Pipe]]:
-    # forkserver: this process may have threads of earlier tests, and fork would copy the locks that they hold.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = fork_server()
     members = []
     for member in range(len(plan.topology.trainers) + len(plan.topology.engines)):
         ours, theirs = context.Pipe()
@@ -111,11 +110,25 @@ def received(member: int, pipe: Pipe, seconds: float) -> Any:
     return pipe.recv()
 
 
+CASES = list(itertools.product(PLANS, (signal.SIGKILL, signal.SIGSTOP), (0, 3), (0.0, 0.5, 1.0)))
+USUAL = (
+    ("whole", signal.SIGKILL, 0, 0.5),
+    ("whole", signal.SIGKILL, 3, 0.0),
+    ("whole", signal.SIGSTOP, 0, 0.0),
+    ("whole", signal.SIGSTOP, 3, 0.5),
+    ("delta", signal.SIGKILL, 0, 0.0),
+    ("delta", signal.SIGKILL, 3, 0.5),
+    ("delta", signal.SIGSTOP, 0, 0.5),
+    ("delta", signal.SIGSTOP, 3, 1.0),
+)
+"""Every kind of message with every signal to a trainer and an engine rank, in alternating places of the update."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("victim", [0, 3])
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("messages", PLANS)
+@pytest.mark.parametrize(
+    ("messages", "kind", "victim", "share"),
+    [pytest.param(*case, marks=on_demand_unless(case in USUAL)) for case in CASES],
+)
 def test_update_lost_member_ends_all_others_and_is_named(
     messages: str, kind: signal.Signals, victim: int, share: float
 ) -> None:

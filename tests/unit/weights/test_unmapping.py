@@ -28,7 +28,7 @@ from tests.unit.weights.delivery import Tensors, trainer_tensors
 from tests.unit.weights.fake_gpus import FakeSegment
 from tests.unit.weights.test_slices import random_checkpoint
 from tests.unit.weights.test_transfer import CASES, check_update, checkpoint_of, held_by, ignore
-from tests.unit.weights.transfer import at_once, connected, store, sync_plan
+from tests.unit.weights.transfer import at_once, connected, fork_server, store, sync_plan
 
 FIELDS = tiny_fields("qwen3_moe", vocab_size=97)
 
@@ -129,8 +129,7 @@ def engine(pipe: Pipe, library: str) -> None:
 def pipe(library: str) -> Iterator[Pipe]:
     """Return the pipe of an engine process."""
     ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("forkserver")  # see test_lost_peers
-    process = context.Process(target=engine, args=(theirs, library), daemon=True)
+    process = fork_server().Process(target=engine, args=(theirs, library), daemon=True)
     process.start()
     yield ours
     process.kill()

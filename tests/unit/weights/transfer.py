@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
@@ -89,6 +91,14 @@ def connected(
         for setup in setups:
             setup.unlink()
     yield Processes(plan, setups, connected_ranks[: len(setups)], connected_ranks[len(setups) :])
+
+
+def fork_server() -> ForkServerContext:
+    """Return a context whose processes fork from a server that has imported torch and this module. This process may
+    have threads of earlier tests, and a fork of it would copy the locks that they hold."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # no effect if the server runs already
+    return context
 
 
 def store() -> dist.TCPStore:
