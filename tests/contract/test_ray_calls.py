@@ -89,10 +89,12 @@ class Group:
 def node() -> Iterator[Any]:
     config = Config()
     config.cluster.device = "cpu"
+    # Helpers of multiprocessing from earlier modules stay until this process ends, so they are not waited for.
+    before = psutil.Process().children(recursive=True)
     with ray_cluster(config.cluster, {"CPU": 10.0}) as [node]:
-        daemons = psutil.Process().children(recursive=True)
+        daemons = set(psutil.Process().children(recursive=True)) - set(before)
         yield node
-    psutil.wait_procs(daemons, timeout=60)  # they end with the driver process, which is this process
+    psutil.wait_procs(daemons, timeout=60)
 
 
 @contextmanager
