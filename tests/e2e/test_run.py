@@ -137,19 +137,27 @@ def test_run_with_drafts_equals_one_without(whole_run: Path, task: Path, tmp_pat
     assert rows == metrics(whole_run)
 
 
-def test_sharded_run_resumed_without_shards_equals_replicated_run(whole_run: Path, task: Path, tmp_path: Path) -> None:
-    """Two steps with sharded parameters, which certify every sync, and two resumed without. Sums have another order, so
-    the metrics differ by rounding; a wrong row of a weight would change every response."""
-    directory = tmp_path / "run"
-    train(task, directory, "trainer.steps=2", "actor.parallel.shard_parameters=true", "weights.verify_every=1")
-    train(task, directory)
-    found, expected = metrics(directory), metrics(whole_run)
+@pytest.fixture(scope="module")
+def sharded_run(whole_run: Path, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directory of the run, repeated from the checkpoint of step 2 with sharded parameters; certifies every
+    sync."""
+    sharded = tmp_path_factory.mktemp("sharded") / "run"
+    shutil.copytree(whole_run, sharded)
+    shutil.rmtree(sharded / "checkpoints" / "step_4")
+    train(task, sharded, "actor.parallel.shard_parameters=true", "weights.verify_every=1")
+    return sharded
+
+
+def test_run_resumed_with_sharded_parameters_equals_replicated_run(whole_run: Path, sharded_run: Path) -> None:
+    """Sums have another order, so the metrics differ by rounding; a wrong row of a weight would change every
+    response."""
+    found, expected = metrics(sharded_run), metrics(whole_run)
     verified = expected[4]["weights/tensors_verified"]
-    assert [found[step].pop("weights/tensors_verified", None) for step in (1, 2)] == [verified, verified]
-    for step in (1, 2, 3, 4):
+    assert [found[step].pop("weights/tensors_verified") for step in (3, 4)] == [verified, verified]
+    for step in (3, 4):
         ours, theirs = (
             {r["digest"]: (r["response"], r["version"]) for r in records_of(run, f"step_{step}")}
-            for run in (directory, whole_run)
+            for run in (sharded_run, whole_run)
         )
         assert ours == theirs
         for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy"):
@@ -178,11 +186,11 @@ def test_run_with_drafts_of_trained_layers_equals_one_without(task: Path, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def longer_run(whole_run: Path, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run directory of the finished run, continued by a step in another layout with a profile of rank 1. Beside it: the
-    output `longer.log`."""
+def longer_run(sharded_run: Path, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directory of the finished run, continued by a step in another layout, without shards, with a profile of rank
+    1. Beside it: the output `longer.log`."""
     longer = tmp_path_factory.mktemp("longer") / "run"
-    shutil.copytree(whole_run, longer)
+    shutil.copytree(sharded_run, longer)
     validation = ("rollout.validation_temperature=1", "rollout.validation_samples=3")
     replay = ("actor.moe.router_replay=engine", "actor.moe.replay_check_every_steps=1", "trainer.prompts_per_update=8")
     profile = ("observe.profile.steps=[5]", "observe.profile.ranks=[1]")
@@ -191,8 +199,10 @@ def longer_run(whole_run: Path, task: Path, tmp_path_factory: pytest.TempPathFac
     return longer
 
 
-def test_finished_run_with_more_steps_resumes_in_another_layout(whole_run: Path, task: Path, longer_run: Path) -> None:
-    after, before = metrics(longer_run), metrics(whole_run)
+def test_finished_run_with_more_steps_resumes_in_another_layout(
+    sharded_run: Path, task: Path, longer_run: Path
+) -> None:
+    after, before = metrics(longer_run), metrics(sharded_run)
     assert {step: after[step] for step in before} == before
     # From two data-parallel ranks to one: batches are split differently, but training continues with the next prompts.
     proofs = [
@@ -200,7 +210,7 @@ def test_finished_run_with_more_steps_resumes_in_another_layout(whole_run: Path,
     ]
     assert [(proof["layout"]["tp"], proof["layout"]["ep"]) for proof in proofs] == [(1, 2), (2, 2)]
     sampler = PromptSampler(64, 3, True)
-    state = json.loads((whole_run / "checkpoints" / "step_4" / "state.json").read_text())
+    state = json.loads((sharded_run / "checkpoints" / "step_4" / "state.json").read_text())
     sampler.load_state_dict(state["positions"]["sampler"])
     rows = (task.parent / "train.jsonl").read_text().splitlines()
     expected = {json.loads(rows[row])["prompt"] for row in sampler.draw(8)}
