@@ -1,9 +1,10 @@
 """The same update in every layout: starting from one distributed checkpoint, the loss, the log-probabilities and
 entropies of all tokens, the gradients, and the parameters after two optimizer steps equal those of one rank.
 
-The model has experts and latent attention. Layouts: on 2 ranks all that the model supports; on 4 a choice that combines
-every two axes; on 8 one layout that uses every axis; on 2 and 4 one with sharded parameters. MCORE_RL_EVERY_TEST=1 runs
-all layouts on up to 4 ranks, also with sharded parameters, and a choice on 8 ranks for three models. With simulated
+The model has experts and latent attention. Layouts: on 2 ranks data parallelism alone, and a choice that uses every
+axis; on 4 a choice that combines every two axes; on 8 one layout that uses every axis; on 2 and 4 one with sharded
+parameters. MCORE_RL_EVERY_TEST=1 runs all layouts on up to 4 ranks, also with sharded parameters, and a choice on 8
+ranks for three models. With simulated
 TransformerEngine, without that variable: the layouts in which its layers differ, tensor parallelism and whole experts,
 on 2 ranks.
 
@@ -66,8 +67,11 @@ def _cases(num_ranks: int) -> list[Case]:
     for model in MODELS if EVERY_TEST else USUAL:
         kind, changes = MODELS[model]
         every = layouts(num_ranks, tiny_fields(kind, **changes))
-        all_of_them = num_ranks < 4 or (num_ranks == 4 and EVERY_TEST)
-        cases += [Case(model, layout) for layout in (every if all_of_them else cover(every))]
+        all_of_them = num_ranks <= 4 and (EVERY_TEST or SIMULATED)
+        chosen = every if all_of_them else cover(every)
+        if num_ranks == 2 and not all_of_them:
+            chosen.append(every[0])  # data parallelism alone
+        cases += [Case(model, layout) for layout in chosen]
         if num_ranks == 2:
             cases.append(Case(model, tokens=ONE_MICROBATCH))
     if SIMULATED and not EVERY_TEST:
