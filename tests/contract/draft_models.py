@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.engines.noise import noise_keys, sample_tokens
 from tests.contract.engines import DIVIDED_BY_TWO, LATENT
+from tests.contract.hf_trainer import HFTrainer
 from tests.tiny_models import add_mtp_layer, tiny_model
+from tests.unit.weights.delivery import Tensors
 
-Tensors = dict[str, torch.Tensor]
 SIZES = {"glm4_moe": DIVIDED_BY_TWO, "deepseek_v3": DIVIDED_BY_TWO | LATENT}
 LAYERS = 2
 PREFIX = f"model.layers.{LAYERS}."
@@ -52,6 +53,13 @@ def _without_context(tensors: Tensors) -> Tensors:
     changed[f"{PREFIX}enorm.weight"] = torch.ones(hidden)
     changed[f"{PREFIX}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
     return changed
+
+
+class CheckpointTrainer(HFTrainer):
+    """Trainer whose model is the directory of a checkpoint, and whose weights are the checkpoint's tensors."""
+
+    def tensors(self) -> Tensors:
+        return load_file(self.model / "model.safetensors")
 
 
 class DraftOracle:

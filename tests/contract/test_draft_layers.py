@@ -12,25 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.types import GenerationRequest, SamplingOptions
-from tests.contract.draft_models import LAYERS, PREFIX, DraftOracle, Tensors, write_draft_model
+from tests.contract.draft_models import LAYERS, PREFIX, CheckpointTrainer, DraftOracle, write_draft_model
 from tests.contract.engines import RemoteEngine
-from tests.contract.hf_trainer import HFTrainer
 from tests.selection import on_demand_unless
 from tests.tiny_models import VOCABULARY
 
 TOKENS, DRAFT_BELOW = 3, 4
 TEMPERATURES = (0.0, 1.0, 0.5, 1.0, 0.0, 1.0)
-
-
-class CheckpointTrainer(HFTrainer):
-    """Trainer whose weights are a checkpoint's tensors."""
-
-    def tensors(self) -> Tensors:
-        return load_file(self.model / "model.safetensors")
 
 
 class Session:

@@ -5,18 +5,20 @@ The complete contract suite runs with drafts on demand (conftest.py); it compare
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mcore_rl.types import Completion, Delta, DraftCounts, GenerationRequest, SamplingOptions
-from tests.contract.draft_models import write_draft_model
+from tests.contract.draft_models import CheckpointTrainer, write_draft_model
 from tests.contract.engines import DIVIDED_BY_TWO, PASS_TOKENS, RemoteEngine, one_character_per_token
-from tests.contract.test_stepping import finish, resume, steps, through_loop, with_stop
+from tests.contract.test_stepping import finish, publish_update, resume, steps, through_loop, with_stop
 from tests.contract.vllm_internals import proposed_lengths
 from tests.selection import on_demand_unless
 from tests.tiny_models import VOCABULARY, tiny_model
@@ -50,12 +52,15 @@ def make_requests(max_tokens: int = TOKENS) -> list[GenerationRequest]:
 
 @dataclass(frozen=True)
 class Pair:
-    """An engine with drafts, and responses of the same engine without drafts: complete ones, and parts of them."""
+    """An engine with drafts, and responses of the same engine without drafts: complete ones, parts of them, and
+    responses during which the weights change. Directories of two models: the engine starts with the first."""
 
     logp_tolerance: float
     engine: RemoteEngine
     plain: dict[str, Completion]
     partial: list[Completion]
+    updated: dict[str, Completion]
+    models: list[Path]
 
     def check(self, completions: list[Completion], plain: dict[str, Completion]) -> None:
         """Require equal responses. See LOGP_TOLERANCE for log-probabilities."""
@@ -90,19 +95,58 @@ def pair(
     process_of: Callable[[str], RemoteEngine],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Pair:
-    (draft, family, tp), directory = CASES[request.param], tmp_path_factory.mktemp("model")
-    if draft == "mtp":
-        write_draft_model(directory, family, predicts=True)
-    else:
-        tiny_model(family, seed=3, **DIVIDED_BY_TWO).save_pretrained(directory)
+    draft, family, tp = CASES[request.param]
+    directory, other = models = [tmp_path_factory.mktemp("model") for _ in range(2)]
+    for seed, path in ((3, directory), (4, other)):
+        if draft == "mtp":
+            write_draft_model(path, family, seed=seed, predicts=True)
+        else:
+            tiny_model(family, seed=seed, **DIVIDED_BY_TWO).save_pretrained(path)
     engine, common = process_of("vllm"), {"capture_routing": True, "max_batched_tokens": BATCHED_TOKENS, "tp": tp}
     engine.start(directory, **common)
     plain = engine.generate(make_requests())
     engine.call("submit", make_requests())
     engine.call(steps, 12)
     partial = engine.call("abort", [each.request_id for each in make_requests()])
+    updated = with_updates(engine, models)
     engine.start(directory, **common, draft=draft, draft_tokens=DRAFT_TOKENS, draft_below=DRAFT_BELOW)
-    return Pair(LOGP_TOLERANCE[family], engine, plain, partial)
+    return Pair(LOGP_TOLERANCE[family], engine, plain, partial, updated, models)
+
+
+UPDATES = (9, 17)
+"""Lengths of a response at which the weights change."""
+
+
+def step_to(engine: Any, length: int) -> list[Completion]:
+    """Step until the only running request has `length` more tokens, or ends."""
+    completions: list[Completion] = []
+    while engine.num_running and length:
+        deltas, ended = engine.step(1, length)
+        length -= sum(len(delta.token_ids) for delta in deltas)
+        completions += ended
+    return completions
+
+
+def with_updates(engine: RemoteEngine, models: list[Path]) -> dict[str, Completion]:
+    """Generate each response alone, and change the weights twice during it: first under the running request, whose KV
+    cache is kept for every second request, then between its abort and its resumption."""
+    trainer, versions, found = CheckpointTrainer(models[0], engine, 1 << 20, 2), itertools.count(1), {}
+    first, second = UPDATES
+    for number, request in enumerate(make_requests()):
+        engine.call("submit", [request])
+        ended = engine.call(step_to, first)
+        if not ended:
+            trainer.model = models[1]
+            publish_update(trainer, next(versions), recompute=number % 2 == 0)
+            ended = engine.call(step_to, second - first)
+        if not ended:
+            (partial,) = engine.call("abort", [request.request_id])
+            trainer.model = models[0]
+            publish_update(trainer, next(versions), recompute=False)
+            engine.call("submit", [replace(request, partial=partial)])
+            ended = engine.call(step_to, TOKENS)
+        (found[request.request_id],) = ended
+    return found
 
 
 def cut(plain: dict[str, Completion], requests: list[GenerationRequest], tokens: int) -> dict[str, Completion]:
@@ -246,3 +290,14 @@ def _imported(_engine: Any, package: str) -> bool:
 def test_engine_with_drafts_does_not_import_numba(pair: Pair) -> None:
     """After an import of numba, vLLM fails to start another engine in the process."""
     assert not pair.engine.call(_imported, "numba")
+
+
+def test_updates_amid_responses_with_drafts_change_no_response(pair: Pair) -> None:
+    """Last in this file: the engine has later versions of the weights afterwards."""
+    before = pair.drafts()
+    found = with_updates(pair.engine, pair.models)
+    pair.check(list(found.values()), pair.updated)
+    assert (pair.drafts() - before).accepted.sum() > TOKENS
+    crossing = [name for name, each in found.items() if len(set(each.versions.tolist())) == 3]
+    assert len(crossing) > len(OPTIONS)
+    assert any(found[name].token_ids.tolist() != pair.plain[name].token_ids.tolist() for name in crossing)

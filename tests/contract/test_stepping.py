@@ -290,7 +290,7 @@ def test_submit_duplicate_running_id_raises_and_ids_are_reusable(engine: RemoteE
     assert len(finish(engine)) == 2
 
 
-def _publish(trainer: HFTrainer, version: int, recompute: bool) -> None:
+def publish_update(trainer: HFTrainer, version: int, recompute: bool) -> None:
     with trainer.sending():
         trainer._engine.call("begin_update")
         trainer.receive(range(trainer.plan.num_rounds))
@@ -341,7 +341,7 @@ def check_versions(engine: RemoteEngine, model: Any, recompute: bool) -> None:
     trainer = HFTrainer(copy.deepcopy(model), engine, 1 << 20, 2)
     base = engine.weight_version + 1
     models, requests, completions = {}, make_requests(), []
-    _publish(trainer, base, recompute)
+    publish_update(trainer, base, recompute)
     models[base] = copy.deepcopy(trainer.model)
     engine.call("submit", requests)
     # The same prompts again, submitted before the last update: they must not reuse KV cache of earlier weights.
@@ -352,7 +352,7 @@ def check_versions(engine: RemoteEngine, model: Any, recompute: bool) -> None:
         engine.call("submit", late if version == last else [])
         trainer.perturb(version)
         models[version] = copy.deepcopy(trainer.model)
-        _publish(trainer, version, recompute)
+        publish_update(trainer, version, recompute)
     completions += finish(engine)
     by_id = {each.request_id: each for each in [*requests, *late]}
     mixed = [each for each in completions if len(set(each.versions.tolist())) > SWAPS // 3]
@@ -375,14 +375,14 @@ def test_resume_after_update_keeps_experts_of_earlier_tokens(engine: RemoteEngin
     """Earlier tokens keep the experts of the pass that sampled them."""
     trainer = HFTrainer(copy.deepcopy(model), engine, 1 << 20, 2)
     version = engine.weight_version + 1
-    _publish(trainer, version, False)
+    publish_update(trainer, version, False)
     models, requests = {version: copy.deepcopy(trainer.model)}, make_requests()
     engine.call("submit", requests)
     completions = engine.call(steps, 9)[1]
     aborted = engine.call("abort", [each.request_id for each in requests])
     trainer.perturb(2)
     models[version + 1] = trainer.model
-    _publish(trainer, version + 1, False)
+    publish_update(trainer, version + 1, False)
     left = resume(requests, aborted)
     engine.call("submit", left)
     completions += finish(engine)
