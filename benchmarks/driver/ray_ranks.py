@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -19,7 +20,7 @@ from benchmarks.driver.load import DP_RANKS, ENGINES, Make, make_scalars, write_
 from benchmarks.sizes import size
 from mcore_rl.config.schema import Config
 from mcore_rl.rollout.tasks import GivenUp, Until
-from mcore_rl.runtime.calls import FanOut, ProcessHandle, remote_method
+from mcore_rl.runtime.calls import FanOut, ProcessHandle, Ref, remote_method
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineReport
@@ -33,6 +34,7 @@ from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import Mean, Metric, RankShares, RolloutScalars, RolloutTask
 
+T = TypeVar("T")
 PROCESSES = 2
 RANKS_PER_NODE = size(8, 2)
 
@@ -46,7 +48,9 @@ class ReadyEngine(RunProcess):
 
     def __init__(self, name: str, make: Make) -> None:
         super().__init__(name)
-        self._make, self._received = make, 0
+        self._make = make
+        self._received: Counter[int] = Counter()
+        """Requests received by each of the engines that this process simulates."""
         self._ready: dict[int, RolloutScalars] = {}
         """Scalars by number of groups; groups are numbered from 0."""
 
@@ -54,11 +58,12 @@ class ReadyEngine(RunProcess):
         """Give up nothing: all tasks have ended."""
         return GivenUp([], 0)
 
-    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> EngineReport:
+    def run(self, engine: int, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> EngineReport:
         for _, task in tasks:
             write_records(Path(str(task.records)).parents[1], task)
-        self._received += sum(task.num_responses for _, task in tasks)
-        return EngineReport([(number, 0, self._scalars(task)) for number, task in tasks], self._received, 0, 0.0, 0)
+        self._received[engine] += sum(task.num_responses for _, task in tasks)
+        ended = [(number, 0, self._scalars(task)) for number, task in tasks]
+        return EngineReport(ended, self._received[engine], 0, 0.0, 0)
 
     def _scalars(self, task: RolloutTask) -> RolloutScalars:
         count = len(task.group_ids)
@@ -67,6 +72,18 @@ class ReadyEngine(RunProcess):
         ready = self._ready[count]
         groups = ready.group_ids  # numbers from 0: places of the task's groups
         return replace(ready, group_ids=task.group_ids[groups], prompt_rows=task.prompt_rows[groups])
+
+
+@dataclass(eq=False)
+class EngineHandle(ProcessHandle[Any]):
+    """Handle of one of the engines that a ReadyEngine simulates. Its calls of `run` name the engine, because reports
+    count the requests of each engine."""
+
+    number: int
+
+    def call(self, method: Callable[..., T], *arguments: object, **options: object) -> Ref[T]:
+        own = (self.number,) if method.__name__ == "run" else ()
+        return super().call(method, *own, *arguments, **options)
 
 
 class Up(FleetEngine):
@@ -158,7 +175,7 @@ def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[Schedule
         engines = [start(ReadyEngine, node, "engine", make) for _ in range(PROCESSES)]
         trainers = [start(SilentTrainer, node, "trainer", peers) for _ in range(PROCESSES)]
         try:
-            leaders = _spread(engines, ENGINES, watch)
+            leaders = [EngineHandle(handle.name, handle.actor, n) for n, handle in enumerate(_spread(engines, ENGINES, watch))]
             ranks_of_trainer = _spread(trainers, DP_RANKS * peers, watch)
             # All processes have started before the first step is timed.
             watch.get([process.call(RunProcess.drain_spans) for process in [*engines, *trainers]])
