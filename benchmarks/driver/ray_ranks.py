@@ -20,7 +20,7 @@ from benchmarks.driver.load import DP_RANKS, ENGINES, Make, make_scalars, write_
 from benchmarks.sizes import size
 from mcore_rl.config.schema import Config
 from mcore_rl.rollout.tasks import GivenUp, Until
-from mcore_rl.runtime.calls import FanOut, ProcessHandle, Ref, remote_method
+from mcore_rl.runtime.calls import FanOut, ProcessHandle, Ref, packed, remote_method
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineReport
@@ -58,6 +58,7 @@ class ReadyEngine(RunProcess):
         """Give up nothing: all tasks have ended."""
         return GivenUp([], 0)
 
+    @packed
     def run(self, engine: int, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> EngineReport:
         for _, task in tasks:
             write_records(Path(str(task.records)).parents[1], task)

@@ -7,6 +7,8 @@ checks its arguments and its result:
 
 from __future__ import annotations
 
+import functools
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +43,34 @@ def remote_method(*, concurrency_group: str | None = None, num_returns: int = 1)
     return cast("Callable[[Method], Method]", ray.method(num_returns=num_returns, **options))
 
 
+_PACKED = "is_packed"
+
+
+def packed(method: Method) -> Method:
+    """Decorate a method of a process class, below `remote_method`: its arguments travel as one `bytes` object, and its
+    result as another one.
+
+    Ray serializes every argument by itself, with a Python callback per object. A call with four rollout tasks takes
+    290 us of the driver's time, and 130 us as `bytes`, which Ray copies. Neither arguments nor result may contain
+    references or handles of processes, because only Ray's own serialization counts them.
+    """
+
+    @functools.wraps(method)
+    def call(self: object, arguments: bytes) -> bytes:
+        return pickle.dumps(method(self, *pickle.loads(arguments)), pickle.HIGHEST_PROTOCOL)
+
+    # Ray checks calls against the signature, which it would read from the undecorated method.
+    del call.__wrapped__  # type: ignore[attr-defined]
+    setattr(call, _PACKED, True)
+    return cast("Method", call)
+
+
+def unpacked(value: T) -> T:
+    """Return the result of a call, which is packed if the method is. No method of a process has a result of type
+    `bytes` itself."""
+    return cast(T, pickle.loads(value)) if isinstance(value, bytes) else value
+
+
 def passed(ref: Ref[T]) -> T:
     """Pass a reference as an argument of a call: the method receives the value, because Ray replaces the reference."""
     return cast(T, ref)
@@ -61,7 +91,11 @@ class ProcessHandle(Generic[Process_co]):
 
     def call(self, method: Callable[Concatenate[Process_co, P], T], *arguments: P.args, **options: P.kwargs) -> Ref[T]:
         """Begin a call of a method of the process class."""
-        return cast("Ref[T]", getattr(self.actor, method.__name__).remote(*arguments, **options))
+        remote = getattr(self.actor, method.__name__)
+        if hasattr(method, _PACKED):
+            assert not options, "packed arguments are passed by position"
+            return cast("Ref[T]", remote.remote(pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL)))
+        return cast("Ref[T]", remote.remote(*arguments, **options))
 
     def call_for_two(
         self, method: Callable[Concatenate[Process_co, P], tuple[T, U]], *arguments: P.args, **options: P.kwargs

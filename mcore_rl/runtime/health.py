@@ -6,13 +6,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from mcore_rl.errors import ClusterDiedError, McoreRLError, PeerLostError, WorkerDiedError, storage_error
-from mcore_rl.runtime.calls import ProcessHandle, Ref
+from mcore_rl.runtime.calls import ProcessHandle, Ref, unpacked
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.roles.base import RunProcess
 from mcore_rl.runtime.roles.origins import first_line, last_lines, named, origin_of
@@ -327,8 +327,7 @@ class Watch:
         Raises: as `get`; also WorkerDiedError if a replaceable process has died.
         """
         try:
-            value: T = ray.get(ref)
-            return value
+            return cast(T, unpacked(ray.get(ref)))
         except RayTaskError as error:
             cause = error.cause
             # A rank that waited for a dead peer reports only a timeout. The death itself is the better explanation.

@@ -30,7 +30,7 @@ from mcore_rl.rollout.streaming.interface import JOURNAL, TRAJECTORIES
 from mcore_rl.rollout.tasks import ROOM, GivenUp, RequestCallbacks, TaskRunner, Until
 from mcore_rl.rollout.validator import PROBE
 from mcore_rl.rollout.worker import RolloutWorker
-from mcore_rl.runtime.calls import remote_method
+from mcore_rl.runtime.calls import packed, remote_method
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.runtime.spans import SpanRecorder
@@ -130,6 +130,7 @@ class EngineProcess(RunProcess):
         self.loop.serve()
 
     @remote_method(concurrency_group="run")
+    @packed
     def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, released: list[int]) -> EngineReport:
         """Start `tasks` and wait (TaskRunner.exchange). Trajectories, and their requests in the journal, are kept until
         a later call has their keys in `released`."""
@@ -143,6 +144,7 @@ class EngineProcess(RunProcess):
         return EngineReport(ended, received, left, self.loop.busy_seconds, self.loop.tokens_carried_over, drafts)
 
     @remote_method(concurrency_group="engine")
+    @packed
     def begin(self, tasks: list[tuple[int, RolloutTask]]) -> None:
         """Start tasks without waiting (TaskRunner.begin); called while `run` waits."""
         self._runner.begin(tasks)

@@ -32,6 +32,7 @@ from mcore_rl.runtime.health import AnyRef
 from mcore_rl.runtime.phases import Phase, staged
 from mcore_rl.runtime.progress.responses import shown_responses
 from mcore_rl.types import BuffersRef, DraftCounts, Mean, RolloutResult, RolloutScalars, RolloutTask, Total
+from mcore_rl.types.copies import changed
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ class Submission:
         if self.results is not None:
             return scalars
         seconds = time.perf_counter() - self.since - scalars.seconds_grading
-        return replace(scalars, seconds_generating=seconds)
+        return changed(scalars, seconds_generating=seconds)
 
     def result(self, pieces: Sequence[TaskPiece]) -> RolloutResult:
         """Join the results of `pieces`, which are in the order of the responses."""
@@ -151,7 +152,7 @@ class Scheduler(EngineTrajectories):
         """
         if not self.streaming:
             self.idle_fraction()  # starts a new interval
-        results = self.generate([replace(task, version=self.fleet.version) for task in tasks])
+        results = self.generate([changed(task, version=self.fleet.version) for task in tasks])
         if not self.streaming and all(task.prompt_set == "train" for task in tasks):
             self.fleet.add_metric("engine/idle_fraction", self.idle_fraction())
         return results
@@ -264,8 +265,9 @@ class Scheduler(EngineTrajectories):
             for name, metric in (report.drafts - self._drafts.get(key, DraftCounts.zero(1))).metrics():
                 fleet.add_metric(name, metric)
             self._drafts[key] = report.drafts
+        taken_over = sum(scalars.tokens_taken_over for *_, scalars in report.ended)
+        fleet.add_metric("engine/tokens_taken_over", Total(taken_over))
         for number, kept_key, scalars in report.ended:
-            fleet.add_metric("engine/tokens_taken_over", Total(scalars.tokens_taken_over))
             place = fleet.released.refer(engine.producer, engine.process, kept_key)
             self._finish(number, key, place, scalars)
         self._balance.report(key, report.requests_received, report.requests_left)

@@ -23,6 +23,7 @@ from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.phases import Phase, Stages, staged
 from mcore_rl.types import BuffersRef, Grades, RolloutResult, RolloutScalars, RolloutTask
+from mcore_rl.types.copies import changed
 
 
 def _no_supply() -> None:
@@ -182,7 +183,7 @@ class EngineTrajectories(ABC):
 
 def chunk_of(task: RolloutTask, parts: list[Part]) -> BuffersRef:
     # No weights arrive while lost trajectories are regenerated, so they must not wait for a version.
-    return BuffersRef(Chunk(parts, replace(task, journals=(), tokens_per_version=None, spans=())))
+    return BuffersRef(Chunk(parts, changed(task, journals=(), tokens_per_version=None, spans=())))
 
 
 def with_journal(task: RolloutTask, journal: str | None) -> RolloutTask:
