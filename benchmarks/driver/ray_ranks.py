@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -176,13 +176,17 @@ def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[Schedule
         engines = [start(ReadyEngine, node, "engine", make) for _ in range(PROCESSES)]
         trainers = [start(SilentTrainer, node, "trainer", peers) for _ in range(PROCESSES)]
         try:
-            leaders = [EngineHandle(handle.name, handle.actor, n) for n, handle in enumerate(_spread(engines, ENGINES, watch))]
-            ranks_of_trainer = _spread(trainers, DP_RANKS * peers, watch)
+            leaders = [
+                EngineHandle(handle.name, handle.actor, number)
+                for number, handle in enumerate(_spread(engines, range(ENGINES), watch))
+            ]
+            nodes = [rank // RANKS_PER_NODE for rank in range(DP_RANKS * peers)]
+            # By node, because only the first rank of a node is called.
+            ranks_of_trainer = _spread(trainers, nodes, watch)
             # All processes have started before the first step is timed.
             watch.get([process.call(RunProcess.drain_spans) for process in [*engines, *trainers]])
             dp_rank_of = tuple(rank // peers for rank in range(DP_RANKS * peers))
             ranks = RankMap(dp_rank_of, reporting=tuple(range(0, DP_RANKS * peers, peers)))
-            nodes = [rank // RANKS_PER_NODE for rank in range(DP_RANKS * peers)]
             fleet = Fleet([Up(number, leader, watch) for number, leader in enumerate(leaders)], watch)
             scheduler = Scheduler(fleet, Config().rollout.max_concurrent_requests)
             yield scheduler, TrainerGroup(ranks_of_trainer, nodes, watch, ranks, Stages())
@@ -196,9 +200,9 @@ def start(
     return ProcessHandle(name, actor.options(num_cpus=1, scheduling_strategy=node).remote(name, *arguments))
 
 
-def _spread(processes: list[ProcessHandle[Any]], count: int, watch: Watch) -> list[ProcessHandle[Any]]:
-    """Return `count` watched handles, distributed over the processes."""
-    shared = [processes[index % len(processes)] for index in range(count)]
+def _spread(processes: list[ProcessHandle[Any]], places: Sequence[int], watch: Watch) -> list[ProcessHandle[Any]]:
+    """Return a watched handle for each of `places`. Handles with the same place belong to the same process."""
+    shared = [processes[place % len(processes)] for place in places]
     spread = [ProcessHandle[Any](f"{process.name} {index}", process.actor) for index, process in enumerate(shared)]
     for process in spread:
         watch.add(process)
