@@ -12,12 +12,12 @@ import numpy as np
 import ray
 
 from benchmarks.driver.load import make_scalars
-from benchmarks.driver.ray_ranks import ReadyEngine, start
+from benchmarks.driver.ray_ranks import EngineHandle, ReadyEngine, start
 from benchmarks.sizes import size
 from mcore_rl.config.schema import Config
 from mcore_rl.data.records import part_path
 from mcore_rl.rollout.tasks import Until
-from mcore_rl.runtime.calls import ProcessHandle
+from mcore_rl.runtime.calls import ProcessHandle, unpacked
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.health import PART_OF_CALLS
@@ -50,7 +50,7 @@ def ray_costs(engines: list[int], samples: int) -> RayCosts:
         tempfile.TemporaryDirectory(prefix="mcore_rl_async_") as directory,
         ray_cluster(config.cluster, {"CPU": 1.0}) as [node],
     ):
-        engine = start(ReadyEngine, node, "engine", make_scalars)
+        engine = EngineHandle("engine", start(ReadyEngine, node, "engine", make_scalars).actor, 0)
         try:
             records = Path(directory) / "rollouts"
             records.mkdir()
@@ -78,7 +78,7 @@ def _round_trips(engine: ProcessHandle[EngineProcess], tasks: list[tuple[int, Ro
         # Like the driver: wait for all calls, then read their results.
         ray.wait(calls, num_returns=len(calls), fetch_local=False)
         for call in calls:
-            ray.get(call)
+            unpacked(ray.get(call))
 
 
 def _look(pending: list[ray.ObjectRef]) -> float:

@@ -109,7 +109,10 @@ class LoadBalancer:
 
     def of_task(self, task: int) -> list[TaskPiece]:
         """Return a task's pieces, in the order of its responses."""
-        return sorted((self.pieces[number] for number in self._of_task[task]), key=lambda piece: piece.first)
+        numbers = self._of_task[task]
+        if len(numbers) == 1:  # nearly every task
+            return [self.pieces[numbers[0]]]
+        return sorted((self.pieces[number] for number in numbers), key=lambda piece: piece.first)
 
     def num_pieces(self, task: int) -> int:
         return len(self._of_task[task])
