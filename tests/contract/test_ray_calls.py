@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, McoreRLError, NonFiniteError, WorkerDiedError
-from mcore_rl.runtime.calls import FanOut, ProcessHandle, remote_method
+from mcore_rl.runtime.calls import FanOut, ProcessHandle, packed, remote_method
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RankProcess
@@ -46,6 +47,13 @@ class Rank(RankProcess):
 
     def add(self, number: int, fetched: int) -> tuple[int, int, str]:
         return number + fetched, os.getpid(), threading.current_thread().name
+
+    @remote_method(concurrency_group="watch")
+    @packed
+    def scale(self, column: np.ndarray, factor: float) -> np.ndarray:
+        if not factor:
+            raise NonFiniteError("factor is 0")
+        return column * factor
 
     def meet(self, failing: bool, meeting: int = 0) -> None:
         """Block like a collective with a missing rank, until `release` of the same meeting."""
@@ -144,6 +152,16 @@ def test_on_every_rank_passes_own_arguments_and_uses_main_thread(living: Group) 
         found = living.calls.call_each(Rank.add, [(rank, hundreds) for rank in range(5)]).results()
         assert found == [(100 + rank, pid, thread) for rank, pid, thread in zip(range(5), pids, threads, strict=True)]
     assert len(living.calls.call(Rank.add, 0, 0).references) == 3
+
+
+def test_packed_calls_return_values_and_named_errors(living: Group) -> None:
+    column = np.arange(3, dtype=np.float32)
+    calls = [rank.call(Rank.scale, column, factor) for rank, factor in zip(living.ranks, (1.0, 2.0), strict=False)]
+    for factor, found in zip((1.0, 2.0), living.watch.get(calls), strict=True):
+        assert found.dtype == np.float32
+        assert np.array_equal(found, column * factor)
+    with pytest.raises(NonFiniteError, match=r"^factor is 0 \(rank 3 on \S+\)$"):
+        living.watch.get([living.ranks[3].call(Rank.scale, column, 0.0)])
 
 
 @pytest.mark.parametrize("failing", [0, 4])
