@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -162,7 +163,9 @@ class SimulatedMethod:
         meter = self.engine.clock.meter
         before = meter.turn(False)
         self.engine.clock.calls += 1
-        call = self.method(*arguments)
+        # Handles pack the arguments, because these methods of an engine's process are `packed`.
+        given = pickle.loads(arguments[0]) if isinstance(arguments[0], bytes) else arguments
+        call = self.method(*given)
         meter.turn(before)
         return call
 
