@@ -18,6 +18,9 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from ray._private.grpc_utils import init_grpc_channel
+from ray.core.generated.gcs_service_pb2 import GetTaskEventsRequest
+from ray.core.generated.gcs_service_pb2_grpc import TaskInfoGcsServiceStub
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, McoreRLError, NonFiniteError, WorkerDiedError
@@ -162,6 +165,14 @@ def test_packed_calls_return_values_and_named_errors(living: Group) -> None:
         assert np.array_equal(found, column * factor)
     with pytest.raises(NonFiniteError, match=r"^factor is 0 \(rank 3 on \S+\)$"):
         living.watch.get([living.ranks[3].call(Rank.scale, column, 0.0)])
+
+
+def test_control_service_gets_no_record_of_calls(living: Group) -> None:
+    """The driver and the ranks would send one per call and second; the ranks have started more than a second ago."""
+    living.calls.call(Rank.add, 1, 1).results()
+    channel = init_grpc_channel(ray.get_runtime_context().gcs_address)
+    reply = TaskInfoGcsServiceStub(channel).GetTaskEvents(GetTaskEventsRequest(), timeout=20)
+    assert len(reply.events_by_task) == 0
 
 
 @pytest.mark.parametrize("failing", [0, 4])
