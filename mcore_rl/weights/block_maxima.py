@@ -16,8 +16,8 @@ import torch
 from mcore_rl.weights.quantization import block_maxima, block_range
 from mcore_rl.weights.slices.divided_blocks import BlockGroup, DividedTensor, partial_boxes
 from mcore_rl.weights.tensor_parts import part_of
-from mcore_rl.weights.transports.interface import Channels
-from mcore_rl.weights.transports.link import GlooTransfer, MessageKind, MessageTag
+from mcore_rl.weights.transports.interface import Channels, Transfer
+from mcore_rl.weights.transports.link import MessageKind, MessageTag
 
 
 class BlockMaxima:
@@ -74,13 +74,13 @@ class BlockMaxima:
         for transfer in pending:
             transfer.wait()
 
-    def _send(self, group: BlockGroup, peer: int, vector: torch.Tensor, member: int) -> GlooTransfer:
+    def _send(self, group: BlockGroup, peer: int, vector: torch.Tensor, member: int) -> Transfer:
         """Send the maxima of the blocks that `member` divides."""
-        return self._channels.link.send(vector[torch.from_numpy(group.positions[member])], peer, self._tag(group, peer))
+        return self._channels.host.send(vector[torch.from_numpy(group.positions[member])], peer, self._tag(group, peer))
 
     def _receive(self, group: BlockGroup, peer: int, member: int) -> torch.Tensor:
         memory = torch.empty(len(group.positions[member]))
-        self._channels.link.receive(memory, peer, self._tag(group, peer)).wait()
+        self._channels.host.receive(memory, peer, self._tag(group, peer)).wait()
         return memory
 
     def _partners(self, group: BlockGroup) -> list[int]:

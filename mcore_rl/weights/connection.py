@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from mcore_rl.config.quantization import UNQUANTIZED
 from mcore_rl.errors import ConfigError
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.send import WeightSender
@@ -47,23 +48,29 @@ class Connection:
     def channels(self, member: int) -> Channels:
         """Connect to the transfer group as number `member`.
 
-        Collective: all processes of the sync, except for files.
+        Collective: all processes of the sync; for files, only trainer ranks that quantise weights.
         """
-        topology = self.plan.topology
+        topology, seconds = self.plan.topology, self.timeout_seconds
         if self.folder is not None:
-            folder = shared_folder(self.folder)
-            return Channels(FileChannel(folder, topology, member, timeout_seconds=self.timeout_seconds))
-        processes, seconds = (*topology.trainers, *topology.engines), self.timeout_seconds
-        address = processes[member].address
-        link = Link.connect(
-            self.rendezvous, member, len(processes), address, timeout_seconds=seconds, name=topology.name
-        )
+            folder, num_trainers, among = shared_folder(self.folder), len(topology.trainers), None
+            # All of them: which ranks divide a block is not worth computing in every rank.
+            if self.plan.quantization != UNQUANTIZED and member < num_trainers > 1:
+                among = self._link(member, num_trainers)
+            return Channels(FileChannel(folder, topology, member, timeout_seconds=seconds, among_trainers=among))
+        link = self._link(member, len(topology.trainers) + len(topology.engines))
         # All GPU members create the NCCL group after the gloo group: both are collective, in this order.
         members = topology.gpu_members
         if member not in members:
             return Channels(link)
         gpu = NcclChannel.connect(self.rendezvous, member, members, timeout_seconds=seconds, name=topology.name)
         return Channels(link, gpu, topology.gpu_buffers)
+
+    def _link(self, member: int, num_members: int) -> Link:
+        """Connect the first `num_members` members of the sync over gloo."""
+        topology = self.plan.topology
+        address = (*topology.trainers, *topology.engines)[member].address
+        seconds, name = self.timeout_seconds, topology.name
+        return Link.connect(self.rendezvous, member, num_members, address, timeout_seconds=seconds, name=name)
 
 
 class TrainerSetup:

@@ -19,11 +19,6 @@ def check_weights(config: Config) -> None:
             f"weights.transport={FILES} needs weights.directory; set it to a directory that all hosts share, or to a "
             "URL such as s3://bucket/weights"
         )
-    elif config.rollout.quantization != "none":
-        raise ConfigError(
-            f"weights.transport={FILES} does not support rollout.quantization={config.rollout.quantization} yet; set "
-            "another transport, or rollout.quantization=none"
-        )
     if weights.delta and config.cluster.nodes == 1 and weights.transport != FILES:
         raise ConfigError(
             "weights.delta=true has no effect with cluster.nodes=1: it is for weights that are sent between hosts; "

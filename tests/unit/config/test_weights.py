@@ -21,10 +21,8 @@ def test_check_weights_delta_on_one_host_names_both_keys() -> None:
     check_weights(config)
 
 
-def test_check_weights_rejects_quantised_rollouts_through_files() -> None:
+def test_check_weights_accepts_quantised_deltas_through_files() -> None:
     config = Config()
-    config.weights.transport, config.weights.directory, config.rollout.quantization = "files", "/weights", "fp8"
-    with pytest.raises(
-        ConfigError, match=r"transport=files does not support rollout\.quantization=fp8 yet; set another"
-    ):
-        check_weights(config)
+    config.weights.transport, config.weights.directory, config.weights.delta = "files", "/weights", True
+    config.rollout.quantization = "fp8"
+    check_weights(config)

@@ -15,7 +15,7 @@ from mcore_rl.remote.shared_folder import SharedFolder
 from mcore_rl.weights.transports.files.fetch import Fetch
 from mcore_rl.weights.transports.files.manifest import FileFacts
 from mcore_rl.weights.transports.files.writer import TransferWriter
-from mcore_rl.weights.transports.link import MessageKind, MessageTag
+from mcore_rl.weights.transports.link import GlooTransfer, Link, MessageKind, MessageTag
 from mcore_rl.weights.transports.topology import Topology
 
 SHARED = "shared"
@@ -55,15 +55,26 @@ class Fetched:
 
 
 class FileChannel:
-    """HostChannel of member number `member`. `folder`: the connection's.
+    """HostChannel of member number `member`. `folder`: the connection's. `among_trainers`: connections between trainer
+    ranks, for the maxima of divided blocks; None if there are none to exchange.
 
-    Messages are addressed to staging buffers, not to members: several engine ranks may read one.
+    Other messages are addressed to staging buffers, not to members: several engine ranks may read one.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, folder: SharedFolder, topology: Topology, member: int, *, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        folder: SharedFolder,
+        topology: Topology,
+        member: int,
+        *,
+        timeout_seconds: float,
+        among_trainers: Link | None = None,
+    ) -> None:
         self._folder = folder
+        self._among_trainers = among_trainers
+        self._num_trainers = len(topology.trainers)
         self._exact = not topology.delta
         self._member = member
         self._name = topology.name
@@ -73,20 +84,28 @@ class FileChannel:
         self._num_fetches = 0
 
     def handshake(self, peers: Collection[int]) -> None:
-        """Check that this process sees the folder of the connection.
+        """Check that this process sees the folder of the connection, and connect to trainer ranks among the peers.
 
-        Raises: ConfigError if it does not; StorageError if it cannot be read.
+        Raises: ConfigError if it does not see the folder; StorageError if it cannot be read; PeerLostError.
         """
         if SHARED not in self._folder.names(""):
             raise ConfigError(
                 f"weights.directory: {self._name(self._member)} does not see the files of the driver in "
                 f"{self._folder.url}; set weights.directory to storage that all hosts share"
             )
+        if self._among_trainers is not None:
+            self._among_trainers.handshake([peer for peer in peers if peer < self._num_trainers])
 
-    def send(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> Written:
+    def send(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> Written | GlooTransfer:
+        if tag.kind == MessageKind.MAXIMA:
+            assert self._among_trainers is not None
+            return self._among_trainers.send(memory, peer, tag)
         return Written(memory, self._writer.put(memory, tag))
 
-    def receive(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> Fetched:
+    def receive(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> Fetched | GlooTransfer:
+        if tag.kind == MessageKind.MAXIMA:
+            assert self._among_trainers is not None
+            return self._among_trainers.receive(memory, peer, tag)
         assert self._fetch is not None, "receive() was called before fetch()"
         return Fetched(memory, self._fetch, peer, tag, self._exact or tag.kind != MessageKind.WEIGHTS)
 
@@ -116,11 +135,14 @@ class FileChannel:
         self._writer.finish()
 
     def closing_on_loss(self) -> AbstractContextManager[None]:
-        """Do nothing: there is no connection. Only the driver ends the waits of readers for this process's files."""
-        return nullcontext()
+        """Close the connections between trainer ranks. Only the driver ends the waits of readers for this process's
+        files."""
+        return nullcontext() if self._among_trainers is None else self._among_trainers.closing_on_loss()
 
     def close(self) -> None:
         self._end_fetch()
+        if self._among_trainers is not None:
+            self._among_trainers.close()
         self._writer.close()
 
     def _end_fetch(self) -> None:
