@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,12 +22,15 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 from mcore_rl.errors import ConfigError, PeerLostError, StorageError, WeightSyncError
+from mcore_rl.remote.shared_folder import SharedFolder
 from mcore_rl.weights.connection import Connection, TrainerSetup
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.arrival import Rendezvous
+from mcore_rl.weights.transports.files.manifest import FileFacts, data_name, encode, manifest_name
 from mcore_rl.weights.transports.files.run_files import RECORD, RunFiles, run_files
+from mcore_rl.weights.transports.link import MessageKind, MessageTag
 from mcore_rl.weights.verify import compare
 from model_converters.mapping.layout import TrainLayout
 from tests.unit.weights import transfer
@@ -273,9 +278,14 @@ def test_full_disk_is_named_by_the_sender(
 ) -> None:
     plan, folder = files_plan(), begun(small_disk("300k"))
     with connected(plan, store, folder=folder) as processes:
-        with pytest.raises(StorageError, match=r"^weights\.directory: .*/1/0/0\.\d\.weights\.\d+: OSError: .*No space"):
+        message = r"^weights\.directory: .*/1/0/0\.(\d)\.weights\.\d+: OSError: .*No space"
+        with pytest.raises(StorageError, match=message) as caught:
             send(processes, held_by(plan, checkpoint_of(plan, 1)))
-        assert not [name for name in files_in(folder) if name.endswith((".part", ".json"))]
+        found = re.match(message, str(caught.value))
+        assert found
+        # Another sender may be complete.
+        assert f"0/complete/0.{found[1]}.json" not in files_in(folder)
+        assert not [name for name in files_in(folder) if name.endswith(".part")]
 
 
 def test_process_that_does_not_see_the_folder_is_named(store: dist.TCPStore, tmp_path: Path) -> None:
@@ -318,11 +328,53 @@ def test_run_files_are_removed_at_the_end_and_after_a_kill(url: str, tmp_path: P
     assert not (run_dir / RECORD).exists()
 
 
-def test_run_files_that_cannot_be_removed_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / RECORD).write_text('{"folder": "unknown-protocol://bucket/run"}')
+def test_run_files_that_cannot_be_removed_are_logged_and_kept_for_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unreachable, record = "unknown-protocol://bucket/run", tmp_path / RECORD
+    left = tmp_path / "left"
+    left.mkdir()
+    record.write_text(json.dumps({"folders": [unreachable, str(left)]}))
     with run_files(str(tmp_path / "weights"), tmp_path) as files:
         files.begin_connection(1)
+        assert json.loads(record.read_text()) == {"folders": [unreachable, files.url]}
+        assert not left.exists()
     assert "were not removed: weights.directory=unknown-protocol://bucket/run" in caplog.text
+    assert json.loads(record.read_text()) == {"folders": [unreachable]}
+
+
+def test_damaged_record_of_run_files_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record = tmp_path / RECORD
+    record.write_text("{")
+    with run_files(str(tmp_path / "weights"), tmp_path) as files:
+        assert json.loads(record.read_text()) == {"folders": [files.url]}
+    assert "is damaged" in caplog.text
+    assert not record.exists()
+
+
+FETCH_AND_END = """
+import sys, time
+from mcore_rl.remote.shared_folder import SharedFolder
+from mcore_rl.weights.transports.files.fetch import Fetch
+fetch = Fetch(SharedFolder("weights.directory", sys.argv[1]), 0, 0, [0], name=str, timeout_seconds=60)
+while not fetch._threads._threads:
+    time.sleep(0.01)
+print("reads", fetch.is_done())
+fetch.close()
+"""
+
+
+def test_file_server_without_an_answer_keeps_no_process_alive(tmp_path: Path) -> None:
+    """A pipe that nobody writes to stands for the file of a server that does not answer."""
+    tag = MessageTag(MessageKind.WEIGHTS, 0, 0)
+    name = data_name(0, 0, tag)
+    folder = SharedFolder("weights.directory", str(tmp_path))
+    folder.put(manifest_name(0, 0, 0), memoryview(encode({name: FileFacts.of(b"content")})))
+    os.mkfifo(tmp_path / name)
+    ended = subprocess.run(
+        [sys.executable, "-c", FETCH_AND_END, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "reads False\n"), ended.stderr
 
 
 def test_weights_import_no_configuration() -> None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 
 from mcore_rl.errors import PeerLostError, WeightSyncError
 from mcore_rl.remote.file_systems import PARALLEL_FILES
 from mcore_rl.remote.shared_folder import SharedFolder
 from mcore_rl.weights.transports.files.manifest import FileFacts, data_name, decode, manifest_folder, manifest_name
+from mcore_rl.weights.transports.files.threads import CopyThreads
 from mcore_rl.weights.transports.link import MessageTag
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.5
@@ -44,8 +46,8 @@ class Fetch:
         self._timeout_seconds = timeout_seconds
         self._files: dict[int, Future[Files]] = {sender: Future() for sender in senders}
         self._closed = threading.Event()
-        self._pool = ThreadPoolExecutor(PARALLEL_FILES)
-        # A daemon: a file server without an answer must not keep the process alive.
+        self._threads: CopyThreads[bytes] = CopyThreads(PARALLEL_FILES)
+        # A daemon, as the threads that copy files.
         threading.Thread(target=self._run, name="fetch weights", daemon=True).start()
 
     def take(self, sender: int, tag: MessageTag) -> bytes:
@@ -75,7 +77,7 @@ class Fetch:
     def close(self) -> None:
         """End the fetch; messages that have not arrived raise a WeightSyncError."""
         self._closed.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close(wait=False)
 
     def _run(self) -> None:
         waiting = {manifest_name(self._buffer, self._transfer, sender): sender for sender in self._files}
@@ -85,7 +87,7 @@ class Fetch:
             for sender in waiting.values():
                 self._files[sender].set_exception(error)
             self._closed.set()
-        self._pool.shutdown(wait=False)
+        self._threads.finish()
 
     def _find(self, waiting: dict[str, int]) -> None:
         """Begin to read the files of each manifest as soon as it exists, and remove it from `waiting`."""
@@ -110,7 +112,7 @@ class Fetch:
 
     def _start(self, manifest: str) -> Files:
         facts = decode(self._folder.read(manifest), self._path(manifest))
-        return {name: self._pool.submit(self._read, name, each) for name, each in facts.items()}
+        return {name: self._threads.submit(partial(self._read, name, each)) for name, each in facts.items()}
 
     def _read(self, name: str, facts: FileFacts) -> bytes:
         content = self._folder.read(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from model_converters.durable_files import durable_write
 
 KEY = "weights.directory"
 RECORD = "weight_files.json"
-"""File in run.dir with the URL of the folder, so that the next start removes what a killed run has left."""
+"""File in run.dir with the URLs of the folders, so that the next start removes what a killed run has left."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,13 @@ class RunFiles:
 
 @contextmanager
 def run_files(directory: str, run_dir: Path) -> Iterator[RunFiles]:
-    """Name a new folder below `directory` for the block, and remove it afterwards. Before, remove the folder of an
-    earlier start of this run that was killed."""
+    """Name a new folder below `directory` for the block, and remove it afterwards. Before, remove the folders of
+    earlier starts of this run that were killed."""
     record = run_dir / RECORD
     _remove_recorded(record)
     # A new name per start: a process of an earlier start that still writes does not disturb this one.
     files = RunFiles(f"{directory.rstrip('/')}/mcore_rl-{secrets.token_hex(8)}")
-    with durable_write(record) as file:
-        file.write(json.dumps({"folder": files.url}).encode())
+    _write_record(record, [*_recorded(record), files.url])
     try:
         yield files
     finally:
@@ -64,13 +63,33 @@ def run_files(directory: str, run_dir: Path) -> Iterator[RunFiles]:
 
 
 def _remove_recorded(record: Path) -> None:
-    """Remove the folder that the record names, and the record. A folder that cannot be removed is left to the next
-    start."""
-    if not record.exists():
-        return
+    """Remove the folders that the record names, and the record. Folders that cannot be removed stay in the record, so
+    the next start tries again."""
+    folders = _recorded(record)
+    left = []
+    for folder in folders:
+        try:
+            shared_folder(folder).remove_all()
+        except McoreRLError as error:
+            logger.warning("weight files of %s were not removed: %s", record.parent, error)
+            left.append(folder)
+    if left:
+        _write_record(record, left)
+    else:
+        record.unlink(missing_ok=True)
+
+
+def _recorded(record: Path) -> list[str]:
+    """Return the URLs of the folders in the record; empty if there is none, or if it is damaged."""
     try:
-        shared_folder(json.loads(record.read_bytes())["folder"]).remove_all()
-    except (McoreRLError, ValueError, TypeError, KeyError) as error:
-        logger.warning("weight files of %s were not removed: %s", record.parent, error)
-        return
-    record.unlink()
+        return [str(folder) for folder in json.loads(record.read_bytes())["folders"]]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError, KeyError) as error:
+        logger.warning("%s is damaged (%s): weight files of an earlier start may be left", record, error)
+        return []
+
+
+def _write_record(record: Path, folders: Sequence[str]) -> None:
+    with durable_write(record) as file:
+        file.write(json.dumps({"folders": folders}).encode())

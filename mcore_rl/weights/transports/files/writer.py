@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 
 from mcore_rl.remote.file_systems import PARALLEL_FILES
 from mcore_rl.remote.shared_folder import SharedFolder
 from mcore_rl.weights.transports.files.manifest import FileFacts, data_name, encode, manifest_name
+from mcore_rl.weights.transports.files.threads import CopyThreads
 from mcore_rl.weights.transports.link import MessageTag
 
 KEPT_TRANSFERS = 2
@@ -25,7 +27,8 @@ class TransferWriter:
     def __init__(self, folder: SharedFolder, member: int) -> None:
         self._folder = folder
         self._member = member
-        self._pool = ThreadPoolExecutor(PARALLEL_FILES)
+        self._writing: CopyThreads[FileFacts] = CopyThreads(PARALLEL_FILES)
+        self._removing: CopyThreads[None] = CopyThreads(1)
         self._transfer = 0
         self._files: dict[int, dict[str, Future[FileFacts]]] = {}
         """Files of the current transfer by buffer and name."""
@@ -38,7 +41,7 @@ class TransferWriter:
         if not self._files:
             self._remove_earlier()
         name = data_name(self._transfer, self._member, tag)
-        written = self._pool.submit(self._write, name, memoryview(memory.numpy()).cast("B"))
+        written = self._writing.submit(partial(self._write, name, memoryview(memory.numpy()).cast("B")))
         self._files.setdefault(tag.buffer, {})[name] = written
         return written
 
@@ -61,7 +64,8 @@ class TransferWriter:
 
     def close(self) -> None:
         """End all writes that have not begun. The folder is removed by the driver."""
-        self._pool.shutdown(cancel_futures=True)
+        self._writing.close(wait=True)  # a file that appears later would stay behind
+        self._removing.close(wait=True)
 
     def _write(self, name: str, content: memoryview) -> FileFacts:
         self._folder.put(name, content)
@@ -69,4 +73,4 @@ class TransferWriter:
 
     def _remove_earlier(self) -> None:
         while len(self._earlier) >= KEPT_TRANSFERS:
-            self._removals.append(self._pool.submit(self._folder.remove, self._earlier.popleft()))
+            self._removals.append(self._removing.submit(partial(self._folder.remove, self._earlier.popleft())))
