@@ -22,6 +22,7 @@ from mcore_rl.config.rules.validation import read_hf_config, validate, validate_
 from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig, RolloutConfig
 from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError
+from mcore_rl.preparation.sglang_files import check_sglang_files
 from mcore_rl.remote.shared_folder import SharedFolder
 from mcore_rl.remote.storage import has_export
 from mcore_rl.resolved.nccl import nccl_packages
@@ -59,6 +60,8 @@ def check_run(config: Config, *, sends_weights: bool = True) -> None:
     make_paths_absolute(config)
     if sends_weights and not is_supervised(config.algorithm) and config.weights.directory is not None:
         SharedFolder("weights.directory", config.weights.directory).check_writable()
+        if config.rollout.engine == "sglang":
+            check_sglang_files("weights.directory", config.weights.directory)
     if uses_judge(config.judge):
         config.judge.template = template_text(config.judge)
 

@@ -6,6 +6,7 @@ This module imports no configuration: engines of other environments use it, too.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -41,16 +42,24 @@ def shown(error: Exception) -> str:
 
 
 def file_system(key: str, url: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL, and the path there."""
-    from fsspec.core import url_to_fs
-    from fsspec.registry import known_implementations
+    """Return the file system of a URL, and the path there.
+
+    Raises: ConfigError if a package is missing.
+    """
+    try:
+        from fsspec.core import url_to_fs
+        from fsspec.registry import known_implementations
+    except ImportError as error:
+        raise ConfigError(f"{key}={url}: {error}; run `{sys.executable} -m pip install fsspec`") from None
 
     protocol = url.partition("://")[0]
     try:
         system, path = url_to_fs(url)
     except ImportError as error:
         # The message names the package: "Install s3fs to access S3".
-        raise ConfigError(f"{key}={url}: {error}; install it with pip, or set {key} to a local path") from None
+        raise ConfigError(
+            f"{key}={url}: {error}; install it with pip in {sys.prefix}, or set {key} to a local path"
+        ) from None
     except ValueError:
         if protocol in known_implementations:
             raise

@@ -90,7 +90,7 @@ def test_what_cannot_start_here_is_refused_by_key(
     [
         ("{file}/w", r"^weights\.directory: .*/file/w/mcore_rl_probe-\w+: NotADirectoryError: .*; check that every "),
         ("nowhere://w", r"^weights\.directory=nowhere://w: nowhere:// is not known to fsspec; use one such as s3://"),
-        ("s3://bucket/w", r"^weights\.directory=s3://bucket/w: Install s3fs.*; install it with pip"),
+        ("s3://bucket/w", r"^weights\.directory=s3://bucket/w: Install s3fs.*; install it with pip in /"),
         ("http://localhost:1/w", r"^weights\.directory: http://localhost:1/w/mcore_rl_probe-\w+: "),
     ],
 )
@@ -108,6 +108,38 @@ def test_check_run_directory_of_weights_must_be_writable(
 def test_check_run_creates_the_directory_of_weights_and_leaves_it_empty(base: str, tmp_path: Path) -> None:
     check_run(load_config(base, ["weights.transport=files", f"weights.directory={tmp_path}/new/weights"]))
     assert list((tmp_path / "new").rglob("*")) == [tmp_path / "new" / "weights"]
+
+
+def environment_without(package: str, directory: Path) -> Path:
+    """Return an interpreter that stands for SGLang's: this one, but it cannot import `package`."""
+    python = directory / "python"
+    hidden = f"import sys; sys.modules['{package}'] = None"
+    python.write_text(f'#!/bin/sh\nshift; code=$1; shift; exec {sys.executable} -c "{hidden}\n$code" "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+@pytest.mark.parametrize(
+    ("package", "message"),
+    [
+        ("fsspec", r"No module named 'fsspec.*; run `/\S+ -m pip install fsspec`$"),
+        (
+            "fsspec.implementations.memory",
+            r".*; install it with pip in /\S+, or set weights\.directory to a local path$",
+        ),
+        ("unrelated", ""),
+    ],
+)
+def test_check_run_package_that_sglang_lacks_for_the_directory_of_weights_is_named(
+    base: str, package: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "missing_engine", lambda *sections: None)
+    monkeypatch.setenv("MCORE_RL_SGLANG_PYTHON", str(environment_without(package, tmp_path)))
+    directory = "weights.directory=memory://bucket/weights"
+    config = load_config(base, ["rollout.engine=sglang", "weights.transport=files", directory])
+    start = r"^rollout\.engine=sglang reads weights\.directory itself: weights\.directory=memory://bucket/weights: "
+    with pytest.raises(ConfigError, match=start + message) if message else nullcontext():
+        check_run(config)
 
 
 DIFFERENT_NCCL = NcclPackages(("nvidia-nccl-cu13", "2.29.7"), ("nvidia-nccl-cu13", "2.30.7"))

@@ -99,7 +99,11 @@ def test_fetch_that_was_cut_leaves_no_files(
     [
         ("memory://bucket/none.jsonl", DataError, r"^data\.train: there is no file memory://bucket/none\.jsonl"),
         ("memory://bucket/a/*.csv", DataError, "there is no file"),
-        ("s3://bucket/a.jsonl", ConfigError, "^data.train=s3://bucket/a.jsonl: Install s3fs to .* install it with pip"),
+        (
+            "s3://bucket/a.jsonl",
+            ConfigError,
+            "^data.train=s3://bucket/a.jsonl: Install s3fs.* install it with pip in /",
+        ),
         ("gs://bucket/a.jsonl", ConfigError, "install gcsfs to access"),
         ("nope://bucket/a", ConfigError, "nope:// is not known to fsspec; use one such as s3://"),
     ],
