@@ -70,10 +70,17 @@ class SharedFolder:
             return {PurePosixPath(path).name for path in found}
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove files. Raises: StorageError naming the first one."""
-        if names:
-            with self._named(next(iter(names))):
-                self._system.rm([self._path(name) for name in names])
+        """Remove files; one that does not exist any more is skipped. Raises: StorageError naming the first one."""
+        if not names:
+            return
+        with self._named(next(iter(names))):
+            paths = [self._path(name) for name in names]
+            if not is_local(self._system):
+                self._system.rm(paths)
+                return
+            for path in paths:
+                with suppress(FileNotFoundError):  # a job that removes old files may be faster
+                    os.unlink(path)
 
     def remove_all(self) -> None:
         """Remove the folder with everything in it, if it exists. Raises: StorageError."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,8 +28,9 @@ from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.arrival import Rendezvous
+from mcore_rl.weights.transports.files.channel import FileChannel
 from mcore_rl.weights.transports.files.manifest import FileFacts, data_name, encode, manifest_name
-from mcore_rl.weights.transports.files.run_files import RECORD, RunFiles, run_files
+from mcore_rl.weights.transports.files.run_files import RunFiles
 from mcore_rl.weights.transports.link import MessageKind, MessageTag
 from mcore_rl.weights.verify import compare
 from model_converters.mapping.layout import TrainLayout
@@ -180,6 +181,38 @@ def test_delta_after_a_lost_update_is_refused(store: dist.TCPStore, tmp_path: Pa
             drain(processes.receivers[0])
 
 
+@pytest.mark.parametrize("delta", [False, True])
+def test_slow_engine_reads_an_update_while_the_next_one_is_written(
+    store: dist.TCPStore, delta: bool, tmp_path: Path
+) -> None:
+    """Removals begin with the write of the update after the next one, which waits for all engines."""
+    plan, folder = files_plan("two engines read one buffer", delta=delta), begun(tmp_path)
+    checkpoints = [checkpoint_of(plan, seed) for seed in range(4)]
+    with connected(plan, store, folder=folder) as processes:
+        fast, slow = processes.receivers
+        send(processes, held_by(plan, checkpoints[0]))
+        check_taken([taken_from(fast)], checkpoints[0], DENSE, plan.engine_layout)
+        for number in (1, 2, 3):
+            calls: list[Callable[[], Any]] = [partial(taken_from, slow)]
+            calls += [
+                partial(sender.send, own)
+                for sender, own in zip(processes.senders, held_by(plan, checkpoints[number]), strict=True)
+            ]
+            late = transfer.at_once(calls)[0]
+            check_taken([late], checkpoints[number - 1], DENSE, plan.engine_layout)
+            check_taken([taken_from(fast)], checkpoints[number], DENSE, plan.engine_layout)
+
+
+def test_file_that_another_job_has_removed_ends_no_update(store: dist.TCPStore, tmp_path: Path) -> None:
+    plan, folder = files_plan(), begun(tmp_path)
+    with connected(plan, store, folder=folder) as processes:
+        check_update(processes, 0)
+        next(Path(folder).rglob("0.*.weights.0")).unlink()
+        for seed in (1, 2, 3):
+            check_update(processes, seed)
+        assert not list(Path(folder).rglob("0.*"))
+
+
 def test_files_of_two_transfers_are_kept(store: dist.TCPStore, tmp_path: Path) -> None:
     plan, folder = files_plan(), begun(tmp_path)
     kept = []
@@ -239,9 +272,26 @@ def test_damaged_file_is_named_and_breaks_the_receiver(store: dist.TCPStore, dam
             receiver.begin()
 
 
+MANIFEST = 2.0
+"""Share of an update after which all files are written, and the manifest is not."""
+
+
+def die_before_manifest(folder: SharedFolder) -> None:
+    put = folder.put
+
+    def put_or_die(name: str, data: memoryview) -> None:
+        if "/complete/" in name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        put(name, data)
+
+    folder.put = put_or_die  # type: ignore[method-assign]
+
+
 def send_and_die(plan: SyncPlan, folder: str, share: float) -> None:
     """Send an update as trainer rank 1, and die after `share` of it."""
     sender = TrainerSetup(plan, 1).connect(Connection(plan, Rendezvous("", 0, 0), {}, 1.0, folder))
+    if share == MANIFEST:
+        die_before_manifest(cast("FileChannel", sender._channels.host)._folder)
     num_slices = sum(len(message.slices) for of_round in plan.outgoing(1).values() for message in of_round)
 
     def on_access(done: int) -> None:
@@ -252,7 +302,7 @@ def send_and_die(plan: SyncPlan, folder: str, share: float) -> None:
     sender.send(CountedTensors(held, on_access))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0, MANIFEST])
 def test_killed_sender_leaves_nothing_to_take_and_is_named(store: dist.TCPStore, share: float, tmp_path: Path) -> None:
     plan, files = files_plan(), RunFiles(f"{tmp_path}/run")
     folder = files.begin_connection(1)
@@ -260,7 +310,10 @@ def test_killed_sender_leaves_nothing_to_take_and_is_named(store: dist.TCPStore,
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
-    assert any(name.startswith("0/0.1.weights") for name in files_in(folder)) == (share > 0)
+    written = {name for name in files_in(folder) if "/0.1.weights." in name}
+    assert bool(written) == (share > 0)
+    if share == MANIFEST:
+        assert len(written) == sum(map(len, plan.outgoing(1).values()))
     with connected(plan, store, timeout_seconds=1.0, folder=folder) as processes:
         processes.senders[0].send(held_by(plan, checkpoint_of(plan, 1))[0])
         assert [name for name in files_in(folder) if "complete" in name] == ["0/complete/0.0.json"]
@@ -294,62 +347,6 @@ def test_process_that_does_not_see_the_folder_is_named(store: dist.TCPStore, tmp
         connected(files_plan(), store, folder=f"{tmp_path}/elsewhere"),
     ):
         pass
-
-
-def test_begin_connection_removes_the_earlier_one(tmp_path: Path) -> None:
-    files = RunFiles(f"{tmp_path}/run")
-    first = files.begin_connection(1)
-    second = files.begin_connection(2)
-    assert (Path(first).exists(), Path(second).exists()) == (False, True)
-
-
-@pytest.mark.parametrize("url", ["directory", BUCKET])
-def test_run_files_are_removed_at_the_end_and_after_a_kill(url: str, tmp_path: Path, bucket: MemoryFileSystem) -> None:
-    run_dir, other = tmp_path / "run", tmp_path / "other"
-    run_dir.mkdir()
-    other.mkdir()
-    directory = url if "://" in url else str(tmp_path / url)
-
-    def exists(folder: str) -> bool:
-        return bool(bucket.exists(folder)) if "://" in folder else Path(folder).exists()
-
-    killed = run_files(directory, run_dir)  # the block never ends
-    left = killed.__enter__().begin_connection(1)
-    with run_files(directory, other) as files:
-        beside = files.begin_connection(1)
-        with run_files(directory, run_dir) as again:
-            assert not exists(left)
-            assert exists(beside)
-            begun = again.begin_connection(1)
-            assert exists(begun)
-        assert not exists(begun)
-        assert exists(beside)
-    assert not exists(beside)
-    assert not (run_dir / RECORD).exists()
-
-
-def test_run_files_that_cannot_be_removed_are_logged_and_kept_for_the_next_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    unreachable, record = "unknown-protocol://bucket/run", tmp_path / RECORD
-    left = tmp_path / "left"
-    left.mkdir()
-    record.write_text(json.dumps({"folders": [unreachable, str(left)]}))
-    with run_files(str(tmp_path / "weights"), tmp_path) as files:
-        files.begin_connection(1)
-        assert json.loads(record.read_text()) == {"folders": [unreachable, files.url]}
-        assert not left.exists()
-    assert "were not removed: weights.directory=unknown-protocol://bucket/run" in caplog.text
-    assert json.loads(record.read_text()) == {"folders": [unreachable]}
-
-
-def test_damaged_record_of_run_files_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    record = tmp_path / RECORD
-    record.write_text("{")
-    with run_files(str(tmp_path / "weights"), tmp_path) as files:
-        assert json.loads(record.read_text()) == {"folders": [files.url]}
-    assert "is damaged" in caplog.text
-    assert not record.exists()
 
 
 FETCH_AND_END = """

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mcore_rl.errors import McoreRLError
+from mcore_rl.errors import McoreRLError, StorageError
 from mcore_rl.remote.shared_folder import SharedFolder
 from mcore_rl.weights.transports.files.channel import SHARED
 from model_converters.durable_files import durable_write
@@ -41,7 +41,12 @@ class RunFiles:
         Raises: StorageError.
         """
         if self._connection is not None:
-            self._connection.remove_all()
+            try:
+                self._connection.remove_all()
+            except (
+                StorageError
+            ) as error:  # a process that has not ended may read a file; the end of the run tries again
+                logger.warning("weights of an earlier connection were not removed: %s", error)
         self._connection = shared_folder(f"{self.url}/{number}")
         self._connection.put(SHARED, memoryview(b""))
         return self._connection.url
@@ -52,10 +57,12 @@ def run_files(directory: str, run_dir: Path) -> Iterator[RunFiles]:
     """Name a new folder below `directory` for the block, and remove it afterwards. Before, remove the folders of
     earlier starts of this run that were killed."""
     record = run_dir / RECORD
+    last_start = _recorded(record)[-1:]
     _remove_recorded(record)
-    # A new name per start: a process of an earlier start that still writes does not disturb this one.
+    # A new name per start: a process of the last start that still writes does not disturb this one. What it writes is
+    # removed at the end.
     files = RunFiles(f"{directory.rstrip('/')}/mcore_rl-{secrets.token_hex(8)}")
-    _write_record(record, [*_recorded(record), files.url])
+    _write_record(record, [*dict.fromkeys([*_recorded(record), *last_start]), files.url])
     try:
         yield files
     finally:
