@@ -21,6 +21,7 @@ from mcore_rl.weights.engine_config import engine_layout
 from mcore_rl.weights.send import WeightSender
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.arrival import Rendezvous
+from mcore_rl.weights.transports.files.run_files import RunFiles
 from mcore_rl.weights.transports.hosts import this_host
 from mcore_rl.weights.transports.link import open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
@@ -52,16 +53,25 @@ class HFTrainer:
     _generations = itertools.count()
 
     def __init__(
-        self, model: Any, engine: RemoteEngine, bucket_bytes: int, num_slots: int, transport: str = "auto"
+        self,
+        model: Any,
+        engine: RemoteEngine,
+        bucket_bytes: int,
+        num_slots: int,
+        transport: str = "auto",
+        *,
+        delta: bool = False,
+        files: RunFiles | None = None,
     ) -> None:
-        self.model = model
+        """files: folder of the weights if transport is files."""
+        self.model, self.files = model, files
         self._engine = engine
         self._pool = ThreadPoolExecutor(32)  # threads of a broken update wait until the engine has disconnected
         self._sending: list[Future[Any]] = []
         self.setups: list[TrainerSetup] = []
         rollout = engine.settings["rollout_config"]
         layout = engine_layout(rollout)
-        topology = Topology((HERE,) * LAYOUT.world_size, (HERE,) * layout.num_ranks, layout.num_ranks, transport)
+        topology = Topology((HERE,) * LAYOUT.world_size, (HERE,) * layout.num_ranks, layout.num_ranks, transport, delta)
         hf_config, dtype = read_hf_config(Path(engine.directory)), getattr(torch, engine.settings["dtype"])
         quantization = rollout.quantization
         self.plan = SyncPlan(hf_config, dtype, LAYOUT, layout, topology, bucket_bytes, num_slots, quantization)
@@ -77,7 +87,8 @@ class HFTrainer:
         self.setups = [TrainerSetup(self.plan, rank) for rank in range(LAYOUT.world_size)]
         segments = {number: name for setup in self.setups for number, name in setup.create_buffers().items()}
         rendezvous = Rendezvous("127.0.0.1", self._store.port, next(self._generations))
-        connection = Connection(self.plan, rendezvous, segments, TIMEOUT_SECONDS)
+        folder = None if self.files is None else self.files.begin_connection(rendezvous.generation)
+        connection = Connection(self.plan, rendezvous, segments, TIMEOUT_SECONDS, folder)
         try:
             connecting = [self._pool.submit(setup.connect, connection) for setup in self.setups]
             self._engine.call("connect", connection, 0)

@@ -29,9 +29,7 @@ from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.arrival import Rendezvous
 from mcore_rl.weights.transports.files.channel import FileChannel
-from mcore_rl.weights.transports.files.manifest import FileFacts, data_name, encode, manifest_name
 from mcore_rl.weights.transports.files.run_files import RunFiles
-from mcore_rl.weights.transports.link import MessageKind, MessageTag
 from mcore_rl.weights.verify import compare
 from model_converters.mapping.layout import TrainLayout
 from tests.unit.weights import transfer
@@ -347,31 +345,6 @@ def test_process_that_does_not_see_the_folder_is_named(store: dist.TCPStore, tmp
         connected(files_plan(), store, folder=f"{tmp_path}/elsewhere"),
     ):
         pass
-
-
-FETCH_AND_END = """
-import sys, time
-from mcore_rl.remote.shared_folder import SharedFolder
-from mcore_rl.weights.transports.files.fetch import Fetch
-fetch = Fetch(SharedFolder("weights.directory", sys.argv[1]), 0, 0, [0], name=str, timeout_seconds=60)
-while not fetch._threads._threads:
-    time.sleep(0.01)
-print("reads", fetch.is_done())
-fetch.close()
-"""
-
-
-def test_file_server_without_an_answer_keeps_no_process_alive(tmp_path: Path) -> None:
-    """A pipe that nobody writes to stands for the file of a server that does not answer."""
-    tag = MessageTag(MessageKind.WEIGHTS, 0, 0)
-    name = data_name(0, 0, tag)
-    folder = SharedFolder("weights.directory", str(tmp_path))
-    folder.put(manifest_name(0, 0, 0), memoryview(encode({name: FileFacts.of(b"content")})))
-    os.mkfifo(tmp_path / name)
-    ended = subprocess.run(
-        [sys.executable, "-c", FETCH_AND_END, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (ended.returncode, ended.stdout) == (0, "reads False\n"), ended.stderr
 
 
 def test_weights_import_no_configuration() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -13,25 +12,12 @@ import torch
 from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.remote.shared_folder import SharedFolder
 from mcore_rl.weights.transports.files.fetch import Fetch
-from mcore_rl.weights.transports.files.manifest import FileFacts
-from mcore_rl.weights.transports.files.writer import TransferWriter
+from mcore_rl.weights.transports.files.writer import TransferWriter, Written
 from mcore_rl.weights.transports.link import GlooTransfer, Link, MessageKind, MessageTag
 from mcore_rl.weights.transports.topology import Topology
 
 SHARED = "shared"
 """File that the driver writes into the folder of each connection before any process connects."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """Transfer of a message that this process writes."""
-
-    memory: torch.Tensor
-    written: Future[FileFacts]
-
-    def wait(self) -> None:
-        """Block until the file is written. Raises: StorageError naming it."""
-        self.written.result()
 
 
 @dataclass(frozen=True)
@@ -79,7 +65,7 @@ class FileChannel:
         self._member = member
         self._name = topology.name
         self._timeout_seconds = timeout_seconds
-        self._writer = TransferWriter(folder, member)
+        self._writer = TransferWriter(folder, member, timeout_seconds)
         self._fetch: Fetch | None = None
         self._num_fetches = 0
 
@@ -100,7 +86,7 @@ class FileChannel:
         if tag.kind == MessageKind.MAXIMA:
             assert self._among_trainers is not None
             return self._among_trainers.send(memory, peer, tag)
-        return Written(memory, self._writer.put(memory, tag))
+        return self._writer.put(memory, tag)
 
     def receive(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> Fetched | GlooTransfer:
         if tag.kind == MessageKind.MAXIMA:

@@ -26,7 +26,7 @@ Files = dict[str, Future[bytes]]
 class Fetch:
     """Fetches transfer number `transfer` from `senders` to a staging buffer into this process's memory.
 
-    name: name of a sender for messages. timeout_seconds: maximum wait for the next manifest.
+    name: name of a sender for messages. timeout_seconds: maximum wait for the next manifest, and for the next file.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Fetch:
         self._timeout_seconds = timeout_seconds
         self._files: dict[int, Future[Files]] = {sender: Future() for sender in senders}
         self._closed = threading.Event()
-        self._threads: CopyThreads[bytes] = CopyThreads(PARALLEL_FILES)
+        self._threads: CopyThreads[bytes] = CopyThreads(PARALLEL_FILES, timeout_seconds)
         # A daemon, as the threads that copy files.
         threading.Thread(target=self._run, name="fetch weights", daemon=True).start()
 
@@ -57,20 +57,24 @@ class Fetch:
         file.
         """
         name = data_name(self._transfer, sender, tag)
-        content = self._files[sender].result().pop(name, None)
+        manifest = self._path(manifest_name(self._buffer, self._transfer, sender))
+        content = self._threads.wait(self._files[sender], manifest).pop(name, None)
         if content is None:
-            manifest = manifest_name(self._buffer, self._transfer, sender)
-            raise WeightSyncError(f"{self._path(manifest)} does not list {name}")
-        return content.result()
+            raise WeightSyncError(f"{manifest} does not list {name}")
+        return self._threads.wait(content, self._path(name))
 
     def is_done(self) -> bool:
         """Return whether all messages are in memory. Raises: as `take`."""
-        if not all(files.done() for files in self._files.values()):
+        for sender, files in self._files.items():
+            if not files.done():
+                self._threads.require_progress(self._path(manifest_name(self._buffer, self._transfer, sender)))
+                return False
+        contents = {name: content for files in self._files.values() for name, content in files.result().items()}
+        missing = next((name for name, content in contents.items() if not content.done()), None)
+        if missing is not None:
+            self._threads.require_progress(self._path(missing))
             return False
-        contents = [content for files in self._files.values() for content in files.result().values()]
-        if not all(content.done() for content in contents):
-            return False
-        for content in contents:
+        for content in contents.values():
             content.result()
         return True
 
@@ -99,6 +103,7 @@ class Fetch:
                 self._files[waiting[manifest]].set_result(self._start(manifest))
                 del waiting[manifest]
             if arrived:
+                self._threads.note_progress()
                 deadline, pause = time.monotonic() + self._timeout_seconds, FIRST_PAUSE_SECONDS
             elif time.monotonic() > deadline:
                 missing, sender = next(iter(waiting.items()))
