@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
-import mcore_rl
 from mcore_rl.config.rules.engine_support import sglang_python
 from mcore_rl.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
+"""Folder of this package, which SGLang's environment does not have."""
 _OPEN = """
 import sys
 from mcore_rl.errors import ConfigError
@@ -27,7 +29,7 @@ def check_sglang_files(key: str, url: str) -> None:
     """
     python = sglang_python()
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    environment["PYTHONPATH"] = os.path.dirname(mcore_rl.__path__[0])
+    environment["PYTHONPATH"] = str(ROOT)
     opened = subprocess.run(
         [str(python), "-c", _OPEN, key, url], env=environment, capture_output=True, text=True, check=False
     )

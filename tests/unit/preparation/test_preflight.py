@@ -130,7 +130,7 @@ def environment_without(package: str, directory: Path) -> Path:
         ("unrelated", ""),
     ],
 )
-def test_check_run_package_that_sglang_lacks_for_the_directory_of_weights_is_named(
+def test_check_run_package_of_weight_files_that_sglang_lacks_is_named(
     base: str, package: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "missing_engine", lambda *sections: None)

@@ -47,9 +47,7 @@ def test_run_files_are_removed_at_the_end_and_after_a_kill(url: str, tmp_path: P
     assert not (run_dir / RECORD).exists()
 
 
-def test_run_files_that_cannot_be_removed_are_logged_and_kept_for_the_next_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_files_that_cannot_be_removed_stay_in_the_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     unreachable, record = "unknown-protocol://bucket/run", tmp_path / RECORD
     left = tmp_path / "left"
     left.mkdir()
