@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -69,8 +69,13 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
     kind = transport(weights, cluster, cuda=cuda)
     # One file serves the same rank of all engines, so the files are those of one engine.
     readers, routed = (rollout.num_engines, _of_files(locations, rollout.tp)) if kind == FILES else (1, locations)
+    copied = _of_buffers(routed, rollout.tp) if shares_host_memory(weights, cuda=cuda) else routed
     with conversion_errors(f"rollout.tp={rollout.tp}, weights.bucket_mib: "):
-        totals = count_totals(RouteMap(placement, ShardMap(rows, engine, rollout.quantization), routed), bucket_bytes)
+        shard_map = ShardMap(rows, engine, rollout.quantization)
+        totals = count_totals(RouteMap(placement, shard_map, routed), bucket_bytes)
+        of_copies = totals
+        if weights.delta and copied is not routed:
+            of_copies = count_totals(RouteMap(placement, shard_map, copied), bucket_bytes)
     bandwidth = config.plan.network_gib_per_second
     # The busiest rank in one direction determines the time: links send and receive at once.
     busiest = max(int(totals.sent_across.max()), int(totals.received_across.max()))
@@ -95,8 +100,28 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
         max_peers=0 if kind == FILES else int(totals.peers.max()),
         seconds=busiest / (bandwidth * GIB) if bandwidth is not None and busiest else None,
         directory_bytes=KEPT_TRANSFERS * crossing if kind == FILES else 0,
-        copies_bytes=copies_bytes(totals, locations) if weights.delta else 0,
+        copies_bytes=copies_bytes(of_copies, locations if kind == FILES else copied) if weights.delta else 0,
     )
+
+
+def shares_host_memory(weights: WeightsConfig, *, cuda: bool) -> bool:
+    """Return whether engines on a host with trainer ranks read the same staging buffers (Topology.buffers). GPUs have
+    buffers of their own unless host memory is required."""
+    return weights.transport == SHARED_MEMORY or (weights.transport == "auto" and not cuda)
+
+
+def _of_buffers(locations: RankLocations, num_ranks: int) -> RankLocations:
+    """Keep the first of the engines, of `num_ranks` ranks each, that read the same staging buffers: messages arrive
+    there once for all of them."""
+    hosts = locations.engine_hosts.reshape(-1, num_ranks)
+    mapped = np.isin(hosts, locations.trainer_hosts).all(axis=1).tolist()
+    first: dict[tuple[int, ...], int] = {}
+    kept = [
+        engine for engine, own in enumerate(map(tuple, hosts.tolist()))
+        if not mapped[engine] or first.setdefault(own, engine) == engine
+    ]  # fmt: skip
+    devices = locations.engine_devices.reshape(-1, num_ranks)
+    return replace(locations, engine_hosts=hosts[kept].reshape(-1), engine_devices=devices[kept].reshape(-1))
 
 
 def copies_bytes(totals: Totals, locations: RankLocations) -> int:

@@ -1,7 +1,8 @@
 """Transfer group of a weight sync: point-to-point messages over gloo, in host memory.
 
 The group is separate from the process groups of trainer and engine. Its members are all trainer ranks, then all engine
-ranks. It carries digests, and weights that no shared memory or NCCL carries.
+ranks. It carries digests, and weights that no shared memory or NCCL carries. With files, the trainer ranks are its only
+members, if they quantise weights, and exchange MAXIMA.
 
 A gloo send completes only after its receive was posted, so no receiver is overrun. Pairs of members that exchange
 messages connect before the first update (`handshake`).
