@@ -53,7 +53,7 @@ class Connection:
         topology, seconds = self.plan.topology, self.timeout_seconds
         if self.folder is not None:
             folder, num_trainers, among = shared_folder(self.folder), len(topology.trainers), None
-            # All of them: which ranks divide a block is not worth computing in every rank.
+            # All trainer ranks connect, also those that divide no block: each computes only its own groups.
             if self.plan.quantization != UNQUANTIZED and member < num_trainers > 1:
                 among = self._link(member, num_trainers)
             return Channels(FileChannel(folder, topology, member, timeout_seconds=seconds, among_trainers=among))
