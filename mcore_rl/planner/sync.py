@@ -114,11 +114,11 @@ def _of_buffers(locations: RankLocations, num_ranks: int) -> RankLocations:
     """Keep the first of the engines, of `num_ranks` ranks each, that read the same staging buffers: messages arrive
     there once for all of them."""
     hosts = locations.engine_hosts.reshape(-1, num_ranks)
-    mapped = np.isin(hosts, locations.trainer_hosts).all(axis=1).tolist()
+    with_trainers = set(locations.trainer_hosts.tolist())
     first: dict[tuple[int, ...], int] = {}
     kept = [
         engine for engine, own in enumerate(map(tuple, hosts.tolist()))
-        if not mapped[engine] or first.setdefault(own, engine) == engine
+        if not with_trainers.issuperset(own) or first.setdefault(own, engine) == engine
     ]  # fmt: skip
     devices = locations.engine_devices.reshape(-1, num_ranks)
     return replace(locations, engine_hosts=hosts[kept].reshape(-1), engine_devices=devices[kept].reshape(-1))
