@@ -11,6 +11,7 @@ import torch
 from benchmarks.result import Result
 from benchmarks.sizes import size
 from benchmarks.sync.adam import Adam
+from mcore_rl.config.quantization import FP8, UNQUANTIZED
 from mcore_rl.weights.delta.copies import SentCopies
 from mcore_rl.weights.slices.messages import Message, Slice, views
 from model_converters.hf.quant import quantise
@@ -32,7 +33,7 @@ def _share(lr: float, updates: int, *, fp8: bool) -> Result:
     for num_updates in (0, updates):
         adam.update(num_updates)
         contents = quantise(weights["w"]) if fp8 else (weights["w"],)
-        whole = Slice("w", SHAPE, torch.bfloat16, 0, 0, SHAPE[0], "w", 0, 0, quantised=fp8)
+        whole = Slice("w", SHAPE, torch.bfloat16, 0, 0, SHAPE[0], "w", 0, 0, quantization=FP8 if fp8 else UNQUANTIZED)
         message = Message(0, 0, 0, (whole,))
         memory = torch.zeros(message.num_bytes, dtype=torch.uint8)
         [(_, places)] = views(message, memory)

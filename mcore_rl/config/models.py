@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mcore_rl.config.fields import setting
-from mcore_rl.config.quantization import FP8_RECIPES
+from mcore_rl.config.quantization import FP8_RECIPES, GROUPS
 
 FSDP2 = "fsdp2"
 """Value of `strategy` for transformers' own model."""
@@ -157,6 +157,11 @@ class ActorConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     fp8: str = setting("none", choices=("none", *FP8_RECIPES))
     """FP8 recipe of TransformerEngine (CUDA only)."""
+    quantization_aware: int = setting(0, minimum=0, maximum=GROUPS[-1], unit="elements")
+    """Quantisation-aware training for rollout.quantization=int4: forward passes of policy and reference use the INT4
+    values of the experts' weights, with one scale per this number of elements. It must equal
+    rollout.quantization_group. Gradients pass the rounding unchanged, and checkpoints keep the unrounded weights. 0:
+    unrounded weights."""
 
     @property
     def shards_parameters(self) -> bool:

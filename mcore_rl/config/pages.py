@@ -21,7 +21,7 @@ _KEYS = {
     "families": "actor.mtp_loss_coefficient model",
     "hosts": "cluster rollout.nodes weights",
     "lora": "actor.lora reference.hf_path reference.refresh_every_steps trainer.export_adapter",
-    "low-precision": "actor.fp8 rollout.quantization",
+    "low-precision": "actor.fp8 actor.quantization_aware rollout.quantization rollout.quantization_group",
     "plan": """actor.num_ranks actor.offload actor.optimizer.cpu_offload actor.parallel cluster.gpu_memory_gib
         cluster.host_memory_gib plan rollout.gpu_memory_fraction rollout.num_engines""",
     "report": "observe",

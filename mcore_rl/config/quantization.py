@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-UNQUANTIZED, FP8 = "none", "fp8"
-QUANTIZATIONS = (UNQUANTIZED, FP8)
+UNQUANTIZED, FP8, INT4 = "none", "fp8", "int4"
+QUANTIZATIONS = (UNQUANTIZED, FP8, INT4)
 """Values of rollout.quantization."""
 BLOCK = 128
 """Rows and columns of a block of weights with one scale in rollout.quantization=fp8."""
+GROUPS = (32, 128)
+"""Values of rollout.quantization_group: elements of a row of an expert's matrix with one scale in int4."""
 BLOCK_SCALES = f"one scale per block of {BLOCK} x {BLOCK}"
 
 

@@ -15,7 +15,7 @@ from mcore_rl.config.episodes import EpisodeConfig
 from mcore_rl.config.fields import setting
 from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.observe import ObserveConfig
-from mcore_rl.config.quantization import QUANTIZATIONS, UNQUANTIZED
+from mcore_rl.config.quantization import GROUPS, QUANTIZATIONS, UNQUANTIZED
 from mcore_rl.config.reward import JudgeConfig, RewardConfig
 from mcore_rl.config.sampling import SamplingConfig
 from mcore_rl.config.sandbox import SandboxConfig
@@ -157,7 +157,8 @@ class RolloutConfig(SamplingConfig, EpisodeConfig, StalenessConfig):
     max_logp_gap: int | float | str | None = setting("auto", above=0, choices=("auto",), unit="nats")
     """Limit of the mean absolute difference between the log-probabilities of engine and trainer for a few responses.
     The run stops before its first step if it is exceeded. auto: 1e-3 with model.dtype=float32, 0.05 with bfloat16, 0.2
-    with actor.fp8 or rollout.quantization; null: no comparison."""
+    with actor.fp8 or rollout.quantization=fp8, 0.5 with int4 unless actor.quantization_aware is set; null: no
+    comparison."""
     gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)
     """Fraction of a GPU's memory that an engine rank uses for weights, workspace and KV cache. With SGLang, workspace
     and CUDA graphs take memory in addition."""
@@ -166,7 +167,11 @@ class RolloutConfig(SamplingConfig, EpisodeConfig, StalenessConfig):
     more slowly."""
     quantization: str = setting(UNQUANTIZED, choices=QUANTIZATIONS)
     """Format of the policy's matrices in the engines. fp8: 8-bit codes with a scale per block of 128 x 128, which
-    halves the engine's weights and the bytes of a weight sync. Needs rollout.engine=vllm and model.dtype=bfloat16."""
+    halves the engine's weights and the bytes of a weight sync. int4: 4-bit codes of the experts' matrices. Both need
+    rollout.engine=vllm and model.dtype=bfloat16."""
+    quantization_group: int = setting(GROUPS[-1], minimum=GROUPS[0], maximum=GROUPS[-1], unit="elements")
+    """Elements of a row of an expert's matrix that share a scale with rollout.quantization=int4: 32 or 128. 32 rounds
+    less, and needs 4.5 instead of 4.125 bits per weight."""
     overlap_schedule: bool = False
     """Let SGLang prepare a batch while the one before runs. It samples the same tokens. false: a batch starts when the
     results of the one before are processed; this costs fewer CPU seconds per token."""

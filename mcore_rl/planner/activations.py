@@ -36,6 +36,8 @@ tensors that one layer recomputes, the gradients of the widest component, the gr
 is added to the buffer, and on the last stage the output projection: hidden states and statistics of the trained tokens,
 two tiles of logits, and float32 gradients of the hidden states and of the weight (megatron/step/logprobs.py).
 
+With actor.quantization_aware, the rounded copies of a layer's experts exist from its forward to its backward pass.
+
 Source: megatron-core 0.16.1, and V. Korthikanti et al. 2022, "Reducing activation recomputation", section 4, for the
 accounting. tests/distributed/test_planned_activations.py compares the table with the tensors that autograd saves.
 """
@@ -353,13 +355,38 @@ def stage_activations(
     components["recomputed"] = max(chunk.recomputed for chunk in by_chunk) * row
     components["gradients in flight"] = max(chunk.gradients for chunk in by_chunk) * row
     components["weight gradient"] = float(largest_weight_elements * b)
+    rounded = _rounded_layer_bytes(arguments.transformer, run)
+    if rounded:
+        sparse = [sum(is_sparse(arguments.transformer, layer) for layer in layers) for layers in chunks]
+        components["rounded experts"] = rounded * _rounded_layers(sparse, counts, run)
     if last and predicts_tokens:
         components["logits"] = _output_projection_bytes(arguments, run)
     elif last:
         components["values"] = 4 * hidden / run.scatter * row  # hidden states in float32
     # Without gradients only one layer's tensors exist at a time, plus the hidden states that it reads and writes.
-    forward = max(chunk.gradients for chunk in by_chunk) * row + 2 * hidden * b * row
+    forward = max(chunk.gradients for chunk in by_chunk) * row + 2 * hidden * b * row + rounded
     return StageActivations(components, forward + (components.get("logits", 0.0) / 2))
+
+
+def _rounded_layer_bytes(sizes: TransformerArguments, run: Execution) -> float:
+    """Compute the bytes of the rounded copies of a layer's experts (actor.quantization_aware) on one rank."""
+    if not run.section.quantization_aware or not sizes.get("num_moe_experts"):
+        return 0.0
+    own = sizes["num_moe_experts"] / run.layout.ep
+    return own * 3 * sizes["hidden_size"] * sizes["moe_ffn_hidden_size"] / run.layout.etp * run.element_bytes
+
+
+def _rounded_layers(sparse: Sequence[int], counts: Sequence[int], run: Execution) -> int:
+    """Count the layers whose rounded experts exist at a time: from a forward to its backward pass, for each micro-batch
+    in flight, or with recomputation while a layer is computed again.
+
+    sparse, counts: layers with experts and micro-batches in flight, by chunk.
+    """
+    if run.section.recompute == "full":
+        return min(run.section.recompute_layers, max(sparse))
+    if run.section.recompute == "selective" and "moe" in run.section.recompute_modules:
+        return min(1, max(sparse))
+    return sum(layers * count for layers, count in zip(sparse, counts, strict=True))
 
 
 def _output_projection_bytes(arguments: ModelArguments, run: Execution) -> float:

@@ -2,8 +2,9 @@
 
 Weights: matrices are divided by rollout.tp. Experts are divided too, as slices or (rollout.expert_parallel) as whole
 experts, which takes the same bytes. Norms, routers and the down projections of latent attention are on every rank. With
-rollout.data_parallel_attention, only the experts are divided. With rollout.quantization, matrices of attention, MLPs
-and experts take a byte per element and a scale per block; the KV cache is unchanged.
+rollout.data_parallel_attention, only the experts are divided. With rollout.quantization=fp8, matrices of attention,
+MLPs and experts take a byte per element and a scale per block; with int4, those of experts take half a byte and a scale
+per group. The KV cache is unchanged.
 
 With rollout.draft=mtp, multi-token-prediction layers have weights and a KV cache too.
 
@@ -42,12 +43,12 @@ from dataclasses import dataclass
 from math import ceil, prod
 from string import digits
 
-from mcore_rl.config.quantization import BLOCK, UNQUANTIZED
+from mcore_rl.config.quantization import BLOCK, FP8, GROUPS, INT4, UNQUANTIZED
 from mcore_rl.config.sampling import MTP, NO_DRAFTS
 from mcore_rl.config.schema import ClusterConfig, RolloutConfig
 from mcore_rl.weights.engine_config import engine_layout
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.shard_map import is_divided, is_loaded
+from mcore_rl.weights.slices.shard_map import is_divided, is_loaded, row_quantization
 from model_converters.families.parts.family import ModelArguments, TransformerArguments
 from model_converters.mapping.placement import local_shape
 from model_converters.mapping.table import BoundRow
@@ -60,8 +61,8 @@ SGLANG_GRAPHS_BYTES = 4 * GIB
 """Upper bound of SGLang's CUDA graphs; 1 to 4 GiB with its default batch sizes, not measured here."""
 DEFAULT_BATCHED_TOKENS = 8192
 """vLLM's default of max_num_batched_tokens for a server on current GPUs."""
-QUANTIZED_BYTES = 1 + 4 / BLOCK**2
-"""Bytes per element of a quantised matrix: a code, and a part of its block's float32 scale."""
+FP8_BYTES = 1 + 4 / BLOCK**2
+"""Bytes per element of a matrix in FP8: a code, and a part of its block's float32 scale."""
 SORTED_TWICE = 128
 """Number of rows below which torch sorts in two passes on a GPU."""
 
@@ -126,7 +127,7 @@ def engine_rank(
     captures_routing: the engine returns the experts of all tokens.
     """
     layout = engine_layout(rollout)
-    tensors = tensor_bytes(rows, layout, element_bytes, rollout.quantization)
+    tensors = tensor_bytes(rows, layout, element_bytes, rollout.quantization, rollout.quantization_group)
     weights = int(sum(tensors.values()))
     sizes, sglang = arguments.transformer, rollout.engine == "sglang"
     num_layers = sizes["num_layers"] + (arguments.mtp_num_layers if layout.draft_layers else 0)
@@ -169,14 +170,23 @@ def _rounded_weights(sizes: Iterable[float]) -> int:
 
 
 def tensor_bytes(
-    rows: Sequence[BoundRow], layout: EngineLayout, element_bytes: int, quantization: str = UNQUANTIZED
+    rows: Sequence[BoundRow],
+    layout: EngineLayout,
+    element_bytes: int,
+    quantization: str = UNQUANTIZED,
+    group: int = GROUPS[-1],
 ) -> dict[str, float]:
-    """Compute the bytes of the fullest rank by tensor. The experts of a layer are one tensor."""
+    """Compute the bytes of the fullest rank by tensor. The experts of a layer are one tensor.
+
+    quantization, group: rollout.quantization and its group.
+    """
+    # A matrix in INT4: half a byte per code, and a part of its group's bfloat16 scale.
+    bytes_of = {UNQUANTIZED: element_bytes, FP8: FP8_BYTES, INT4: 1 / 2 + 2 / group}
     sizes: dict[str, float] = defaultdict(float)
     for bound in rows:
         if not is_loaded(bound.row, layout):
             continue
-        each = QUANTIZED_BYTES if quantization != UNQUANTIZED and bound.row.fp8 else element_bytes
+        each = bytes_of[row_quantization(bound.row, quantization)]
         whole = sum(prod(shape) for shape in bound.row.shapes)
         if bound.expert is not None:
             sizes[bound.mcore.rstrip(digits)] += whole / layout.expert_ranks * each

@@ -30,7 +30,7 @@ from mcore_rl.resolved.adapters import bound_adapters
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import planned_machine
 from mcore_rl.resolved.layout import conversion_errors
-from mcore_rl.resolved.model import ResolvedModel, check_engine_model
+from mcore_rl.resolved.model import ResolvedModel, check_policy_engines
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import BoundRow
 
@@ -155,7 +155,7 @@ class Job:
         config = replace(config, model=replace(config.model, dtype=dtype))
         role = ModelRole.policy(config.actor, config.model)
         spec = ResolvedModel.policy(role, config.num_trainer_ranks)
-        check_engine_model(EngineRole.rollout(config.rollout, config.model), config.algorithm, spec.hf_config)
+        check_policy_engines(EngineRole.rollout(config.rollout, config.model), config.algorithm, spec)
         implementation = spec.implementation(config.cluster.gpus_per_node, planned_machine(cuda=cuda))
         longest, dtype = longest_sequence(config.rollout), DTYPES[config.model.dtype]
         run = execution_of(spec, implementation, config.plan, longest=longest, cuda=cuda)

@@ -71,7 +71,7 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
     readers, routed = (rollout.num_engines, _of_files(locations, rollout.tp)) if kind == FILES else (1, locations)
     copied = _of_buffers(routed, rollout.tp) if shares_host_memory(weights, cuda=cuda) else routed
     with conversion_errors(f"rollout.tp={rollout.tp}, weights.bucket_mib: "):
-        shard_map = ShardMap(rows, engine, rollout.quantization)
+        shard_map = ShardMap(rows, engine, rollout.quantization, rollout.quantization_group)
         totals = count_totals(RouteMap(placement, shard_map, routed), bucket_bytes)
         of_copies = totals
         if weights.delta and copied is not routed:

@@ -39,7 +39,7 @@ from mcore_rl.preparation.models import (
     reward_model_layout,
 )
 from mcore_rl.resolved.costs import sequence_cost
-from mcore_rl.resolved.model import ResolvedModel, check_engine_model, overridden_fields
+from mcore_rl.resolved.model import ResolvedModel, check_policy_engines, overridden_fields
 from mcore_rl.rewards.graders.loading import check_data_sources, load_grader, runs_code
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
@@ -145,7 +145,7 @@ def prepare(config: Config) -> Prepared:
     Raises: ConfigError, DataError for the first setting or row that cannot work.
     """
     spec, algorithm = _policy(config), config.algorithm
-    check_engine_model(EngineRole.rollout(config.rollout, config.model), algorithm, spec.hf_config)
+    check_policy_engines(EngineRole.rollout(config.rollout, config.model), algorithm, spec)
     models, needs = _prepare_models(config, spec), configured_loss(algorithm).needs
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
     check_limits(partial(PromptRenderer, tokenizer, config.data), "model.tokenizer_path")

@@ -286,6 +286,8 @@ def _fp8(installed: Installed, engine: bool, request: BuildRequest) -> Component
 def _gradient_accumulation(installed: Installed, request: BuildRequest) -> Component:
     if not installed.cuda:
         return Component("unfused", "fused accumulation needs a CUDA device")
+    if request.role.section.quantization_aware:
+        return Component("unfused", "rounded weights have no gradient buffer to which a kernel could add")
     if request.layout.shard_parameters:
         return Component("unfused", "gathered parameters have no gradient buffer to which a kernel could add")
     if not installed.gradient_fusion:

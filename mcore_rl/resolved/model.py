@@ -15,7 +15,7 @@ from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import BuildRequest, Implementation, choose
 from mcore_rl.resolved.layout import check_experts, conversion_errors, model_arguments, role_layout
-from mcore_rl.resolved.quantization import check_blocks
+from mcore_rl.resolved.quantization import check_blocks, check_trained_groups
 from mcore_rl.resolved.recompute import recompute_arguments
 from model_converters.families import check_for_engine, engine_overrides, family_for, missing_engine_fields
 from model_converters.families.parts.family import ModelArguments
@@ -105,6 +105,16 @@ def policy_config(role: ModelRole) -> tuple[dict[str, object], int]:
             f"{key} to 0"
         )
     return hf_config, 0
+
+
+def check_policy_engines(engines: EngineRole, algorithm: AlgorithmConfig, spec: ResolvedModel) -> None:
+    """Check the policy's engines: check_engine_model, and the trainer's layout beside rollout.quantization.
+
+    Raises: ConfigError naming the field, matrix or key.
+    """
+    check_engine_model(engines, algorithm, spec.hf_config)
+    if not is_supervised(algorithm):
+        check_trained_groups(engines, spec.role, spec.hf_config, spec.layout.etp or 1)
 
 
 def check_engine_model(role: EngineRole, algorithm: AlgorithmConfig, hf_config: HFConfig) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from mcore_rl.config.quantization import BLOCK, UNQUANTIZED
-from mcore_rl.config.roles import EngineRole
+from mcore_rl.config.quantization import BLOCK, INT4, UNQUANTIZED
+from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.errors import ConfigError
 from model_converters.families import family_for
 from model_converters.families.parts.hf_config import HFConfig
@@ -23,6 +23,9 @@ def check_blocks(role: EngineRole, hf_config: HFConfig) -> None:
     """
     if role.section.quantization == UNQUANTIZED:
         return
+    if role.section.quantization == INT4:
+        _check_engine_groups(role, hf_config)
+        return
     key, tp = role.key("tp"), role.section.tp
     chosen = f"{role.key('quantization')}={role.section.quantization}"
     ranks = {"none": 1, "tp": tp, "etp": 1 if role.section.expert_parallel else tp}
@@ -35,6 +38,57 @@ def check_blocks(role: EngineRole, hf_config: HFConfig) -> None:
                     f"hold {size:g} {side} of {name}; set {remedy or f'another {key}'}, or "
                     f"{role.key('quantization')}={UNQUANTIZED}"
                 )
+
+
+def _check_engine_groups(role: EngineRole, hf_config: HFConfig) -> None:
+    """Raises: ConfigError for a model without experts, or a matrix of experts that does not have whole groups."""
+    chosen = f"{role.key('quantization')}={INT4}"
+    rows = _expert_rows(hf_config)
+    if not rows:
+        raise ConfigError(
+            f"{chosen} quantises experts only, but the model of {role.checkpoint} has none; set it to fp8 or "
+            f"{UNQUANTIZED}"
+        )
+    ranks = 1 if role.section.expert_parallel else role.section.tp
+    cut = _cut_group(rows, ranks, role.section.quantization_group)
+    if cut:
+        remedies = [f"{role.key('expert_parallel')}=true"] * (ranks > 1) + [f"{role.key('quantization_group')}=32"]
+        raise ConfigError(
+            f"{chosen} needs whole groups of {role.section.quantization_group} elements on every rank, but with "
+            f"{role.key('tp')}={role.section.tp} one would hold {cut}; set {' or '.join(remedies)}, or "
+            f"{role.key('quantization')}={UNQUANTIZED}"
+        )
+
+
+def check_trained_groups(engines: EngineRole, trainer: ModelRole, hf_config: HFConfig, etp: int) -> None:
+    """Reject a layout of the trainer that divides a group of INT4 engines. etp: ranks that divide the experts.
+
+    Raises: ConfigError naming the matrix.
+    """
+    cut = engines.section.quantization == INT4 and _cut_group(
+        _expert_rows(hf_config), etp, engines.section.quantization_group
+    )
+    if cut:
+        key = trainer.key("parallel.etp")
+        raise ConfigError(
+            f"{key}={etp} gives a trainer rank {cut}, which divides a group of "
+            f"{engines.key('quantization_group')}={engines.section.quantization_group}; set another {key}, or "
+            f"{engines.key('quantization_group')}=32"
+        )
+
+
+def _expert_rows(hf_config: HFConfig) -> list[Row]:
+    return [row for row in family_for(hf_config).rows(hf_config) if row.num_experts and row.place == "layer"]
+
+
+def _cut_group(rows: Iterable[Row], ranks: int, group: int) -> str:
+    """Return the first matrix of which one of `ranks` ranks holds a part of a group, as text; "" if none."""
+    for row in rows:
+        for name, (_, columns) in zip(row.hf, row.shapes, strict=True):
+            held = columns / (ranks if row.dim == 1 else 1)
+            if held % group:
+                return f"{held:g} columns of {name.replace('{l}', str(row.layers[0])).replace('{e}', '0')}"
+    return ""
 
 
 def _cut_sizes(row: Row, ranks: int) -> Iterator[tuple[str, float, str]]:

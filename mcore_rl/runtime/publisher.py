@@ -85,7 +85,12 @@ class SlicePublisher:
         [plan] = watch.get([trainers.processes[0].call(TrainerProcess.sync_plan, layout, topology, *sizes)])
         # vLLM's kernels on GPUs may round scales up to powers of two and then round the codes again. Scales that are
         # already powers of two stay as they are.
-        plan = replace(plan, quantization=rollout.quantization, power_of_two_scales=config.cluster.uses_cuda)
+        plan = replace(
+            plan,
+            quantization=rollout.quantization,
+            quantization_group=rollout.quantization_group,
+            power_of_two_scales=config.cluster.uses_cuda,
+        )
         check_plan(plan)
         store = open_store(ray.util.get_node_ip_address())
         recompute = rollout.swap == RECOMPUTE

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mcore_rl.config.quantization import UNQUANTIZED
+from mcore_rl.config.quantization import FP8, INT4, UNQUANTIZED
 from mcore_rl.config.rules.models import uses_lora
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateSchedule, build_batch, gather
@@ -18,8 +18,8 @@ from mcore_rl.types import LogpGap, RolloutResult
 KEY, AUTO = "rollout.max_logp_gap", "auto"
 BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05}
 """Limit of the mean absolute difference in nats, by the engine's dtype (model.dtype)."""
-FP8 = 0.2
-"""Limit in nats with actor.fp8 or rollout.quantization: FP8 has a 3-bit mantissa."""
+BY_ROUNDING = {FP8: 0.2, INT4: 0.5}
+"""Limit in nats if engine or trainer rounds weights, by format: FP8 has a 3-bit mantissa, INT4 15 values per group."""
 NUM_PROMPTS = 4
 """Prompts per engine. If the trainer has more data-parallel ranks, the number is raised, since each needs one prompt.
 """
@@ -30,8 +30,11 @@ def logp_gap_limit(config: Config) -> float | None:
     limit = config.rollout.max_logp_gap
     if limit != AUTO:
         return None if limit is None else float(limit)
-    rounds = config.actor.fp8 != "none" or config.rollout.quantization != UNQUANTIZED
-    return FP8 if rounds else BY_DTYPE[config.model.dtype]
+    quantization = config.rollout.quantization if config.actor.fp8 == "none" else FP8
+    # With quantisation-aware training both sides round alike.
+    if quantization == UNQUANTIZED or config.actor.quantization_aware:
+        return BY_DTYPE[config.model.dtype]
+    return BY_ROUNDING[quantization]
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def probable_causes(config: Config, gap: LogpGap) -> list[str]:
     causes.append(f"rounding: model.dtype={config.model.dtype}, or a quantised model.hf_path")
     if config.actor.fp8 != "none":
         causes.append(f"rounding of actor.fp8={config.actor.fp8}")
-    if rollout.quantization != UNQUANTIZED:
+    if rollout.quantization != UNQUANTIZED and not config.actor.quantization_aware:
         causes.append(f"rounding of the engine's weights, rollout.quantization={rollout.quantization}")
     causes.append(f"a different attention in the engine (backend of {rollout.engine}, quantised KV cache)")
     if uses_lora(config.actor):

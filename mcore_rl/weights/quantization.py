@@ -1,8 +1,9 @@
-"""FP8 weights of a sync (rollout.quantization=fp8): codes and scales of slices, in the format of hf/quant.py.
+"""Form in which weights travel in a sync (rollout.quantization), and FP8 codes and scales of slices.
 
-A quantised HF tensor `X.weight` travels as two tensors: `X.weight`, the codes (float8 e4m3), and `X.weight_scale_inv`,
-one float32 scale per block of 128 x 128 elements. A slice need not begin and end at blocks: it carries the codes of
-its elements and the scales of the blocks whose first element it contains, so every scale travels once.
+int4.py describes INT4. In FP8, in the format of hf/quant.py, a quantised HF tensor `X.weight` travels as two tensors:
+`X.weight`, the codes (float8 e4m3), and `X.weight_scale_inv`, one float32 scale per block of 128 x 128 elements. A
+slice need not begin and end at blocks: it carries the codes of its elements and the scales of the blocks whose first
+element it contains, so every scale travels once.
 
 Trainer ranks quantise the values that they would send without quantisation, in the dtype of the sync. Codes and scales
 therefore do not depend on the dtype and the layout of the trainer's parameters.
@@ -17,8 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from mcore_rl.config.quantization import BLOCK
+from mcore_rl.config.quantization import BLOCK, INT4, UNQUANTIZED
+from mcore_rl.config.quantization import FP8 as FP8_BLOCKS
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights import int4
+from model_converters.errors import LayoutError
 from model_converters.hf.quant import (
     FP8,
     FP8_MAX,
@@ -47,26 +51,52 @@ class TensorBox(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoding:
-    """Form in which a tensor travels: values of `dtype`, or codes and scales computed from values of `dtype`."""
+    """Form in which a tensor travels: values of `dtype`, or codes and scales computed from values of `dtype`.
+
+    quantization: value of rollout.quantization for this tensor. group: rollout.quantization_group.
+    """
 
     dtype: torch.dtype
-    quantised: bool = False
+    quantization: str = UNQUANTIZED
+    group: int = 0
+
+    @property
+    def quantised(self) -> bool:
+        return self.quantization != UNQUANTIZED
 
     @property
     def step(self) -> int:
         """Indices that a cut of the plan must not separate."""
-        return BLOCK if self.quantised else 1
+        return {FP8_BLOCKS: BLOCK, INT4: self.group}.get(self.quantization, 1)
 
     def boxes(self, hf_name: str, first: Shape, shape: Shape) -> tuple[TensorBox, ...]:
         """Return the boxes that carry a box of an HF tensor: its values, or its codes and scales (if it has any)."""
         if not self.quantised:
             return (TensorBox(hf_name, first, shape, self.dtype),)
+        if self.quantization == INT4:
+            return self._words_and_scales(hf_name, first, shape)
         codes = TensorBox(hf_name, first, shape, FP8)
         # The first block that begins in the box, and the first one after it.
         begins = tuple(-(-start // BLOCK) for start in first)
         ends = (-(-(start + length) // BLOCK) for start, length in zip(first, shape, strict=True))
         counts = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
         return (codes, TensorBox(hf_name + SCALE_SUFFIX, begins, counts, SCALE_DTYPE)) if prod(counts) else (codes,)
+
+    def _words_and_scales(self, hf_name: str, first: Shape, shape: Shape) -> tuple[TensorBox, ...]:
+        """Raises: LayoutError for a box that divides a group."""
+        (row, column), (rows, columns) = first, shape
+        if column % self.group or columns % self.group:
+            raise LayoutError(
+                f"{hf_name or 'a matrix of experts'}: columns {column} to {column + columns} are not whole groups of "
+                f"{self.group} (rollout.quantization_group)"
+            )
+        return tuple(
+            TensorBox(hf_name + suffix, (row, column // each), (rows, columns // each), dtype)
+            for suffix, each, dtype in (
+                (int4.PACKED_SUFFIX, int4.CODES_PER_WORD, int4.WORD_DTYPE),
+                (int4.SCALE_SUFFIX, self.group, int4.SCALE_DTYPE),
+            )
+        )
 
     def num_bytes(self, first: Shape, shape: Shape) -> int:
         """Return the bytes of a box of a tensor."""

@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mcore_rl.config.quantization import FP8, INT4
 from mcore_rl.weights.block_maxima import BlockMaxima
 from mcore_rl.weights.delta.copies import FrameBytes, SentCopies
+from mcore_rl.weights.int4 import quantise_into
 from mcore_rl.weights.quantization import quantise_box
 from mcore_rl.weights.slices.messages import Message, Slice, views
 from mcore_rl.weights.sync_plan import SyncPlan
@@ -186,7 +188,9 @@ class WeightSender:
         maxima: Mapping[str, torch.Tensor],
     ) -> None:
         """Write the boxes of a slice, whose values are `part` of this rank's tensor. maxima: of divided blocks."""
-        if each.quantised:
+        if each.quantization == INT4:
+            quantise_into(part, places, hf_name=each.hf_name, dtype=each.dtype, group=each.group)
+        elif each.quantization == FP8:
             shared = maxima[each.hf_name].to(part.device) if each.hf_name in maxima else None
             powers = self._plan.power_of_two_scales
             quantise_box(part, places, each.boxes[0], each.dtype, maxima=shared, power_of_two=powers)

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from mcore_rl.config.quantization import UNQUANTIZED
+from mcore_rl.config.quantization import GROUPS, UNQUANTIZED
 from mcore_rl.weights.slices.divided_blocks import BlockGroup, divided_blocks
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Message, received_by, sent_by
@@ -61,8 +61,8 @@ class SyncPlan:
     round, so up to `num_slots` rounds are in flight. Messages are addressed to staging buffers: `Message.receiver` is
     the number of a buffer in `topology.buffers`.
 
-    quantization: value of rollout.quantization (quantization.py). power_of_two_scales: round the scales of quantised
-    tensors up to powers of two, for engines that would otherwise quantise the weights again.
+    quantization, quantization_group: keys of rollout (quantization.py). power_of_two_scales: round the scales of
+    FP8 tensors up to powers of two, for engines that would otherwise quantise the weights again.
     """
 
     hf_config: Mapping[str, object]
@@ -74,6 +74,7 @@ class SyncPlan:
     num_slots: int
     quantization: str = UNQUANTIZED
     power_of_two_scales: bool = False
+    quantization_group: int = GROUPS[-1]
 
     @cached_property
     def rows(self) -> list[BoundRow]:
@@ -93,7 +94,7 @@ class SyncPlan:
     # Seconds for a model of 671B: computed once in each process, not sent with the plan.
     @cached_property
     def shard_map(self) -> ShardMap:
-        return ShardMap(self.rows, self.engine_layout, self.quantization)
+        return ShardMap(self.rows, self.engine_layout, self.quantization, self.quantization_group)
 
     @cached_property
     def _route_map(self) -> RouteMap:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,10 @@ class HFTrainer:
         topology = Topology((HERE,) * LAYOUT.world_size, (HERE,) * layout.num_ranks, layout.num_ranks, transport, delta)
         hf_config, dtype = read_hf_config(Path(engine.directory)), getattr(torch, engine.settings["dtype"])
         quantization = rollout.quantization
-        self.plan = SyncPlan(hf_config, dtype, LAYOUT, layout, topology, bucket_bytes, num_slots, quantization)
+        self.plan = replace(
+            SyncPlan(hf_config, dtype, LAYOUT, layout, topology, bucket_bytes, num_slots, quantization),
+            quantization_group=rollout.quantization_group,
+        )
         self.connect()
 
     def connect(self) -> None:

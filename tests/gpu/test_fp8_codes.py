@@ -20,7 +20,7 @@ def test_codes_and_scales_are_those_of_a_cpu(device: str, dtype: torch.dtype, po
     whole *= torch.exp2(torch.linspace(-40, 40, 1984))[:, None]
     whole = whole.to(dtype)
     expected = quantise(whole, power_of_two=powers)
-    on_device, encoding = whole.to(device), Encoding(dtype, quantised=True)
+    on_device, encoding = whole.to(device), Encoding(dtype, quantization="fp8")
     maxima = block_maxima(on_device, (0, 0), dtype)
     found = [torch.zeros_like(each) for each in expected]
     for first, end in ((0, 480), (480, 1120), (1120, 1984)):

@@ -30,7 +30,12 @@ from mcore_rl.config.rules.weights import check_weights
 from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from mcore_rl.errors import ConfigError
 
-NO_CRITIC_KEYS = ("critic.logprob_chunk_tokens", "critic.mtp_loss_coefficient", "critic.moe.router_replay")
+NO_CRITIC_KEYS = (
+    "critic.logprob_chunk_tokens",
+    "critic.mtp_loss_coefficient",
+    "critic.moe.router_replay",
+    "critic.quantization_aware",
+)
 
 
 def validate(config: Config, *, run_here: bool = True) -> None:
@@ -106,6 +111,11 @@ def validate_reward_model(config: Config) -> None:
     Raises: ConfigError naming the key.
     """
     role = ModelRole.reward_model(config.reward_model, config.model)
+    rounding = config.reward_model.quantization_aware
+    if rounding:
+        raise ConfigError(
+            f"reward_model.quantization_aware={rounding} has no effect: no engine holds a reward model; leave it at 0"
+        )
     _check_layout(role, config)
     read_hf_config(role.model, role.checkpoint)
 

@@ -54,6 +54,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         load_weights=settings.load_weights,
         key=settings.names.checkpoint,
         quantization=config.quantization,
+        group=config.quantization_group,
     )
     arguments: dict[str, object] = {
         "model": str(settings.model_dir),

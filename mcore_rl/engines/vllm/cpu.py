@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 
 import torch
+from torch.nn.functional import linear, silu
 from vllm import ir
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.platforms import current_platform
@@ -89,6 +90,29 @@ def mapping_experts(upstream: Callable[..., None], apply: Callable[..., None]) -
         apply(**given)
 
     return apply_own
+
+
+def add_experts(
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    matrices: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Write the weighted sum of the chosen experts' outputs, computed in plain torch.
+
+    matrices: returns gate and up together, and down, of a rank's expert in the dtype of `hidden_states`.
+    Shapes: output, hidden_states [tokens, hidden]; topk_weights, topk_ids [tokens, k]; matrices [2 * inner, hidden] and
+    [hidden, inner].
+    """
+    total = torch.zeros_like(hidden_states, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
+        gate_up, down = matrices(expert)
+        gate, up = linear(hidden_states[tokens], gate_up).chunk(2, dim=-1)
+        result = linear(silu(gate) * up, down)
+        total.index_add_(0, tokens, result.float() * topk_weights[tokens, choices, None])
+    output.copy_(total)
 
 
 # Workers on GPUs import this module too.

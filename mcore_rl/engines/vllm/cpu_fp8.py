@@ -9,13 +9,13 @@ product converts its weight, so this is slower than bfloat16.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.platforms import current_platform
 
 from mcore_rl.config.quantization import BLOCK
-from mcore_rl.engines.vllm.cpu import mapping_experts
+from mcore_rl.engines.vllm.cpu import add_experts, mapping_experts
 
 PACKS_CODES = torch.cpu._is_amx_tile_supported()
 """True if vLLM's own kernels run on this CPU, which permute the codes."""
@@ -79,13 +79,12 @@ def _apply_experts(
     """
     if apply_router_weight_on_input:
         raise NotImplementedError("experts in FP8 do not support apply_router_weight_on_input")
-    dtype, total = hidden_states.dtype, torch.zeros_like(hidden_states, dtype=torch.float32)
-    for expert in topk_ids.unique().tolist():
-        tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = linear(hidden_states[tokens], dequantised(w1[expert], self.w1_scale[expert], dtype)).chunk(2, dim=-1)
-        result = linear(silu(gate) * up, dequantised(w2[expert], self.w2_scale[expert], dtype))
-        total.index_add_(0, tokens, result.float() * topk_weights[tokens, choices, None])
-    output.copy_(total)
+    scaled = ((w1, self.w1_scale), (w2, self.w2_scale))
+
+    def matrices(expert: int) -> tuple[torch.Tensor, ...]:
+        return tuple(dequantised(codes[expert], scales[expert], hidden_states.dtype) for codes, scales in scaled)
+
+    add_experts(output, hidden_states, topk_weights, topk_ids, matrices)
 
 
 # Workers on GPUs import this module too.

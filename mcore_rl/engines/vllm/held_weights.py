@@ -18,6 +18,9 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (  # noqa: E501
+    CompressedTensorsWNA16MoEMethod,
+)
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -35,6 +38,7 @@ from mcore_rl.engines.held_weights import (
 )
 from mcore_rl.engines.vllm.expert_blocks import block_rows, from_blocks
 from mcore_rl.engines.vllm.held_fp8 import absorbed_differ, expert_codes, linear_codes
+from mcore_rl.engines.vllm.held_int4 import expert_words
 from mcore_rl.engines.vllm.packing import Pack, unpacked
 
 ReadMatrix = Callable[[torch.Tensor], torch.Tensor]
@@ -55,7 +59,8 @@ def held_tensors(model: torch.nn.Module) -> Iterator[Held]:
         (LinearBase, UnquantizedLinearMethod, lambda module, name: linear_parts(module, name, _weight(module))),
         (RoutedExperts, UnquantizedFusedMoEMethod, _experts),
         (LinearBase, Fp8LinearMethod, linear_codes),
-        (RoutedExperts, Fp8MoEMethod, _quantised_experts),
+        (RoutedExperts, Fp8MoEMethod, partial(_quantised_experts, read=expert_codes)),
+        (RoutedExperts, CompressedTensorsWNA16MoEMethod, partial(_quantised_experts, read=expert_words)),
     ]
     head = tied_head(model)
     for name, module in modules_with_parameters(model):
@@ -85,12 +90,13 @@ def _tables(model: torch.nn.Module) -> list[VocabParallelEmbedding]:
 
 
 def derived_parameters(model: torch.nn.Module) -> set[str]:
-    """Return the names of parameters that vLLM computes from others after loading. No update contains them."""
+    """Return the names of parameters that no update contains: copies that vLLM computes from others after loading, and
+    the shapes of INT4 experts, which no kernel reads."""
     return {
         f"{name}.{key}"
         for name, module in model.named_modules()
-        if isinstance(module, MLAAttention)
         for key, _ in module.named_parameters(recurse=False)
+        if isinstance(module, MLAAttention) or (isinstance(module, RoutedExperts) and key.endswith("_weight_shape"))
     }
 
 
@@ -145,8 +151,10 @@ def _experts(module: RoutedExperts, name: str) -> Iterator[Held]:
         yield f"{prefix}.{expert}.{down}.weight", read_down(module.w2_weight[own].detach())[:, :inner]
 
 
-def _quantised_experts(module: RoutedExperts, name: str) -> Iterator[Held]:
-    return expert_codes(module, name.removesuffix(".routed_experts"), _own_experts(module))
+def _quantised_experts(
+    module: RoutedExperts, name: str, read: Callable[[RoutedExperts, str, list[int]], Iterator[Held]]
+) -> Iterator[Held]:
+    return read(module, name.removesuffix(".routed_experts"), _own_experts(module))
 
 
 def _expert_readers(module: RoutedExperts, prefix: str) -> tuple[ReadMatrix, ReadMatrix]:
@@ -183,6 +191,6 @@ def _packing(isa: str) -> Pack:
 def _own_experts(module: RoutedExperts) -> list[int]:
     """Return the model's numbers of this rank's experts, in the rank's order."""
     if module.expert_map is None:
-        return list(range(module.w13_weight.shape[0]))
+        return list(range(len(module.w13_weight)))
     own = module.expert_map.tolist()
     return sorted((expert for expert, place in enumerate(own) if place >= 0), key=own.__getitem__)

@@ -16,7 +16,14 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.platforms import current_platform
 
 from mcore_rl.engines.rank_memory import RankMemory
-from mcore_rl.engines.vllm import cpu, cpu_fp8, draft_layers, drafts, sampler  # noqa: F401  (importing them patches vLLM)
+from mcore_rl.engines.vllm import (  # noqa: F401  (importing them patches vLLM)
+    cpu,
+    cpu_fp8,
+    cpu_int4,
+    draft_layers,
+    drafts,
+    sampler,
+)
 from mcore_rl.engines.vllm.ranks import RankMethods
 from mcore_rl.engines.vllm.routing import RoutingExtension
 from mcore_rl.engines.vllm.slice_loader import ReloadingLoader

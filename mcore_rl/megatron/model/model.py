@@ -25,6 +25,7 @@ from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.schema import ModelConfig, resolved_dtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.attention import SDPACoreAttention
+from mcore_rl.megatron.model.expert_rounding import round_experts
 from mcore_rl.megatron.model.mtp import DetachedMTPLayer
 from mcore_rl.megatron.model.norm import LocalRMSNorm
 from mcore_rl.megatron.model.output import ModelChunk, PolicyModel
@@ -76,7 +77,11 @@ def build_model(
         raise ConfigError(f"normalization {config.normalization} needs TransformerEngine ({spec.role.checkpoint})")
     stages = [None] if spec.layout.vpp is None else range(spec.layout.vpp)
     sharded = spec.role.section.parallel.shard_parameters
-    return [_build_chunk(kind, config, spec.arguments, engine, stage, sharded=sharded) for stage in stages]
+    chunks = [_build_chunk(kind, config, spec.arguments, engine, stage, sharded=sharded) for stage in stages]
+    if spec.role.section.quantization_aware:
+        for chunk in chunks:
+            round_experts(chunk.decoder, spec.role.section.quantization_aware)
+    return chunks
 
 
 def _transformers_model(spec: ResolvedModel, config: TransformerConfig, kind: type[PolicyModel]) -> ModelChunk:

@@ -73,7 +73,7 @@ REASONS = {
     "multi-token prediction: see actor.mtp_loss_coefficient": "*.mtp.*",
     "adapters: see actor.lora": "*.lora.* *.exclude_modules *.lora_* *.target_modules",
     "distillation does not exist here": "distillation.*",
-    "quantization-aware training does not exist here": "*.qat.*",
+    "quantization-aware training in verl's formats does not exist here": "*.qat.*",
     "options of other optimizers and schedules": """
         *.muon_* *.optimizer_impl *.num_cycles *.weight_decay_incr_style *.lr_wsd_decay_style *.zero_indexed_step
         *.main_grads_dtype *.exp_avg_dtype *.exp_avg_sq_dtype
@@ -106,7 +106,7 @@ def block_unsupported(source: Source, draft: Draft) -> None:
         draft.block(source.effective("distillation.enabled"), "distillation from a teacher does not exist here")
     for key in QUANTIZED:
         if source.flag(key):
-            draft.block(source.effective(key), "quantization-aware training does not exist here")
+            draft.block(source.effective(key), "quantization-aware training in verl's formats does not exist here")
     for key, name in MULTIMODAL.items():
         setting = source.effective(key)
         # A complete YAML file has the default names also for prompts that are texts.

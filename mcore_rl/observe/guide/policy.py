@@ -46,7 +46,7 @@ DIFFERENCE = (
     Remedy(
         "set rollout.quantization=none",
         lambda config: config.rollout.quantization != "none",
-        "if the engines use FP8 weights",
+        "if the engines use quantised weights",
     ),
     Remedy(
         "for a model with experts, set actor.moe.router_replay=engine",

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.config.quantization import BLOCK
+from mcore_rl.config.quantization import BLOCK, FP8
 from mcore_rl.weights.quantization import block_range
 from mcore_rl.weights.slices.messages import Slice
 from mcore_rl.weights.slices.shard_map import IndexRun, IntArray, ShardMap, run_box
@@ -63,7 +63,8 @@ def divided_blocks(rank: int, placement: Placement, shard_map: ShardMap) -> list
     """Return the groups of a trainer rank, sorted by their ranks. Groups of one rank need no messages."""
     groups: dict[tuple[int, ...], list[tuple[DividedTensor, _Divided]]] = {}
     for bound in shard_map.rows:
-        if not shard_map.encoding(bound).quantised:
+        # INT4 groups are never divided: `Encoding` rejects such slices.
+        if shard_map.encoding(bound).quantization != FP8:
             continue
         holdings = list(placement.holdings(bound))
         own = next((holding for holding in holdings if rank in holding.ranks), None)
@@ -144,5 +145,5 @@ def _held(bound: BoundRow, part: int, holding: Holding) -> Iterator[Slice]:
         if segment.part == part:
             yield Slice(
                 bound.hf[part], row.shapes[part], bound.dtype, row.dim, segment.start, segment.length, bound.mcore,
-                segment.local_start, offset=0, rows=segment.rows, quantised=True,
+                segment.local_start, offset=0, rows=segment.rows, quantization=FP8,
             )  # fmt: skip

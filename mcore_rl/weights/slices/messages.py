@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mcore_rl.config.quantization import UNQUANTIZED
 from mcore_rl.weights.quantization import Encoding, TensorBox
 from mcore_rl.weights.slices.routes import Route, RouteMap, SliceRouter
 from mcore_rl.weights.slices.shard_map import IntArray
@@ -31,8 +32,8 @@ class Slice:
     """Indices `start : start + length` along `dim` of the HF tensor `hf_name`, complete along all other dims.
 
     The sender has them in its tensor `mcore_name` from index `local_start` on. `offset` is the position in the
-    message, in bytes. With `rows`, it has only the rows [first, end) of dim 0; `dim` is another one then. `quantised`:
-    codes and scales travel, computed from values of `dtype`.
+    message, in bytes. With `rows`, it has only the rows [first, end) of dim 0; `dim` is another one then.
+    `quantization` and `group`: as in Encoding.
     """
 
     hf_name: str
@@ -45,7 +46,12 @@ class Slice:
     local_start: int
     offset: int
     rows: tuple[int, int] | None = None
-    quantised: bool = False
+    quantization: str = UNQUANTIZED
+    group: int = 0
+
+    @property
+    def encoding(self) -> Encoding:
+        return Encoding(self.dtype, self.quantization, self.group)
 
     @property
     def shape(self) -> Shape:
@@ -62,7 +68,7 @@ class Slice:
     @property
     def boxes(self) -> tuple[TensorBox, ...]:
         """Tensors that follow each other in the message, each aligned: the values, or codes and scales."""
-        return Encoding(self.dtype, self.quantised).boxes(self.hf_name, self.first, self.shape)
+        return self.encoding.boxes(self.hf_name, self.first, self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -152,7 +158,8 @@ def _append(slices: _Slices, bucket: int, route: Route, receivers: IntArray) -> 
                     local_start,
                     offset=message[-1].end if message else 0,
                     rows=rows,
-                    quantised=route.encoding.quantised,
+                    quantization=route.encoding.quantization,
+                    group=route.encoding.group,
                 )
             )
 

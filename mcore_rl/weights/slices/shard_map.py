@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mcore_rl.config.quantization import BLOCK, FP8, UNQUANTIZED
+from mcore_rl.config.quantization import BLOCK, FP8, GROUPS, INT4, UNQUANTIZED
 from mcore_rl.weights.quantization import Encoding, TensorBox
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.errors import LayoutError
@@ -72,14 +72,21 @@ class RowPiece:
 class ShardMap:
     """Assignment of tensor parts to the ranks of one engine, for one weight table and one engine layout.
 
-    quantization: value of rollout.quantization. With "fp8", tensors of rows marked `fp8` travel as codes and scales.
+    quantization: value of rollout.quantization. With "fp8", tensors of rows marked `fp8` travel as codes and scales;
+    with "int4", of these the experts' tensors, in groups of `group` elements.
     Raises: LayoutError listing all sizes that the engine's layout does not divide.
     """
 
-    def __init__(self, rows: Sequence[BoundRow], layout: EngineLayout, quantization: str = UNQUANTIZED) -> None:
+    def __init__(
+        self,
+        rows: Sequence[BoundRow],
+        layout: EngineLayout,
+        quantization: str = UNQUANTIZED,
+        group: int = GROUPS[-1],
+    ) -> None:
         self.layout = layout
-        self._quantises = quantization == FP8
-        self._encodings: dict[tuple[torch.dtype, bool], Encoding] = {}
+        self._quantization, self._group = quantization, group
+        self._encodings: dict[tuple[torch.dtype, str], Encoding] = {}
         self.rows = [bound for bound in rows if is_loaded(bound.row, layout)]
         self._tied = any(bound.row.copy_of_embedding for bound in rows)
         num_layers = 1 + max((bound.layer for bound in self.rows if bound.layer is not None), default=-1)
@@ -120,9 +127,10 @@ class ShardMap:
 
     def encoding(self, bound: BoundRow) -> Encoding:
         """Return the form in which the tensors of a row travel."""
-        key = (bound.dtype, self._quantises and bound.row.fp8)
+        quantization = row_quantization(bound.row, self._quantization)
+        key = (bound.dtype, quantization)
         if key not in self._encodings:
-            self._encodings[key] = Encoding(*key)
+            self._encodings[key] = Encoding(*key, self._group if quantization == INT4 else 0)
         return self._encodings[key]
 
     def tensors(self) -> Iterator[TensorBox]:
@@ -224,7 +232,8 @@ class ShardMap:
             size = self.layout.expert_ranks if experts else self.layout.tp
             axis = "the engine's tp"
             refusal = _refusal(row, size) if size > 1 and is_divided(row) else ""
-            if not refusal and self._quantises and row.fp8 and is_divided(row):
+            quantization = row_quantization(row, self._quantization)
+            if not refusal and quantization == FP8 and is_divided(row):
                 refusal = _block_refusal(row, size)
             if refusal:
                 problems.add(f"{row.split_by or row.mcore} {refusal.format(axis=axis)}")
@@ -249,6 +258,12 @@ def is_loaded(row: Row, layout: EngineLayout) -> bool:
     if row.place == "mtp":
         return layout.draft_layers and not row.repeats
     return not row.copy_of_embedding
+
+
+def row_quantization(row: Row, quantization: str) -> str:
+    """Return the quantisation of a row's tensors with this value of rollout.quantization."""
+    quantises = row.fp8 and (quantization == FP8 or row.num_experts > 0)
+    return quantization if quantises else UNQUANTIZED
 
 
 def is_divided(row: Row) -> bool:

@@ -34,10 +34,12 @@ def configured(**keys: str) -> Config:
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_check_every_pair_with_actor_fp8_is_accepted_or_named(recipe: str, quantization: str) -> None:
     config = configured(actor__fp8=recipe, rollout__quantization=quantization)
-    if quantization == "none" or recipe in ("none", "blockwise"):
+    accepted = {"none": (recipe,), "fp8": ("none", "blockwise"), "int4": ("none",)}[quantization]
+    if recipe in accepted:
         check_quantization(config)
         return
-    with pytest.raises(ConfigError, match=rf"actor\.fp8={recipe} has .*set actor\.fp8 to none or blockwise, or"):
+    remedy = " or ".join(accepted)
+    with pytest.raises(ConfigError, match=rf"actor\.fp8={recipe} has .*set actor\.fp8 to {remedy}, or"):
         check_quantization(config)
 
 

@@ -207,7 +207,7 @@ def test_import_quantization_aware_training_blocks(tmp_path: Path) -> None:
     assert "quantization-aware" in " ".join(translated(f"{ACTOR}.qat.enable=True", tmp_path)[1].blockers)
     _, draft, uncovered = translated(f"{ACTOR}.qat.mode=w4a16", tmp_path)
     assert draft.blockers == []
-    assert uncovered == [f"{ACTOR}.qat.mode: quantization-aware training does not exist here"]
+    assert uncovered == [f"{ACTOR}.qat.mode: quantization-aware training in verl's formats does not exist here"]
 
 
 def test_import_yaml_reads_defaults_of_environment_variables(tmp_path: Path) -> None:

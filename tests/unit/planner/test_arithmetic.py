@@ -76,6 +76,17 @@ def test_quantised_weights_take_a_byte_and_a_scale_per_block(deepseek: Config) -
     assert sum(quantised.values()) == pytest.approx(674e9, rel=0.01)
 
 
+def test_int4_experts_take_four_bits_and_a_scale_per_group(deepseek: Config) -> None:
+    hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
+    rows = bound_rows(hf_config, torch.bfloat16)
+    whole = tensor_bytes(rows, EngineLayout(), 2)
+    for group in (32, 128):
+        quantised = tensor_bytes(rows, EngineLayout(), 2, "int4", group)
+        for name, size in whole.items():
+            is_expert = ".experts.linear_fc" in name
+            assert quantised[name] == pytest.approx(size * (4 + 16 / group) / 16 if is_expert else size)
+
+
 def test_engine_rank_of_sglang_adds_workspace_and_graphs(deepseek: Config) -> None:
     hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
     rows, arguments = bound_rows(hf_config, torch.bfloat16), model_arguments(hf_config)

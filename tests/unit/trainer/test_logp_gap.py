@@ -105,6 +105,7 @@ def test_check_own_routing_compares_the_median() -> None:
         ("bfloat16", "none", "none", "auto", 0.05),
         ("bfloat16", "blockwise", "none", "auto", 0.2),
         ("bfloat16", "none", "fp8", "auto", 0.2),
+        ("bfloat16", "none", "int4", "auto", 0.5),
         ("bfloat16", "none", "fp8", 1, 1.0),
         ("float32", "none", "none", None, None),
     ],
@@ -115,6 +116,12 @@ def test_logp_gap_limit_depends_on_rounding_unless_set(
     config = settled(max_logp_gap=limit)
     config.model.dtype, config.actor.fp8, config.rollout.quantization = dtype, fp8, quantization
     assert logp_gap_limit(config) == wanted
+
+
+def test_logp_gap_limit_with_quantisation_aware_training_is_that_of_bfloat16() -> None:
+    config = settled(max_logp_gap="auto")
+    config.model.dtype, config.rollout.quantization, config.actor.quantization_aware = "bfloat16", "int4", 128
+    assert logp_gap_limit(config) == 0.05
 
 
 def test_check_null_generates_nothing() -> None:

@@ -256,8 +256,8 @@ def test_quantised_tensors_take_half_the_bytes(case: str) -> None:
     for messages in plan.incoming(range(len(plan.topology.buffers))).values():
         for message in messages.messages:
             for each in message.slices:
-                num_bytes[each.quantised] += each.num_bytes
-                elements += prod(each.shape) if each.quantised else 0
+                num_bytes[each.encoding.quantised] += each.num_bytes
+                elements += prod(each.shape) if each.encoding.quantised else 0
     assert 0.5 < num_bytes[True] / (2 * elements) <= 0.51
     totals = count(plan._route_map, plan.bucket_bytes)
     per_engine = len(plan.topology.buffers) // plan.engine_layout.num_ranks
