@@ -377,15 +377,10 @@ def _rounded_layer_bytes(sizes: TransformerArguments, run: Execution) -> float:
 
 
 def _rounded_layers(sparse: Sequence[int], counts: Sequence[int], run: Execution) -> int:
-    """Count the layers whose rounded experts exist at a time: from a forward to its backward pass, for each micro-batch
-    in flight, or with recomputation while a layer is computed again.
-
-    sparse, counts: layers with experts and micro-batches in flight, by chunk.
-    """
-    if run.section.recompute == "full":
-        return min(run.section.recompute_layers, max(sparse))
-    if run.section.recompute == "selective" and "moe" in run.section.recompute_modules:
-        return min(1, max(sparse))
+    """Count the layers whose rounded experts exist at a time; `sparse`, `counts`: layers and micro-batches by chunk."""
+    section = run.section
+    if section.recompute == "full" or (section.recompute == "selective" and "moe" in section.recompute_modules):
+        return min(section.recompute_layers if section.recompute == "full" else 1, max(sparse))
     return sum(layers * count for layers, count in zip(sparse, counts, strict=True))
 
 

@@ -118,7 +118,7 @@ def test_logp_gap_limit_depends_on_rounding_unless_set(
     assert logp_gap_limit(config) == wanted
 
 
-def test_logp_gap_limit_with_quantisation_aware_training_is_that_of_bfloat16() -> None:
+def test_logp_gap_limit_with_rounded_training_is_that_of_bfloat16() -> None:
     config = settled(max_logp_gap="auto")
     config.model.dtype, config.rollout.quantization, config.actor.quantization_aware = "bfloat16", "int4", 128
     assert logp_gap_limit(config) == 0.05
