@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from mcore_rl.config.quantization import INT4
 from mcore_rl.errors import WeightSyncError
 
 PACKED_SUFFIX = "_packed"
@@ -88,4 +89,4 @@ def quantise_into(
         places[0][band].copy_(packed(codes))
         places[1][band].copy_(scales)
     if not torch.stack(are_finite).all():
-        raise WeightSyncError(f"{hf_name} contains NaN or infinity, which rollout.quantization=int4 cannot represent")
+        raise WeightSyncError(f"{hf_name} contains NaN or infinity, which rollout.quantization={INT4} cannot represent")

@@ -156,7 +156,7 @@ def quantise_box(
     amax, scales = torch.stack(found, dim=1)
     if not torch.isfinite(amax).all():
         raise WeightSyncError(
-            f"{box.hf_name} contains NaN or infinity, which rollout.quantization=fp8 cannot represent"
+            f"{box.hf_name} contains NaN or infinity, which rollout.quantization={FP8_BLOCKS} cannot represent"
         )
     # Blocks that began before this box belong to another box.
     for place in places[1:]:
