@@ -22,7 +22,7 @@ SUITES: dict[str, list[str]] = {
     "other losses and heads": ["critic", "router_losses", "reward_model"],
     "memory": ["host_optimizer", "offload"],
     "the rest": [
-        *("actor_gradients", "actor_update", "checkpoint_integrity", "correction_bias", "logprobs"),
+        *("actor_gradients", "actor_update", "checkpoint_integrity", "correction_bias", "expert_rounding", "logprobs"),
         *("lora_run", "microbatches", "model_parity", "mtp_training", "resharding", "special_losses"),
     ],
 }
