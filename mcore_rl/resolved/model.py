@@ -114,7 +114,7 @@ def check_policy_engines(engines: EngineRole, algorithm: AlgorithmConfig, spec: 
     """
     check_engine_model(engines, algorithm, spec.hf_config)
     if not is_supervised(algorithm):
-        check_trained_groups(engines, spec.role, spec.hf_config, spec.layout.etp or 1)
+        check_trained_groups(engines, spec.role, spec.hf_config, spec.layout.etp)
 
 
 def check_engine_model(role: EngineRole, algorithm: AlgorithmConfig, hf_config: HFConfig) -> None:

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_wna16 as wna16,
 )
+from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kInt4Static, kInt4Static32
 from vllm.platforms import current_platform
 
 from mcore_rl.engines.vllm.cpu import add_experts, mapping_experts
@@ -21,8 +22,13 @@ from mcore_rl.weights.int4 import dequantised
 
 
 def _is_supported(*unused: object) -> bool:
-    """Replace the conditions of vLLM's kernel: AMX, groups of 128, and certain routers."""
+    """Replace two conditions of vLLM's kernel: AMX, and certain routers."""
     return True
+
+
+def _supports_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
+    """Accept symmetric INT4 in groups of any size. vLLM's kernel rejects groups of 32."""
+    return activation_key is None and weight_key in (kInt4Static, kInt4Static32)
 
 
 def _keep_experts(*, layer: RoutedExperts, **unused: object) -> None:
@@ -62,6 +68,6 @@ def _apply_experts(
 if current_platform.is_cpu():
     experts = cpu_moe.CPUExpertsInt4
     experts.apply = mapping_experts(experts.apply, _apply_experts)
-    for condition in ("_supports_current_device", "_supports_quant_scheme", "_supports_routing_method"):
-        setattr(experts, condition, staticmethod(_is_supported))
+    experts._supports_current_device = experts._supports_routing_method = staticmethod(_is_supported)
+    experts._supports_quant_scheme = staticmethod(_supports_scheme)
     wna16.convert_to_wna16_moe_kernel_format = _keep_experts
