@@ -162,7 +162,8 @@ class Job:
         # The search for layouts starts from the resolved modules of recomputation.
         config = replace(config, actor=run.section)
         rows = bound_rows(spec.hf_config, dtype, layout=spec.layout)
-        adapters = bound_adapters(config.actor.lora, spec.hf_config, dtype) if uses_lora(config.actor) else []
+        lora = config.actor.lora
+        adapters = bound_adapters(lora, spec.hf_config, dtype, spec.layout) if uses_lora(config.actor) else []
         engine = engine_rank(
             config.rollout,
             config.cluster,

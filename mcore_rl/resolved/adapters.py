@@ -20,6 +20,8 @@ from model_converters.families.parts.adapter_rows import (
 )
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.hf.adapter_reader import CONFIG_NAME, LoraAdapter
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.separate import trainer_rows
 from model_converters.mapping.table import BoundRow, Row, bind
 
 
@@ -28,9 +30,10 @@ def scale_of(lora: LoraConfig) -> float:
     return lora.alpha / (sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
-def base_rows(hf_config: HFConfig) -> list[Row]:
-    """Return the weight table of the base model."""
-    return family_for(hf_config).rows(hf_config)
+def base_rows(hf_config: HFConfig, layout: TrainLayout | None = None) -> list[Row]:
+    """Return the weight table of the base model: the tensors that the ranks of `layout` hold, or the family's table."""
+    rows = family_for(hf_config).rows(hf_config)
+    return rows if layout is None else trainer_rows(rows, layout)
 
 
 def targets_of(lora: LoraConfig, hf_config: HFConfig) -> list[str]:
@@ -38,13 +41,17 @@ def targets_of(lora: LoraConfig, hf_config: HFConfig) -> list[str]:
     return sorted(lora.target_modules or default_targets(base_rows(hf_config)))
 
 
-def bound_adapters(lora: LoraConfig, hf_config: HFConfig, dtype: torch.dtype) -> list[BoundRow]:
-    """Return the weight table of the adapters with exact names.
+def bound_adapters(
+    lora: LoraConfig, hf_config: HFConfig, dtype: torch.dtype, layout: TrainLayout | None = None
+) -> list[BoundRow]:
+    """Return the weight table of the adapters with exact names, with `layout` for its ranks. The adapters' PEFT names,
+    shapes and number of parameters do not depend on it.
 
     Raises: ConfigError naming actor.lora.target_modules.
     """
     with conversion_errors(f"actor.lora.target_modules={list(lora.target_modules)}: "):
-        return bind(adapter_rows(base_rows(hf_config), lora.target_modules, lora.rank), hf_config, dtype)
+        rows = adapter_rows(base_rows(hf_config), lora.target_modules, lora.rank, layout)
+        return bind(rows, hf_config, dtype)
 
 
 def check_adapter(lora: LoraConfig, hf_config: HFConfig) -> LoraAdapter:

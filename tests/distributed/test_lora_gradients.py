@@ -28,6 +28,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "moe split": ("moe", {}, SMALL),
         "v3 without query latent": ("v3 without query latent", {}, SMALL),
         "some recomputed": ("some", {}, SMALL, {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}),
+        "biased fsdp2 recomputed": ("biased", {"strategy": "fsdp2"}, SMALL, {"recompute": "full"}),
         "v3 recomputed": ("v3", {}, SMALL, {"recompute": "selective", "recompute_modules": ["moe", "mla_up_proj"]}),
     },
     2: {
@@ -37,6 +38,9 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         # The first chunk is the embedding alone: it has no adapter.
         "dense pp2 layout": ("dense", {"pp": 2, "pipeline_layout": "E|tt|t|tL"}, SMALL),
         "some sharded": ("some", {"shard_parameters": True}, SMALL),
+        "dense fsdp2": ("dense", {"strategy": "fsdp2"}, SMALL),
+        "some fsdp2 recomputed": ("some", {"strategy": "fsdp2"}, SMALL, {"recompute": "full"}),
+        "odd fsdp2": ("odd", {"strategy": "fsdp2"}, SMALL),
         "dense cp2": ("dense", {"cp": 2}, SMALL),
         "some tp2": ("some", {"tp": 2}, SMALL),
         "odd tp2 without sp": ("odd", {"tp": 2, "sequence_parallel": False}, SMALL),

@@ -17,14 +17,18 @@ from tests.distributed import converting, lora, policy_batch
 from tests.distributed.launch import launch
 from tests.distributed.lora_ranks import SETTINGS, SMALL, Case, Layout, describe, refusals, resume, train, with_settings
 
+FSDP2 = {"strategy": "fsdp2"}
 CASES = [
-    Case("dense", (1, {}), ((2, {"tp": 2}), (2, {"pp": 2}), (2, {}))),
+    Case("dense", (1, {}), ((2, {"tp": 2}), (2, {"pp": 2}), (2, {}), (2, FSDP2))),
     Case("dense", (2, {"tp": 2}), ((1, {}), (2, {"pp": 2, "vpp": 2}))),
-    Case("some", (2, {}), ((2, {"tp": 2}),)),
+    Case("some", (2, {}), ((2, {"tp": 2}), (1, FSDP2))),
     Case("moe", (2, {"ep": 2}), ((1, {}), (2, {"cp": 2}))),
     Case("v3", (2, {"tp": 2, "ep": 2}), ((1, {}), (2, {"pp": 2}))),
     Case("dense", (2, {"tp": 2}), ((2, {}),), dtype="bfloat16"),
     Case("v3", (2, {"ep": 2, "shard_parameters": True}), ((1, {}),)),
+    Case("dense", (2, FSDP2), ((2, {"tp": 2}), (1, FSDP2))),
+    Case("some", (1, FSDP2), ((2, {}),)),
+    Case("dense", (2, FSDP2), ((2, {}),), dtype="bfloat16"),
 ]
 EMBEDDING_APART = Case("dense", (2, {"pp": 2, "pipeline_layout": "E|ttttL"}))
 ALL_CASES = [pytest.param(case, id=str(case)) for case in CASES]

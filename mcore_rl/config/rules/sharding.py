@@ -22,7 +22,6 @@ TRANSFORMERS_REQUIRED: dict[str, tuple[object, str]] = {
     "parallel.tp": (1, "models of transformers are only data-parallel"),
     "parallel.cp": (1, "models of transformers are only data-parallel"),
     "parallel.ep": (1, "models of transformers are only data-parallel"),
-    "lora.rank": (0, "adapters extend the projections of Megatron's model"),
     "mtp_loss_coefficient": (0.0, "models of transformers have no multi-token-prediction layers"),
     "recompute_modules": ([], "models of transformers recompute whole layers"),
     "recompute_layers": (1, "models of transformers recompute layer by layer"),

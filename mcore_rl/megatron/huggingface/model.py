@@ -85,6 +85,11 @@ class TransformersModel(ModelChunk):
         """Accept the input of a pipeline stage, which Megatron's schedules set; the only stage has none."""
 
     @property
+    def embedding(self) -> torch.nn.Module:
+        """Embedding of the tokens."""
+        return self.model.embed_tokens
+
+    @property
     def output_layer(self) -> torch.nn.Module:
         """Output projection or value head."""
         return self.score if hasattr(self, "score") else self.lm_head
@@ -96,11 +101,13 @@ class TransformersModel(ModelChunk):
         return [*self.model.layers]
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, ShardedTensorFactory]:
-        """Describe the parameters, as whole tensors, by their places in a checkpoint of Megatron's model."""
+        """Describe the parameters, as whole tensors, by their places in a checkpoint of Megatron's model. Adapters are
+        not part of it; checkpoint/blocks.py stores them under PEFT's names."""
         if self._chunks is None:
             self._chunks = hf_chunks(self._bound, self._stored())
         data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        return sharded_state(dict(self.named_parameters()), self._chunks, data_rank)
+        weights = {name: weight for name, weight in self.named_parameters() if ".adapter." not in name}
+        return sharded_state(weights, self._chunks, data_rank)
 
 
 def _family_rows(spec: ResolvedModel, dtype: torch.dtype, *, predicts_values: bool) -> list[BoundRow]:

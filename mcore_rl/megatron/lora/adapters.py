@@ -9,7 +9,9 @@
 With sequence parallelism a replicated matrix is applied to the tokens of one rank only, so its gradient must be summed
 over the ranks, like the gradient of a norm; its `sequence_parallel` attribute requests this. A projection that fuses
 several HF modules has one adapter: their A matrices are stacked, and the rows of B are in the order of the projection's
-rows (model_converters.families.parts.adapter_rows). Each row of B is multiplied only with the A of its own module.
+rows (model_converters.families.parts.adapter_rows). Each row of B is multiplied only with the A of its own module. The
+projections of transformers' model (strategy fsdp2) fuse nothing: each has an adapter of its own. Both models have the
+same adapters under PEFT's names, so their checkpoints and exports are equal.
 
 Source: Hu et al., LoRA (arXiv 2106.09685), section 4.1; rsLoRA (2312.03732); initial values as in peft's LoraLayer.
 """
@@ -42,7 +44,8 @@ from model_converters.mapping.placement import Placement, local_shape, segments_
 from model_converters.mapping.table import BoundRow, bind
 from model_converters.mapping.transforms import Shape
 
-_Projected = tuple[torch.Tensor, torch.Tensor | None]
+_Projected = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+"""Output of a projection of transformers' model, or of Megatron's with its bias."""
 Read = Callable[[str, Shape], torch.Tensor]
 """Returns an adapter's unsharded tensor, given its PEFT name and shape."""
 
@@ -168,8 +171,8 @@ def attach(chunks: Sequence[ModelChunk], factors: dict[str, Factor], scale: floa
 def _add(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: _Projected) -> _Projected:
     if not module.adapter.enabled:
         return output
-    # Megatron's projections return (output, bias).
-    return output[0] + module.adapter(inputs[0]), *output[1:]
+    update = module.adapter(inputs[0])
+    return output + update if isinstance(output, torch.Tensor) else (output[0] + update, output[1])
 
 
 def _start_graph(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
@@ -252,9 +255,9 @@ def attach_adapters(
     """
     coordinates = layout.coordinates(dist.get_rank())
     dtype = next(chunks[0].parameters()).dtype
-    bound = bound_adapters(lora, hf_config, dtype)
+    bound = bound_adapters(lora, hf_config, dtype, layout)
     # Placement needs the base rows too: an adapter is sharded like the projection that it adapts.
-    placement = Placement([*bind(base_rows(hf_config), hf_config, dtype), *bound], layout)
+    placement = Placement([*bind(base_rows(hf_config, layout), hf_config, dtype), *bound], layout)
     shards = ((row, placement.shard_at(row, coordinates)) for row in bound)
     factors = {row.mcore: Factor(row, *shard) for row, shard in shards if shard is not None}
     files = TensorFiles()

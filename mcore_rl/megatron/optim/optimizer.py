@@ -64,7 +64,7 @@ def wrap_chunks(chunks: list[ModelChunk], actor: ActorConfig) -> list[DataParall
     modules = _in_model_dtype(chunks)
     if actor.shards_parameters and not has_adapters(chunks):
         return [ShardedDataParallel(config, module) for module in modules]
-    if actor.parallel.shard_parameters:
+    if actor.shards_parameters:
         # Only adapters are trained, which every data-parallel rank has whole.
         for chunk in chunks:
             shard_parameters(chunk)

@@ -52,9 +52,10 @@ def export_hf(actor: MegatronActor, directory: str, source: str) -> None:
 def adapter_plan(actor: MegatronActor) -> list[TensorPlan]:
     """List every adapter tensor under PEFT's name, with the ranks that write its slices. Not collective."""
     dtype = next(actor.chunks[0].parameters()).dtype
-    bound = bound_adapters(actor.config.actor.lora, actor.hf_config, dtype)
+    bound = bound_adapters(actor.config.actor.lora, actor.hf_config, dtype, actor.layout)
     names = {name for row in bound for name in row.hf}
-    plans = export_plan([*bind(base_rows(actor.hf_config), actor.hf_config, dtype), *bound], actor.layout)
+    base = bind(base_rows(actor.hf_config, actor.layout), actor.hf_config, dtype)
+    plans = export_plan([*base, *bound], actor.layout)
     return [plan for plan in plans if plan.hf_name in names]
 
 

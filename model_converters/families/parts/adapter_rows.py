@@ -19,6 +19,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from model_converters.errors import ConversionError
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.separate import trainer_rows
 from model_converters.mapping.table import Row
 from model_converters.mapping.transforms import Same, Stacked, Subset
 
@@ -49,10 +51,13 @@ def default_targets(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(leaf(name) for row in rows if _refusal(row) == "" for name in row.hf))
 
 
-def adapter_rows(rows: Sequence[Row], targets: Collection[str], rank: int) -> list[Row]:
+def adapter_rows(
+    rows: Sequence[Row], targets: Collection[str], rank: int, layout: TrainLayout | None = None
+) -> list[Row]:
     """Return the rows of rank-`rank` adapters for all modules whose last name component is in `targets`.
 
-    Empty `targets` select every module that can have an adapter.
+    rows: the family's table. Empty `targets` select every module that can have an adapter. layout: with hf_tensors its
+    ranks hold separate HF tensors (mapping.separate), and every module is a projection of its own.
 
     Raises: ConversionError for a target that the model lacks or that cannot have an adapter.
     """
@@ -64,10 +69,12 @@ def adapter_rows(rows: Sequence[Row], targets: Collection[str], rank: int) -> li
         reason = next(iter(sorted(reasons)), "") or "the model has no such module"
         raise ConversionError(f"{target}: {reason}; choose from {', '.join(known)}")
     found = []
-    for row in rows:
-        parts = tuple(part for part, name in enumerate(row.hf) if leaf(name) in chosen)
-        if parts and not _refusal(row):
-            found += _factors(row, parts, rank)
+    # Refusals depend on Megatron's names, so the rows are separated after them.
+    for row in (row for row in rows if not _refusal(row)):
+        for held in [row] if layout is None else trainer_rows([row], layout):
+            parts = tuple(part for part, name in enumerate(held.hf) if leaf(name) in chosen)
+            if parts:
+                found += _factors(held, parts, rank)
     return found
 
 

@@ -74,7 +74,6 @@ def _mixture_of_experts(base: str, tmp_path: Path) -> None:
         ([TRANSFORMERS, "actor.recompute=full", "actor.recompute_layers=2"], "layer by layer; set it to 1"),
         ([TRANSFORMERS, "actor.mtp_loss_coefficient=0.1"], "no multi-token-prediction layers; set it to 0"),
         ([TRANSFORMERS, "actor.offload.grads=true"], "actor.offload.grads=True is not supported with actor.strategy"),
-        ([TRANSFORMERS, "actor.lora.rank=4"], "actor.lora.rank=4 is not supported with actor.strategy=fsdp2"),
         (["rollout.tp=3"], "rollout.tp=3 must divide the model's 4 attention heads"),
         (["rollout.validation_samples=2"], "rollout.validation_temperature"),
         (["weights.transport=files"], "weights.transport=files needs weights.directory; set it to a directory"),

@@ -140,6 +140,22 @@ def test_adapter_rows_product_equals_shard_of_whole_update(
     assert seen == {name for row in bind(adapter_rows(rows, targets, RANK), config, torch.float32) for name in row.hf}
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj"]])
+def test_adapter_rows_of_hf_tensors_have_one_module_each(kind: str, targets: list[str]) -> None:
+    """The modules are the same as in Megatron's model: routers are not among them, whatever their name."""
+    rows, config = rows_of(kind)
+    fused = bind(adapter_rows(rows, targets, RANK), config, torch.float32)
+    layout = TrainLayout(2, shard_parameters=True, hf_tensors=True)
+    separate = bind(adapter_rows(rows, targets, RANK, layout), config, torch.float32)
+    expected = {name: shape for row in fused for name, shape in zip(row.hf, row.row.shapes, strict=True)}
+    # Without padding for modules that have no adapter.
+    assert {row.hf[0]: local_shape(row.row, 1) for row in separate} == expected
+    for row in separate:
+        side = row.mcore[-1].upper()
+        assert row.hf == (f"base_model.model.{row.mcore[: -len('.adapter.a')]}.lora_{side}.weight",)
+
+
 def test_write_adapter_config_is_read_by_peft(tmp_path: Path) -> None:
     tensors = {
         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.randn(3, 8).bfloat16(),
