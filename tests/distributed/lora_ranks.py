@@ -46,6 +46,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "parallel": ParallelConfig(shard_parameters=True),
         "offload": OffloadConfig(params=True, optimizer=True),
     },
+    "transformers": {"strategy": "fsdp2"},
+    "transformers recomputed": {
+        "strategy": "fsdp2",
+        "recompute": "full",
+        "offload": OffloadConfig(params=True, optimizer=True),
+    },
 }
 
 

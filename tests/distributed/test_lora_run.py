@@ -112,6 +112,21 @@ def test_lora_updates_change_adapters_only(case: Case, saved: Any) -> None:
         assert not torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.parametrize("model", ["dense", "some"])
+def test_lora_updates_of_transformers_model_equal_megatron(model: str, saved: Any) -> None:
+    """Compare after two updates, on other numbers of ranks. Megatron's projections fuse the adapted modules."""
+    cases = [case for case in CASES if (case.model, case.dtype) == (model, "float32")]
+    mine, theirs = (
+        next(saved[str(case)] for case in cases if ("strategy" in case.layout[1]) == transformers)
+        for transformers in (True, False)
+    )
+    for kind in ("adapters", "merged"):
+        for name, tensor in theirs[kind].items():
+            # Float32 sums in another order: at most 4.5e-6 was measured. The updates changed every adapter by more than
+            # 0.01 of its largest entry.
+            assert (mine[kind][name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name
+
+
 @pytest.mark.parametrize("case", ALL_CASES)
 def test_merged_weights_equal_w_plus_scale_b_a(case: Case, saved: Any) -> None:
     found, model = saved[str(case)], lora.MODELS[case.model]
@@ -235,9 +250,11 @@ def test_lora_with_memory_and_overlap_settings_is_unchanged(root: Path) -> None:
     start = policy_batch.assemble([rank["start"] for rank in ranks])
     for name, (adapters, merged) in found.items():
         for kind, tensors in enumerate((adapters, merged)):
+            # Activations of transformers' model are rounded in other places than Megatron's.
+            same = "transformers" if name.startswith("transformers") else "plain"
             for key, tensor in tensors.items():
                 if name != "replicated":
-                    assert torch.equal(tensor, found["plain"][kind][key]), f"{name}: {key}"
+                    assert torch.equal(tensor, found[same][kind][key]), f"{name}: {key}"
                     continue
                 # The norm for clipping is summed in a different order, and bfloat16 rounds.
                 torch.testing.assert_close(tensor, found["plain"][kind][key], rtol=2**-6, atol=1e-3)

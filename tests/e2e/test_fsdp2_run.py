@@ -14,12 +14,17 @@ SETTINGS = (
     *("actor.offload.params=true", "actor.offload.optimizer=true"),
 )
 FSDP2 = ("actor.strategy=fsdp2", "actor.recompute=full")
+LORA = ("actor.lora.rank=4", "actor.lora.alpha=16", "actor.optimizer.lr=1e-2")
 
 
-def test_fsdp2_run_generates_with_its_weights_and_resumes_on_megatron(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapters", [pytest.param((), id="all weights"), pytest.param(LORA, id="adapters")])
+def test_fsdp2_run_generates_with_its_weights_and_resumes_on_megatron(
+    tmp_path: Path, adapters: tuple[str, ...]
+) -> None:
     task, run_dir, resumed = write_task(tmp_path, "qwen3"), tmp_path / "run", tmp_path / "resumed"
     exported = tmp_path / "exported"
-    train(task, run_dir, *SETTINGS, *FSDP2, "trainer.validate_every_steps=3", f"trainer.export_hf={exported}")
+    settings = (*SETTINGS, *adapters)
+    train(task, run_dir, *settings, *FSDP2, "trainer.validate_every_steps=3", f"trainer.export_hf={exported}")
     rows = metrics(run_dir)
     assert sorted(rows) == [0, 1, 2, 3]
     for step in (1, 2, 3):
@@ -29,7 +34,7 @@ def test_fsdp2_run_generates_with_its_weights_and_resumes_on_megatron(tmp_path: 
     assert_greedy_responses(run_dir, 3, exported)
     shutil.copytree(run_dir, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step_3")
-    train(task, resumed, *SETTINGS, "trainer.validate_every_steps=3")
+    train(task, resumed, *settings, "trainer.validate_every_steps=3")
     assert_same_records(resumed, run_dir)
     # The sums of both models have another order, and Megatron's ranks hold whole weights.
     expected = {name: value for name, value in rows[3].items() if not name.startswith("memory/")}
