@@ -34,3 +34,9 @@ def test_reject_suggestions_of_fsdp2_names_the_strategy() -> None:
     actor = ActorConfig(strategy="fsdp2")
     with pytest.raises(ConfigError, match=r"actor\.strategy=fsdp2 has only one"):
         reject_suggestions(actor)
+
+
+def test_check_sharding_of_fsdp2_accepts_adapters() -> None:
+    actor = ActorConfig(strategy="fsdp2")
+    actor.lora.rank = 4
+    check_sharding(ModelRole.policy(actor, ModelConfig(hf_path="")))
