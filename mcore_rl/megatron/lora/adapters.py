@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import sqrt
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ from model_converters.mapping.placement import Placement, local_shape, segments_
 from model_converters.mapping.table import BoundRow, bind
 from model_converters.mapping.transforms import Shape
 
-_Projected = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+_Projected: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 """Output of a projection of transformers' model, or of Megatron's with its bias."""
 Read = Callable[[str, Shape], torch.Tensor]
 """Returns an adapter's unsharded tensor, given its PEFT name and shape."""
