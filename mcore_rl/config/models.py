@@ -128,7 +128,7 @@ class ActorConfig:
 
     strategy: str = setting("megatron", choices=("megatron", FSDP2))
     """Model that is trained. megatron: Megatron-Core's, with all parallel axes. fsdp2: transformers' own, with all its
-    parameters sharded over data-parallel ranks (dense models only)."""
+    parameters sharded over data-parallel ranks."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     num_ranks: int | None = setting(None, minimum=1)
     """Number of trainer ranks; null: all slots of the cluster that are not reserved for engines."""

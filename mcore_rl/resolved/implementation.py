@@ -62,6 +62,11 @@ RECIPES = {
 """Source: megatron.core.fp8_utils (0.16.1), and the checks in TransformerEngine's pytorch/quantization.py (2.11)."""
 
 
+TRANSFORMERS_EXPERTS = "grouped_mm"
+"""Value of transformers' experts_implementation: one grouped product of torch for all experts, on CPUs too, where it
+has the same bits as one product per expert."""
+
+
 def row_multiple(fp8: str) -> int:
     """Return the number of tokens of which each rank's part of a packed row must be a multiple."""
     return 1 if fp8 == "none" else RECIPES[fp8].tokens
@@ -164,7 +169,10 @@ def choose(installed: Installed, request: BuildRequest) -> Implementation:
     layers = _layers(installed, request)
     engine = layers.value == "TransformerEngine"
     experts = permute = Component("none", "the model has no experts")
-    if request.experts:
+    if request.experts and request.layout.hf_tensors:
+        experts = Component(TRANSFORMERS_EXPERTS, "transformers' experts, with torch's grouped product")
+        permute = Component("transformers", "comes with its layers")
+    elif request.experts:
         experts = _expert_kernel("grouped GEMM", GROUPED_GEMM_VERSION, "grouped GEMM", "one by one", installed, engine)
         permute = _expert_kernel("fused permutation", PERMUTE_FUSION_VERSION, "fused", "unfused", installed, engine)
     return Implementation(
@@ -237,6 +245,8 @@ def _expert_kernel(
 def _dispatcher(installed: Installed, request: BuildRequest) -> Component:
     if not request.experts:
         return Component("alltoall", "the model has no experts")
+    if request.layout.hf_tensors:
+        return Component("alltoall", "not used: every rank gathers all experts of a layer")
     configured = request.role.section.moe.dispatcher
     if configured != "auto":
         _check_dispatcher(installed, request)

@@ -63,13 +63,6 @@ def role_layout(role: ModelRole, world_size: int, hf_config: HFConfig) -> TrainL
     layout = train_layout(role.section.parallel, world_size, hf_config, role)
     if role.section.strategy != FSDP2:
         return layout
-    sizes, key = model_arguments(hf_config, role.checkpoint).transformer, role.key("strategy")
-    if sizes.get("num_moe_experts") or sizes.get("multi_latent_attention"):
-        raise ConfigError(
-            f"{key}={FSDP2} is not supported for models with experts or latent attention "
-            f"({role.checkpoint}={role.model.hf_path}); set {key}=megatron, with "
-            f"{role.key('parallel.shard_parameters')}=true to divide all parameters"
-        )
     return replace(layout, shard_parameters=True, hf_tensors=True)
 
 

@@ -93,6 +93,10 @@ class Placement:
         """Yield one Holding per shard, or per part of one with layout.shard_parameters; none for a tied head that
         shares the embedding's tensor."""
         for ranks, shard, num_shards in self._shards(bound):
+            owner = self._expert_part(bound)
+            if owner is not None:
+                yield Holding(ranks[owner : owner + 1], ShardPart(shard, num_shards))
+                continue
             if not (self.layout.shard_parameters and is_sharded(bound)):
                 yield Holding(ranks, ShardPart(shard, num_shards))
                 continue
@@ -143,13 +147,25 @@ class Placement:
     def part_at(self, bound: BoundRow, at: Coordinates) -> ShardPart | None:
         """Return the part of the row that the rank with coordinates `at` holds, or None."""
         shard, layout = self.shard_at(bound, at), self.layout
-        if shard is None:
+        owner = self._expert_part(bound)
+        if shard is None or owner not in (None, at.edp):
             return None
-        if not (layout.shard_parameters and is_sharded(bound)):
+        if owner is not None or not (layout.shard_parameters and is_sharded(bound)):
             return ShardPart(*shard)
         if bound.expert is not None:
             return ShardPart(*shard, at.edp, layout.edp)
         return ShardPart(*shard, at.cp + layout.cp * at.dp, layout.cp * layout.dp)
+
+    def _expert_part(self, bound: BoundRow) -> int | None:
+        """Return the data-parallel part that has an expert whole, or None if parts have rows of each of its tensors.
+
+        If ranks hold HF tensors, the experts of a layer are one parameter, and its rows are whole experts.
+        """
+        layout = self.layout
+        if bound.expert is None or not (layout.shard_parameters and layout.hf_tensors):
+            return None
+        _, each = chunk_range(bound.row.num_experts, 0, layout.edp)
+        return bound.expert // each
 
     def _check_mtp(self, bound: Sequence[BoundRow]) -> None:
         placed = self.layout.num_mtp_layers

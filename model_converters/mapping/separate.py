@@ -7,8 +7,10 @@ Every row of a family's table becomes one row per HF tensor, under the tensor's 
 | `model.layers.{l}.self_attn.q_proj.weight` | the same |
 | `model.layers.{l}.self_attn.k_proj.weight` | the same |
 | `model.layers.{l}.mlp.gate_proj.weight` | the same |
+| `model.layers.{l}.mlp.experts.{e}.gate_proj.weight` | the same |
 
-Engines divide heads, so rows of projections keep the number of their heads.
+Engines divide heads, so rows of projections keep the number of their heads. The tensors of experts are views of
+parameters that stack all experts of a layer, so a data-parallel rank has whole experts (see Placement).
 """
 
 from __future__ import annotations

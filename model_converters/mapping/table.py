@@ -67,7 +67,7 @@ class BoundRow:
 
 def is_parameter(bound: BoundRow) -> bool:
     """Return False for buffers: the expert bias of a router has no gradient and no optimizer state."""
-    return not bound.mcore.endswith("expert_bias")
+    return not bound.mcore.endswith(("expert_bias", "e_score_correction_bias"))
 
 
 def is_sharded(bound: BoundRow) -> bool:

@@ -236,8 +236,22 @@ def hf_pieces(actor: Any, tensors: dict[str, torch.Tensor] | None = None) -> lis
 def gradient_pieces(actor: Any) -> list[Any]:
     """Return the gradients as this rank's slices of HF tensors. The routers' correction bias has no gradient: it is
     represented by its value."""
-    gradients = {p.data_ptr(): p.main_grad for chunk in actor.ddp for p in chunk.parameters()}
-    return hf_pieces(actor, {name: gradients.get(t.data_ptr(), t) for name, t in actor.tensors().items()})
+    parameters = [(p, p.main_grad) for chunk in actor.ddp for p in chunk.parameters()]
+    return hf_pieces(actor, {name: part_like(t, parameters, t) for name, t in actor.tensors().items()})
+
+
+def part_like(
+    tensor: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]], default: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the elements of `values` at the place of `tensor` in `parameter`, for the pair (parameter, values) whose
+    parameter contains the tensor."""
+    for parameter, values in pairs:
+        distance = tensor.data_ptr() - parameter.data_ptr()
+        if tensor.numel() and 0 <= distance < parameter.nbytes:
+            start = distance // parameter.element_size()
+            return values.view(-1)[start : start + tensor.numel()].view(tensor.shape)
+    assert default is not None
+    return default
 
 
 def assemble(ranks: list[list[Any]]) -> dict[str, torch.Tensor]:

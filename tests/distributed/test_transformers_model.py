@@ -22,7 +22,7 @@ from tests.distributed.gradient_oracle import (
 )
 from tests.distributed.launch import launch
 from tests.distributed.syncing import synced_slices
-from tests.tiny_models import LLAMA3, VOCABULARY, write_tiny_model
+from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, write_tiny_model
 
 FSDP2 = {"strategy": "fsdp2"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,16 +30,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # A vocabulary and heads that two ranks do not divide.
     "odd": ("qwen3", {"num_key_value_heads": 1, "vocab_size": VOCABULARY + 1}),
     "llama": ("llama", {"rope_parameters": LLAMA3}),
+    # Three experts: two ranks have two and one.
+    "moe": ("qwen3_moe", {"num_experts": 3, "num_local_experts": 3}),
+    "mixtral": ("mixtral", {}),
+    "glm": ("glm4_moe", GROUPS | {"num_nextn_predict_layers": 0}),
+    "v2": ("deepseek_v2", {}),
+    "v3": ("deepseek_v3", GROUPS | {"rope_parameters": YARN}),
 }
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
     1: {
         "one row": ("odd", ONE_MICROBATCH, {}),
         "tied": ("tied", SMALL, {}),
+        "mixtral": ("mixtral", SMALL, {}),
+        "glm": ("glm", SMALL, {}),
+        "v2": ("v2", SMALL, {}),
+        "v3": ("v3", SMALL, {}),
     },
     2: {
         "odd dp2": ("odd", SMALL, {}),
         "tied dp2 recomputed": ("tied", SMALL, {"recompute": "full"}),
         "llama dp2": ("llama", SMALL, {}),
+        "moe dp2": ("moe", SMALL, {}),
+        "v3 dp2 recomputed": ("v3", SMALL, {"recompute": "full"}),
     },
 }
 
@@ -113,24 +125,40 @@ def test_bfloat16_model_keeps_rotary_frequencies_in_float32(directories: dict[st
     np.testing.assert_allclose(found["model.rotary_emb.inv_freq"], expected, rtol=1e-6)
 
 
-def _sent(rank: int, directory: str) -> list[tuple[str, Any, Any]]:
+def _sent(rank: int, directories: dict[str, str]) -> dict[str, list[tuple[str, Any, Any]]]:
+    """Return the slices that this rank sends, by model: HF name, index of the first element, values."""
     from mcore_rl.weights.send import part_of
 
-    actor = policy_batch.build_actor(policy_batch.config(directory, {"strategy": "fsdp2"}, SMALL))
-    tensors = actor.tensors()
-    return [
-        (each.hf_name, each.first, part_of(each, tensors, each.shape).numpy().copy()) for each in synced_slices(actor)
-    ]
+    found = {}
+    for model, directory in directories.items():
+        actor = policy_batch.build_actor(policy_batch.config(directory, FSDP2, SMALL))
+        tensors = actor.tensors()
+        found[model] = [
+            (each.hf_name, each.first, part_of(each, tensors, each.shape).numpy().copy())
+            for each in synced_slices(actor)
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def sent(directories: dict[str, str]) -> list[dict[str, list[tuple[str, Any, Any]]]]:
+    return launch(_sent, 2, directories)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_ranks_send_every_element_of_the_checkpoint_once(model: str, directories: dict[str, str]) -> None:
+def test_ranks_send_every_element_of_the_checkpoint_once(model: str, directories: dict[str, str], sent: Any) -> None:
     with safe_open(f"{directories[model]}/model.safetensors", "np") as file:
         expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     found = {name: np.full_like(tensor, np.nan) for name, tensor in expected.items()}
-    for name, first, values in (each for rank in launch(_sent, 2, directories[model]) for each in rank):
+    for name, first, values in (each for rank in sent for each in rank[model]):
         place = found[name][tuple(slice(start, start + n) for start, n in zip(first, values.shape, strict=True))]
         assert np.isnan(place).all(), f"{name} is sent twice"
         place[...] = values
     for name, tensor in expected.items():
         np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+
+
+def test_ranks_send_whole_experts_that_they_store(sent: Any) -> None:
+    """Two ranks divide three experts of a layer as torch.chunk does, and send other tensors by rows."""
+    experts = [{name.split(".")[5] for name, _, _ in rank["moe"] if ".experts." in name} for rank in sent]
+    assert experts == [{"0", "1"}, {"2"}]

@@ -22,6 +22,8 @@ TRANSFORMERS_REQUIRED: dict[str, tuple[object, str]] = {
     "parallel.tp": (1, "models of transformers are only data-parallel"),
     "parallel.cp": (1, "models of transformers are only data-parallel"),
     "parallel.ep": (1, "models of transformers are only data-parallel"),
+    "parallel.etp": (1, "models of transformers are only data-parallel"),
+    "moe.dispatcher": ("auto", "tokens stay on their rank, which gathers all experts of a layer"),
     "mtp_loss_coefficient": (0.0, "models of transformers have no multi-token-prediction layers"),
     "recompute_modules": ([], "models of transformers recompute whole layers"),
     "recompute_layers": (1, "models of transformers recompute layer by layer"),
@@ -47,6 +49,7 @@ def check_sharding(role: ModelRole) -> None:
 def _require(role: ModelRole, required: dict[str, tuple[object, str]], chosen: str) -> None:
     for name, (needed, reason) in required.items():
         value = attrgetter(name)(role.section)
-        if value != needed:
+        # parallel.etp is None by default.
+        if value not in (needed, None):
             wanted = str(needed).lower() if isinstance(needed, bool) else needed
             raise ConfigError(f"{role.key(name)}={value} is not supported with {chosen}: {reason}; set it to {wanted}")

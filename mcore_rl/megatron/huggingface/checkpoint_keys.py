@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+from mcore_rl.megatron.huggingface.stacked_experts import HFPart
 from model_converters.dcp.blocks import Box, CheckpointChunk, slice_box
 from model_converters.mapping.placement import local_shape, segments_of
 from model_converters.mapping.table import BoundRow
@@ -48,10 +49,20 @@ def _stored(chunk: CheckpointChunk, common: Box) -> Box:
     return Box(chunk.stored.offset[:stacked] + inner.offset, (1,) * stacked + inner.shape)
 
 
+def parameter_chunks(
+    parts: Mapping[str, Sequence[HFPart]], chunks: Mapping[str, Sequence[CheckpointChunk]]
+) -> dict[str, list[CheckpointChunk]]:
+    """Return the blocks of each parameter, which may be stacked, from the blocks of HF tensors (hf_chunks)."""
+    return {
+        name: [replace(chunk, local=part.inside(chunk.local)) for part in of_name for chunk in chunks[part.hf_name]]
+        for name, of_name in parts.items()
+    }
+
+
 def sharded_state(
     parameters: Mapping[str, torch.Tensor], chunks: Mapping[str, Sequence[CheckpointChunk]], data_rank: int
 ) -> dict[str, ShardedTensorFactory]:
-    """Describe whole parameters by HF name as Megatron's models do."""
+    """Describe whole parameters and router biases by name as Megatron's models do."""
     return {
         name: ShardedTensorFactory(
             name, parameter, _builder(chunks[name]), merge_fn=_unused, replica_id=(0, 0, data_rank)

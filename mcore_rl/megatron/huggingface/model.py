@@ -1,7 +1,7 @@
 """A model of transformers with the interface of a Megatron model chunk (strategy fsdp2).
 
-The rank holds all layers; its parameters are sharded over data-parallel ranks (model/shards.py). Parameters have the
-names of HF checkpoints. Like a PolicyModel, it returns hidden states, and the loss projects them.
+The rank holds all layers; its parameters are sharded over data-parallel ranks (model/shards.py), and the experts of a
+layer are stacked (stacked_experts.py). Like a PolicyModel, it returns hidden states, and the loss projects them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mcore_rl.megatron.huggingface.attention import PACKED, positions
-from mcore_rl.megatron.huggingface.checkpoint_keys import hf_chunks, sharded_state
+from mcore_rl.megatron.huggingface.checkpoint_keys import hf_chunks, parameter_chunks, sharded_state
+from mcore_rl.megatron.huggingface.routers import TransformersRouter
+from mcore_rl.megatron.huggingface.stacked_experts import hf_parts, views
 from mcore_rl.megatron.model.attention import PackedRow
+from mcore_rl.megatron.model.names import named_weights
 from mcore_rl.megatron.model.output import ModelChunk
 from mcore_rl.megatron.model.value_model import ValueHead
+from mcore_rl.resolved.implementation import TRANSFORMERS_EXPERTS
 from mcore_rl.resolved.model import ResolvedModel
 from model_converters.dcp.blocks import CheckpointChunk
 from model_converters.families import family_for
@@ -46,11 +50,12 @@ class TransformersModel(ModelChunk):
         super().__init__(config)
         self._stored = stored
         self._bound = _family_rows(spec, config.params_dtype, predicts_values=predicts_values)
+        self._parts = hf_parts(self._bound)
         self._chunks: Mapping[str, Sequence[CheckpointChunk]] | None = None
         # Without initial values a whole model never needs memory: the rank then creates only its rows (model/rows.py).
         with nullcontext() if spec.role.model.random_init else torch.device("meta"):
             causal = AutoModelForCausalLM.from_config(
-                _hf_config(spec), dtype=config.params_dtype, attn_implementation=PACKED
+                _hf_config(spec), dtype=config.params_dtype, attn_implementation=PACKED, **_experts(config)
             )
         # Its frequencies are computed, not loaded.
         causal.model.rotary_emb = type(causal.model.rotary_emb)(causal.config)
@@ -59,6 +64,9 @@ class TransformersModel(ModelChunk):
         if spec.role.section.recompute == "full":
             causal.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = causal.model
+        for number, layer in enumerate(self.layers(), 1):
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp.gate = TransformersRouter(config, layer.mlp.gate, number)
         self.share_embeddings_and_output_weights = spec.arguments.tied_embeddings
         self.unpadded_vocab_size = spec.arguments.vocab_size
         if predicts_values:
@@ -104,10 +112,13 @@ class TransformersModel(ModelChunk):
         """Describe the parameters, as whole tensors, by their places in a checkpoint of Megatron's model. Adapters are
         not part of it; checkpoint/blocks.py stores them under PEFT's names."""
         if self._chunks is None:
-            self._chunks = hf_chunks(self._bound, self._stored())
+            self._chunks = parameter_chunks(self._parts, hf_chunks(self._bound, self._stored()))
         data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        weights = {name: weight for name, weight in self.named_parameters() if ".adapter." not in name}
+        weights = {name: weight for name, weight in named_weights(self) if ".adapter." not in name}
         return sharded_state(weights, self._chunks, data_rank)
+
+    def hf_tensors(self, name: str, tensor: torch.Tensor, first: int) -> Mapping[str, torch.Tensor]:
+        return views(self._parts[name], tensor, first)
 
 
 def _family_rows(spec: ResolvedModel, dtype: torch.dtype, *, predicts_values: bool) -> list[BoundRow]:
@@ -117,8 +128,13 @@ def _family_rows(spec: ResolvedModel, dtype: torch.dtype, *, predicts_values: bo
     return bind(rows, spec.hf_config, dtype)
 
 
+def _experts(config: TransformerConfig) -> dict[str, str]:
+    """Return the implementation of experts; transformers rejects one for dense models."""
+    return {"experts_implementation": TRANSFORMERS_EXPERTS} if config.num_moe_experts else {}
+
+
 def _hf_config(spec: ResolvedModel) -> object:
     model_type = family_for(spec.hf_config).transformers_type or spec.hf_config["model_type"]
     # Like Megatron's models (model/model.py): sampled log-probabilities must be reproducible.
-    fields = spec.hf_config | {"model_type": model_type, "attention_dropout": 0.0}
+    fields = spec.hf_config | {"model_type": model_type, "attention_dropout": 0.0, "router_jitter_noise": 0.0}
     return AutoConfig.for_model(**fields)

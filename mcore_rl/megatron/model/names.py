@@ -12,7 +12,8 @@
 Multi-token-prediction layers are `mtp.layers.{m}`, with a decoder layer under `transformer_layer`. With several
 pipeline stages, the last stage then has a copy of the embedding.
 
-The canonical names of a model of transformers (huggingface/model.py) are the names of its HF checkpoint.
+The canonical names of a model of transformers (huggingface/model.py) are the names of its HF checkpoint. Its stacked
+experts are separate tensors, of which a rank has those that it stores.
 
 `output_layer.weight` is present if the model has this tensor. With tied embeddings and several pipeline stages it is
 the copy of the embedding on the last stage.
@@ -21,14 +22,14 @@ the copy of the embedding on the last stage.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mcore_rl.megatron.model.output import ModelChunk, unwrap
-from mcore_rl.megatron.model.shards import local_shard
+from mcore_rl.megatron.model.shards import local_shard, shard_of
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -60,22 +61,31 @@ def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tens
     named: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         model = unwrap(chunk)
-        for live_name, tensor in _live_tensors(model):
-            name = canonical_name(model, live_name)
-            if name in named:
-                raise KeyError(f"{live_name}: another tensor has the canonical name {name}")
-            shard = local_shard(tensor)
-            # Not the parameter itself: consumers copy into the tensor, which autograd would reject.
-            named[name] = tensor.data if shard is None else shard.data
+        for live_name, tensor in named_weights(model):
+            for name, part in _canonical_parts(model, live_name, tensor).items():
+                if name in named:
+                    raise KeyError(f"{live_name}: another tensor has the canonical name {name}")
+                named[name] = part
     return named
 
 
-def _live_tensors(model: ModelChunk) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: ModelChunk) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and the expert biases of routers, by their names in the model."""
     # Adapters are not weights of the base model; see lora.adapters.adapter_parameters.
     yield from ((name, parameter) for name, parameter in model.named_parameters() if ".adapter." not in name)
     for name, buffer in model.named_buffers():
-        if name.endswith("router.expert_bias"):
+        if name.endswith(".expert_bias"):
             yield name, buffer
+
+
+def _canonical_parts(model: ModelChunk, live_name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    shard = local_shard(tensor)
+    # Not the parameter itself: consumers copy into the tensor, which autograd would reject.
+    stored = tensor.data if shard is None else shard.data
+    if not model.has_hf_names:
+        return {canonical_name(model, live_name): stored}
+    place = None if shard is None else shard_of(shard)
+    return model.hf_tensors(live_name, stored, 0 if place is None else place.first_row)
 
 
 def canonical_name(model: ModelChunk, live_name: str) -> str:

@@ -23,7 +23,7 @@ Usage on the last stage:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -50,7 +50,7 @@ class ModelChunk(MegatronModule):
     unpadded_vocab_size: vocabulary without the padding that makes tensor-parallel shards equal; None: no padding.
         Log-probabilities ignore the padding.
     has_adapters: all parameters except adapters (lora/adapters.py) are frozen; a chunk may have no adapters.
-    has_hf_names: parameters have the names of HF checkpoints, instead of Megatron's.
+    has_hf_names: weights have the names of HF checkpoints (hf_tensors), instead of Megatron's.
     """
 
     has_adapters = has_hf_names = False
@@ -58,6 +58,11 @@ class ModelChunk(MegatronModule):
 
     def layers(self) -> list[torch.nn.Module]:
         """Return the transformer layers, whose parameters are gathered together if parameters are sharded."""
+        raise NotImplementedError
+
+    def hf_tensors(self, name: str, tensor: torch.Tensor, first: int) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of HF checkpoints, by name, as views of `tensor`: the rows from `first` on of parameter or
+        router bias `name`. Only for a model with has_hf_names."""
         raise NotImplementedError
 
 

@@ -79,11 +79,14 @@ class PolicyRouter(TopKRouter):
         # Megatron calls this hook in place of its top-k function.
         self.router_replay = SimpleNamespace(get_replay_topk=self._replay_or_choose)
         self.to_recompute: deque[RoutingRow] = deque()
+        self.counted: RoutingRow | None = None
+        self.repeated = False
         self.reset()
 
     def reset(self) -> None:
         """Clear load counts and losses before an update."""
         self.to_recompute.clear()
+        self.counted = None
         self.load = torch.zeros(self.num_experts, dtype=torch.int64)  # tokens per expert
         self.sums = torch.zeros(2)  # balance and z loss, without coefficient
         self.routed = torch.zeros(self.num_experts + 1)  # for global_aux_loss: count per expert, then tokens
@@ -93,6 +96,10 @@ class PolicyRouter(TopKRouter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route the tokens. Shapes: logits [t, 1, E] -> probabilities and routing map, [t, E] each."""
         row = self.current = self._row_of_this_pass()
+        # transformers' checkpointing records gradients in the first pass too: the second one must not count again.
+        self.repeated = self._trains() and row is self.counted
+        if self._trains():
+            self.counted = row
         has_loss = self.settings.aux_loss_coefficient or self.settings.z_loss_coefficient
         if row is not None and has_loss and self._trains():
             logits = _AddLoss.apply(logits, self._auxiliary_loss(logits.flatten(0, 1), row))
@@ -129,7 +136,8 @@ class PolicyRouter(TopKRouter):
             loss = loss + coefficient * value
             sums.append(value.detach())
         # Accumulate on the device; finish_update reads the sums once per update.
-        self.sums = self.sums.to(loss.device) + torch.stack(sums)
+        if not self.repeated:
+            self.sums = self.sums.to(loss.device) + torch.stack(sums)
         return loss
 
     def _balance(self, logits: torch.Tensor, row: RoutingRow, valid: torch.Tensor) -> torch.Tensor:
@@ -147,16 +155,21 @@ class PolicyRouter(TopKRouter):
         counts = scores.new_zeros(max(len(tokens), 1), self.num_experts).index_add_(0, group, chosen.to(scores.dtype))
         _sum_over(counts, self.tp_cp_group)
         if self.settings.load_balancing == "global_aux_loss":
-            routed = torch.cat((counts[0], tokens.to(counts.dtype)))
-            _sum_over(routed, parallel_state.get_data_parallel_group())
-            self.routed = self.routed.to(routed.device) + routed
+            if not self.repeated:
+                self._count_routed(counts[0], tokens)
             counts, tokens = self.routed[None, :-1], self.routed[-1:]
         share = counts / tokens.to(counts.dtype).clamp(min=1)[:, None] if len(tokens) else counts
         return (scores * share[group]).sum() * (self.num_experts / self.topk)
 
+    def _count_routed(self, counts: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Add the tokens of this micro-batch on all data-parallel ranks. Collective: the data-parallel ranks."""
+        routed = torch.cat((counts, tokens.to(counts.dtype)))
+        _sum_over(routed, parallel_state.get_data_parallel_group())
+        self.routed = self.routed.to(routed.device) + routed
+
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         """Count tokens per expert, in passes with gradient only. Overrides a Megatron method called once per pass."""
-        if self._trains():
+        if self._trains() and not self.repeated:
             assert self.current is not None
             valid = (self.current.sequence >= 0)[:, None]
             # Only the first pass of an update moves the counter to the device.

@@ -43,6 +43,11 @@ class Shard:
     start: int
     dtype: torch.dtype
 
+    @property
+    def first_row(self) -> int:
+        """Index along dim 0 of the shard's first row."""
+        return self.start // self.shape[1:].numel()
+
 
 def replicas_of(parameter: torch.Tensor) -> dist.ProcessGroup:
     """Return the data-parallel group of a parameter. Megatron marks expert parameters with allreduce=False: their

@@ -26,6 +26,7 @@ _PARTS = (
     ("lm_head.", "output"),
     ("score.", "output"),
     ("router.", "router"),
+    ("mlp.gate.", "router"),
     ("norm", "norm"),
     ("self_attention.", "attention"),
     ("self_attn.", "attention"),

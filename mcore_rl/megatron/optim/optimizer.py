@@ -27,7 +27,7 @@ from mcore_rl.megatron.optim.main_params import optimizer_parts
 from mcore_rl.megatron.optim.sharded_parallel import ShardedDataParallel
 
 Item = TypeVar("Item")
-_FLOAT32_BUFFERS = ("router.expert_bias", "inv_freq")
+_FLOAT32_BUFFERS = (".expert_bias", "inv_freq")
 BUCKET_PARAMETERS: int | None = None
 """Parameters per gradient bucket with overlapped reduction; None: Megatron's default."""
 

@@ -70,6 +70,8 @@ def _mixture_of_experts(base: str, tmp_path: Path) -> None:
         ([TRANSFORMERS, "actor.parallel.pp=2"], "actor.parallel.pp=2 is not supported with actor.strategy=fsdp2"),
         ([TRANSFORMERS, "actor.parallel.tp=2"], "only data-parallel; set it to 1"),
         ([TRANSFORMERS, "actor.parallel.cp=2"], "actor.parallel.cp=2 is not supported with actor.strategy=fsdp2"),
+        ([TRANSFORMERS, "actor.parallel.etp=2"], "actor.parallel.etp=2 is not supported with actor.strategy=fsdp2"),
+        ([TRANSFORMERS, "actor.moe.dispatcher=alltoall"], "actor.moe.dispatcher=alltoall is not supported with"),
         ([TRANSFORMERS, "actor.recompute=selective"], "recompute whole layers; set it to full or none"),
         ([TRANSFORMERS, "actor.recompute=full", "actor.recompute_layers=2"], "layer by layer; set it to 1"),
         ([TRANSFORMERS, "actor.mtp_loss_coefficient=0.1"], "no multi-token-prediction layers; set it to 0"),

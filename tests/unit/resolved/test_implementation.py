@@ -74,9 +74,12 @@ def test_choose_sharded_parameters_select_unfused_accumulation() -> None:
 
 def test_choose_fsdp2_selects_layers_of_transformers() -> None:
     layout = {"ep": 1, "shard_parameters": True, "hf_tensors": True}
-    chosen = choose(EVERYTHING, _request({"kv_channels": 128}, layout=layout, strategy="fsdp2"))
+    sizes = {"kv_channels": 128, "num_moe_experts": 4}
+    chosen = choose(EVERYTHING, _request(sizes, layout=layout, strategy="fsdp2"))
     values = {name: choice.value for name, choice in chosen.choices()}
     assert (values["layers"], values["norm"], values["attention"]) == ("transformers", "transformers", "SDPA")
+    assert (values["experts"], values["permute"]) == ("grouped_mm", "transformers")
+    assert chosen.dispatcher.why.startswith("not used")
     assert chosen.layers.why == "actor.strategy=fsdp2"
     assert not chosen.transformer_engine
 

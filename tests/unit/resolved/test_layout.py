@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.models import ActorConfig, CriticConfig, MoeConfig, ParallelConfig
+from mcore_rl.config.models import ActorConfig, MoeConfig, ParallelConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
@@ -100,13 +100,7 @@ def test_check_experts_supported_settings_pass() -> None:
     check_experts(MoeConfig(router_replay="policy", aux_loss_coefficient=0.1), model_arguments(SPARSE).transformer)
 
 
-@pytest.mark.parametrize("model", [SPARSE, LATENT])
-def test_role_layout_of_fsdp2_rejects_models_that_are_not_dense(model: dict[str, Any]) -> None:
-    role = ModelRole.critic(CriticConfig(strategy="fsdp2"), ModelConfig(hf_path="mine"))
-    with pytest.raises(ConfigError, match=r"critic\.strategy=fsdp2 is not supported for models with experts.*=mine"):
-        role_layout(role, 2, model)
-
-
-def test_role_layout_of_fsdp2_shards_hf_tensors() -> None:
+@pytest.mark.parametrize("model", [DENSE, SPARSE, LATENT])
+def test_role_layout_of_fsdp2_shards_hf_tensors(model: dict[str, Any]) -> None:
     role = ModelRole.policy(ActorConfig(strategy="fsdp2"), ModelConfig(hf_path=""))
-    assert role_layout(role, 2, DENSE) == TrainLayout(2, shard_parameters=True, hf_tensors=True)
+    assert role_layout(role, 2, model) == TrainLayout(2, shard_parameters=True, hf_tensors=True)

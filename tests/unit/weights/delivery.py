@@ -69,6 +69,10 @@ def shard_of(tensor: torch.Tensor, bound: BoundRow, layout: TrainLayout, rank: i
     """Return the rows that a rank stores with layout.shard_parameters, by torch.chunk."""
     if not layout.shard_parameters or bound.mcore.endswith("expert_bias"):
         return tensor
+    if layout.hf_tensors and bound.expert is not None:
+        # The experts of a layer are one parameter.
+        numbers = torch.arange(bound.row.num_experts).chunk(layout.world_size)
+        return tensor if rank < len(numbers) and bound.expert in numbers[rank] else tensor[:0]
     at = layout.coordinates(rank)
     index, num_parts = at.cp + layout.cp * at.dp, layout.cp * layout.dp
     if bound.expert is not None:

@@ -100,11 +100,14 @@ def test_slices_random_layouts_deliver_every_element_once(seed: int, model: str)
     check_taken(delivered(sync, checkpoint), checkpoint, MODELS[model], sync.shard_map.layout)
 
 
-@pytest.mark.parametrize("model", ["tied", "one key-value head"])
-@pytest.mark.parametrize("engine", [EngineLayout(1, 2, 2), EngineLayout(2), EngineLayout(4)], ids=str)
+@pytest.mark.parametrize("model", ["tied", "one key-value head", "experts", "mixtral"])
+@pytest.mark.parametrize(
+    "engine", [EngineLayout(1, 2, 2), EngineLayout(2), EngineLayout(4), EngineLayout(2, expert_parallel=True)], ids=str
+)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_slices_of_separate_tensors_deliver_every_element_once(ranks: int, engine: EngineLayout, model: str) -> None:
-    """The ranks of strategy fsdp2 hold rows of HF tensors. Engines with more ranks than key-value heads repeat them."""
+    """The ranks of strategy fsdp2 hold rows of HF tensors and whole experts. Engines with more ranks than key-value
+    heads repeat them."""
     config, layout = MODELS[model], TrainLayout(ranks, shard_parameters=True, hf_tensors=True)
     family = rows_of(config)
     rows = bind(trainer_rows(family_for(config).rows(config), layout), config, torch.float32)

@@ -1,0 +1,93 @@
+"""Tensors of HF checkpoints in the parameters of transformers' models.
+
+transformers 5 stacks the experts of a layer, which are separate tensors in checkpoints and engines, and it has one name
+for the block with experts of all families. E experts with I units and hidden size h:
+
+| parameter or buffer of the model | tensors of the checkpoint |
+|---|---|
+| `mlp.experts.gate_up_proj` [E, 2 I, h] | gate and up projection of every expert, [I, h] each |
+| `mlp.experts.down_proj` [E, h, I] | down projection of every expert, [h, I] |
+| `mlp.gate.weight` [E, h] | the router (`block_sparse_moe.gate.weight` in Mixtral) |
+| `mlp.gate.expert_bias` [E] | `mlp.gate.e_score_correction_bias` |
+
+All others have the names of the checkpoint. Rows [first, end) of a stacked parameter are whole experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from model_converters.dcp.blocks import Box
+from model_converters.mapping.placement import segments_of
+from model_converters.mapping.table import BoundRow
+from model_converters.mapping.transforms import Shape
+
+_BLOCK = re.compile(r"decoder\.(layers\.\d+\.mlp\.)(experts\.linear_fc[12]\.weight|router\.)(.*)")
+_STACKED = {"experts.linear_fc1.weight": "experts.gate_up_proj", "experts.linear_fc2.weight": "experts.down_proj"}
+
+
+class HFPart(NamedTuple):
+    """Tensor of an HF checkpoint: `shape[0]` rows from `start` of an expert's matrix in a stacked parameter, or a whole
+    parameter if `expert` is None."""
+
+    hf_name: str
+    shape: Shape
+    expert: int | None = None
+    start: int = 0
+
+    def inside(self, box: Box) -> Box:
+        """Return the position in the whole parameter of a block of the HF tensor."""
+        if self.expert is None:
+            return box
+        row, *rest = box.offset
+        return Box((self.expert, self.start + row, *rest), (1, *box.shape))
+
+
+def hf_parts(bound: Iterable[BoundRow]) -> dict[str, list[HFPart]]:
+    """Return the HF tensors of every parameter and router bias by its name in the model; `bound` is the family's
+    table."""
+    parts: dict[str, list[HFPart]] = {}
+    for row in bound:
+        # A tied head has no tensor of its own.
+        if row.row.copy_of_embedding:
+            continue
+        for number, name in enumerate(_model_names(row)):
+            parts.setdefault(name, []).append(HFPart(row.hf[number], row.row.shapes[number], *_place(row, number)))
+    return parts
+
+
+def _place(row: BoundRow, number: int) -> tuple[int | None, int]:
+    """Return the expert and the first row of HF tensor number `number`, as in HFPart."""
+    if row.expert is None:
+        return None, 0
+    # Megatron's matrix of an expert has the same rows: gate, then up.
+    (segment,) = (segment for segment in segments_of(row.row, 0, 1) if segment.part == number)
+    return row.expert, segment.local_start
+
+
+def _model_names(row: BoundRow) -> tuple[str, ...]:
+    """Return the name of the model's parameter that contains each HF tensor of a row."""
+    matched = _BLOCK.fullmatch(row.mcore)
+    if matched is None:
+        return row.hf
+    block = f"model.{matched[1]}"
+    if matched[2] == "router.":
+        return (f"{block}gate.{matched[3]}",)
+    name = block + _STACKED[matched[2]]
+    return (name,) * len(row.hf)
+
+
+def views(parts: Iterable[HFPart], tensor: torch.Tensor, first: int) -> Mapping[str, torch.Tensor]:
+    """Return the HF tensors in `tensor`, the rows from `first` on of a parameter, as views by name. Experts of other
+    ranks are left out."""
+    found = {}
+    for part in parts:
+        if part.expert is None:
+            found[part.hf_name] = tensor
+        elif first <= part.expert < first + len(tensor):
+            found[part.hf_name] = tensor[part.expert - first].narrow(0, part.start, part.shape[0])
+    return found
