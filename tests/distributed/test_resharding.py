@@ -59,13 +59,14 @@ CASES = [
     Case("dense", 2, {"tp": 2}, ((2, {"pp": 2}),)),
     Case("dense", 2, {"pp": 2, "vpp": 2}, ((2, {}), (2, {"pp": 2, "vpp": 2}))),
     Case("tied", 2, {"pp": 2}, ((1, {}),)),
-    Case("moe", 2, {"tp": 2, "ep": 2}, ((4, {"ep": 4}), (4, {"ep": 2, **SHARDED}))),
-    Case("v3", 2, {"tp": 2, "ep": 2}, ((2, {"pp": 2, "ep": 1}),)),
+    Case("moe", 2, {"tp": 2, "ep": 2}, ((4, {"ep": 4}), (4, {"ep": 2, **SHARDED}), (2, FSDP2))),
+    Case("v3", 2, {"tp": 2, "ep": 2}, ((2, {"pp": 2, "ep": 1}), (2, FSDP2))),
+    Case("moe", 2, FSDP2, ((4, {"ep": 2, "tp": 2}), (1, FSDP2))),
     Case("mtp", 2, {"pp": 2}, ((1, {}), (2, {"tp": 2}))),
     Case("dense bf16", 2, {}, ((2, {"tp": 2}), (2, SHARDED), (2, FSDP2))),
     Case("tied", 2, SHARDED, ((1, {}),)),
     Case("tied", 2, FSDP2, ((1, {}), (2, {"tp": 2}), (1, FSDP2))),
-    Case("moe bf16", 2, {"ep": 2, **SHARDED}, ((2, {}), (4, {"tp": 2, **SHARDED}))),
+    Case("moe bf16", 2, {"ep": 2, **SHARDED}, ((2, {}), (4, {"tp": 2, **SHARDED}), (2, FSDP2))),
     Case("replicated", 2, {}, ((2, {}),), other="dense"),
     Case("replicated bf16", 2, {"ep": 2}, ((2, {}),)),
     Case("moe bf16", 1, {}, ((2, {"tp": 2, "ep": 2}),)),
@@ -111,7 +112,7 @@ def _optimizer_tensors(actor: Any) -> dict[str, Tensors]:
         if part.optimizer is None:
             continue
         if not hasattr(part, "buffers"):
-            _add_replicated(part, names, found)
+            _add_replicated(part, actor.tensors(), found)
             continue
         gathered = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
         for index, buffer in enumerate(part.buffers):
@@ -123,16 +124,22 @@ def _optimizer_tensors(actor: Any) -> dict[str, Tensors]:
     return found
 
 
-def _add_replicated(part: Any, names: dict[Any, str], found: dict[str, Tensors]) -> None:
-    """Add optimizer state that is not sharded over data-parallel ranks."""
-    for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
-        name = names.get((parameter.data_ptr(), parameter.shape))
-        if name is None:  # a main parameter: the model's parameter refers to it
-            (model,) = (p for group in part.float16_groups for p in group if p.main_param is parameter)
-            name = names[model.data_ptr(), model.shape]
-        found["param"][name] = parameter.detach()
-        for kind in ("exp_avg", "exp_avg_sq"):
-            found[kind][name] = part.optimizer.state[parameter][kind]
+def _add_replicated(part: Any, tensors: Tensors, found: dict[str, Tensors]) -> None:
+    """Add optimizer state that Megatron does not gather: of whole parameters, or of this rank's shards."""
+    held = [p for group in part.optimizer.param_groups for p in group["params"]]
+    # The model's parameter refers to its main parameter.
+    models = {id(p.main_param): p for group in getattr(part, "float16_groups", ()) for p in group}
+    states = {"param": {id(p): p.detach() for p in held}}
+    states |= {kind: {id(p): part.optimizer.state[p][kind] for p in held} for kind in ("exp_avg", "exp_avg_sq")}
+    for kind, state in states.items():
+        pairs = [(models.get(id(p), p), state[id(p)]) for p in held]
+        for name, tensor in tensors.items():
+            if any(_contains(parameter, tensor) for parameter, _ in pairs):
+                found[kind][name] = policy_batch.part_like(tensor, pairs)
+
+
+def _contains(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return bool(tensor.numel()) and 0 <= tensor.data_ptr() - parameter.data_ptr() < parameter.nbytes
 
 
 def _optimizers(actor: Any) -> list[Any]:
