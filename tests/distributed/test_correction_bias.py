@@ -53,17 +53,27 @@ def test_expert_bias_and_groups_of_tiny_models_change_routing(directory: str) ->
         assert (usual != other).any(-1).float().mean() > 0.2
 
 
-def _bias_through_an_update(rank: int, directory: str, root: str) -> dict[str, Any]:
+LAYOUTS: list[tuple[dict[str, Any], str]] = [
+    ({"ep": 2}, "decoder.layers.1.mlp.router.expert_bias"),
+    ({"strategy": "fsdp2"}, BIAS),
+]
+"""Layout, and the canonical name of the bias."""
+
+
+def _bias_by_layout(rank: int, directory: str, root: str) -> list[dict[str, Any]]:
+    return [_bias_through_an_update(directory, f"{root}/{n}", *layout) for n, layout in enumerate(LAYOUTS)]
+
+
+def _bias_through_an_update(directory: str, root: str, layout: dict[str, Any], name: str) -> dict[str, Any]:
     """Values of the bias at every stage of a bfloat16 run, on the rank that holds it."""
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from mcore_rl.megatron.roles.export import export_hf
     from tests.distributed.saving import save_checkpoint
 
-    config = policy_batch.config(directory, {"ep": 2}, 24)
+    config = policy_batch.config(directory, layout, 24)
     config.model.dtype = "bfloat16"
     config.actor.optimizer.lr = 1e-2
     actor = policy_batch.build_actor(config)
-    name = "decoder.layers.1.mlp.router.expert_bias"
     seen = {"loaded": actor.tensors()[name].clone()}
     policy_batch.update_once(actor)
     seen["updated"] = actor.tensors()[name].clone()
@@ -78,10 +88,12 @@ def _bias_through_an_update(rank: int, directory: str, root: str) -> dict[str, A
 def test_expert_bias_in_bfloat16_model_keeps_float32_bits(directory: str, tmp_path: Path) -> None:
     stored = _stored(directory)
     assert not torch.equal(stored, stored.bfloat16().float())
-    for seen in launch(_bias_through_an_update, 2, directory, str(tmp_path)):
-        for station, (dtype, bias) in seen.items():
-            assert dtype == "torch.float32", station
-            np.testing.assert_array_equal(bias, stored.numpy(), err_msg=station)
-    exported = _stored(tmp_path / "exported")
-    assert exported.dtype == torch.float32
-    assert torch.equal(exported, stored)
+    for station, (dtype, bias) in (
+        item for rank in launch(_bias_by_layout, 2, directory, str(tmp_path)) for seen in rank for item in seen.items()
+    ):
+        assert dtype == "torch.float32", station
+        np.testing.assert_array_equal(bias, stored.numpy(), err_msg=station)
+    for number in range(len(LAYOUTS)):
+        exported = _stored(tmp_path / str(number) / "exported")
+        assert exported.dtype == torch.float32
+        assert torch.equal(exported, stored)

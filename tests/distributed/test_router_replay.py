@@ -21,13 +21,14 @@ SAMPLES = policy_batch.UPDATES[1]  # in the second update; the first starts from
 ALIKE = 3
 LAYERS = 4
 # By number of ranks: layout, recomputation.
-CASES: dict[int, dict[str, tuple[dict[str, int], str]]] = {
+CASES: dict[int, dict[str, tuple[dict[str, Any], str]]] = {
     1: {"one": ({}, "full")},
     2: {
         "tp2": ({"tp": 2}, "full"),
         "ep2": ({"ep": 2}, "none"),
         "cp2": ({"cp": 2}, "none"),
         "pp2 vpp2": ({"pp": 2, "vpp": 2}, "full"),
+        "fsdp2": ({"strategy": "fsdp2"}, "full"),
     },
 }
 NAMES = [name for cases in CASES.values() for name in cases]
@@ -56,7 +57,7 @@ def _worker(rank: int, directory: str, cases: dict[str, Any]) -> dict[str, Any]:
     return {name: _replayed(rank, directory, *settings) for name, settings in cases.items()}
 
 
-def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: str) -> dict[str, Any]:
+def _replayed(rank: int, directory: str, parallel: dict[str, Any], recompute: str) -> dict[str, Any]:
     config = policy_batch.config(directory, parallel, SMALL)
     config.actor.moe.router_replay, config.actor.recompute = "policy", recompute
     actor = policy_batch.build_actor(config)
@@ -68,7 +69,7 @@ def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: st
     _restore(actor)
     # Other weights and micro-batches: without replay, the routers would choose the least likely experts.
     for name, tensor in actor.tensors().items():
-        if name.endswith("router.weight"):
+        if name.endswith(("router.weight", "mlp.gate.weight")):
             tensor.neg_()
     for sample, logp in batch.old_logp.items():
         if sample in SAMPLES:

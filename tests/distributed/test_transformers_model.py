@@ -125,6 +125,23 @@ def test_bfloat16_model_keeps_rotary_frequencies_in_float32(directories: dict[st
     np.testing.assert_allclose(found["model.rotary_emb.inv_freq"], expected, rtol=1e-6)
 
 
+def _random(rank: int, directory: str) -> list[Any]:
+    config = policy_batch.config(directory, FSDP2, SMALL)
+    config.model.random_init = True
+    return policy_batch.hf_pieces(policy_batch.build_actor(config))
+
+
+def test_random_init_of_experts_has_the_deviation_of_the_configuration(directories: dict[str, str]) -> None:
+    """transformers initializes stacked experts and routers; every element is on some rank."""
+    for name, tensor in policy_batch.assemble(launch(_random, 2, directories["v3"])).items():
+        if name.endswith("norm.weight"):
+            assert (tensor == 1).all(), name
+        elif name.endswith("correction_bias"):
+            assert (tensor == 0).all(), name
+        else:
+            assert 0.01 < tensor.std() < 0.03, name  # initializer_range is 0.02
+
+
 def _sent(rank: int, directories: dict[str, str]) -> dict[str, list[tuple[str, Any, Any]]]:
     """Return the slices that this rank sends, by model: HF name, index of the first element, values."""
     from mcore_rl.weights.send import part_of
