@@ -73,6 +73,8 @@ class TransformersModel(ModelChunk):
             self.score = ValueHead(config)
         elif not self.share_embeddings_and_output_weights:
             self.lm_head = causal.lm_head
+        differing = dict(named_weights(self)).keys() ^ self._parts.keys()
+        assert not differing, f"transformers' model and the family's table differ in {sorted(differing)}"
 
     def forward(
         self, tokens: torch.Tensor, position_ids: None, attention_mask: None, *, packed_seq_params: PackedRow
