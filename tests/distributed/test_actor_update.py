@@ -27,6 +27,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
     2: {
         "dense dp2": ("qwen3", {}),
         "dense fsdp2": ("qwen3", {"strategy": "fsdp2"}),
+        "v3 fsdp2": ("deepseek_v3", {"strategy": "fsdp2"}),
         "dense tp2": ("qwen3", {"tp": 2}),
         "dense pp2": ("qwen3", {"pp": 2}),
         "moe ep2": ("qwen3_moe", {"ep": 2}),

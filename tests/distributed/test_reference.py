@@ -44,6 +44,7 @@ CASES: dict[int, dict[str, Case]] = {
         "dense pp2": ("dense", {"pp": 2}, SMALL),
         "dense cp2": ("dense", {"cp": 2}, SMALL),
         "moe ep2": ("moe", {"ep": 2}, SMALL),
+        "moe fsdp2": ("moe", {"strategy": "fsdp2"}, SMALL),
     },
 }
 SAMPLES = sorted(s for update in policy_batch.UPDATES for s in update)

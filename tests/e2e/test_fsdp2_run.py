@@ -1,4 +1,5 @@
-"""A run that trains transformers' own model (actor.strategy=fsdp2) on two ranks, resumed on Megatron's model."""
+"""Runs of transformers' own model (actor.strategy=fsdp2) on two ranks, resumed on Megatron's, with expert parallelism or
+with adapters."""
 
 from __future__ import annotations
 
@@ -10,20 +11,24 @@ import pytest
 from tests.e2e.runs import assert_greedy_responses, assert_same_records, metrics, train, write_task
 
 SETTINGS = (
-    *("actor.parallel.ep=1", "algorithm.kl.in_loss=0.05", "trainer.steps=3", "weights.verify_every=1"),
+    *("algorithm.kl.in_loss=0.05", "trainer.steps=3", "weights.verify_every=1"),
     *("actor.offload.params=true", "actor.offload.optimizer=true"),
 )
-FSDP2 = ("actor.strategy=fsdp2", "actor.recompute=full")
-LORA = ("actor.lora.rank=4", "actor.lora.alpha=16", "actor.optimizer.lr=1e-2")
+EXPERTS = ("actor.moe.router_replay=policy",)
+LORA = ("actor.lora.rank=4", "actor.lora.alpha=16", "actor.optimizer.lr=1e-2", "actor.parallel.ep=1")
+FSDP2 = ("actor.strategy=fsdp2", "actor.parallel.ep=1", "actor.recompute=full")
 
 
-@pytest.mark.parametrize("adapters", [pytest.param((), id="all weights"), pytest.param(LORA, id="adapters")])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [pytest.param("qwen3_moe", EXPERTS, id="experts"), pytest.param("qwen3", LORA, id="adapters")],
+)
 def test_fsdp2_run_generates_with_its_weights_and_resumes_on_megatron(
-    tmp_path: Path, adapters: tuple[str, ...]
+    kind: str, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    task, run_dir, resumed = write_task(tmp_path, "qwen3"), tmp_path / "run", tmp_path / "resumed"
+    task, run_dir, resumed = write_task(tmp_path, kind), tmp_path / "run", tmp_path / "resumed"
     exported = tmp_path / "exported"
-    settings = (*SETTINGS, *adapters)
+    settings = (*SETTINGS, *more)
     train(task, run_dir, *settings, *FSDP2, "trainer.validate_every_steps=3", f"trainer.export_hf={exported}")
     rows = metrics(run_dir)
     assert sorted(rows) == [0, 1, 2, 3]
