@@ -28,7 +28,7 @@ The table covers two implementations of Megatron's layers. Local layers (CPU): f
 norms save it twice as float32; core attention copies the packed row out of per-sequence outputs; attention whose value
 size differs from the query size (latent attention) saves the probabilities, heads / t x the mean square length over the
 mean length. TransformerEngine (CUDA): norms save their input in its dtype, and flash attention writes the packed row.
-Layers of transformers (strategy fsdp2) have a table of their own (_transformers_layer).
+Layers of transformers (strategy fsdp2) have a table of their own (layers/transformers.py).
 
 Micro-batches in flight: 1F1B has min(pp - stage, m) of m micro-batches. The interleaved schedule has its warm-up plus
 one, in units of chunks: 2 (pp - stage - 1) + (vpp - 1) pp + 1. Stages also save their outputs (h / s). Added once: the
@@ -46,67 +46,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from mcore_rl.config.models import ActorConfig
 from mcore_rl.megatron.step.logprobs import TILE_ELEMENTS
-from mcore_rl.resolved.layout import sequence_parallel
+from mcore_rl.planner.layers.execution import Execution, SavedTensor, core_attention
+from mcore_rl.planner.layers.transformers import transformers_layer
 from model_converters.families.parts.family import ModelArguments, TransformerArguments
 from model_converters.mapping.layout import TrainLayout
-
-
-class SavedTensor(NamedTuple):
-    """One line of the table. `freed_by` lists modules of selective recomputation; each of them frees it."""
-
-    component: str
-    bytes_per_token: float
-    freed_by: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Execution:
-    """Settings that decide which tensors a model saves, and which training state it has.
-
-    `section`: the model's configuration, with resolved recompute_modules. `fused`: the layers are TransformerEngine's.
-    `cuda`: the ranks are on GPUs. `imbalance`: plan.moe_imbalance. `square_length`: mean square over mean length of
-    sequences, in tokens.
-    """
-
-    section: ActorConfig
-    layout: TrainLayout
-    element_bytes: int
-    fused: bool
-    cuda: bool
-    imbalance: float
-    square_length: float
-
-    @property
-    def scatter(self) -> int:
-        """Number of ranks over which tokens are split between tensor-parallel regions."""
-        split = sequence_parallel(self.section.parallel, self.layout.tp)
-        return self.layout.tp if split else 1
-
-    @property
-    def row_tokens(self) -> float:
-        """Tokens of a packed row on one context-parallel rank."""
-        return self.section.tokens_per_microbatch / self.layout.cp
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Optimizer state per owned element: two moments, and a float32 copy of a weight in a shorter dtype."""
-        return 8 + (4 if self.element_bytes < 4 else 0)
-
-    @property
-    def transformers(self) -> bool:
-        """True if the layers come from transformers, not from Megatron."""
-        return self.layout.hf_tensors
-
-    def norm(self, width: float) -> float:
-        """Return the bytes that a norm of `width` elements saves."""
-        if self.transformers:
-            return width * (4 + self.element_bytes) + 4
-        wide = 8 if self.element_bytes == 2 and not self.fused else self.element_bytes
-        return width * wide + 4
 
 
 def attention(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:
@@ -132,7 +77,7 @@ def _grouped(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTenso
     # Unfused rotary embeddings save cosines and sines, for queries and for keys.
     if not run.fused:
         yield SavedTensor("attention", 4 * head * b)
-    yield from _core(q, heads, run)
+    yield from core_attention(q, heads, run)
 
 
 def _latent(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:
@@ -147,7 +92,7 @@ def _latent(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor
     if run.fused or query == value:
         # Flash attention and torch's fused attention save the output instead of the probabilities.
         yield SavedTensor("attention", heads * (2 * query + value) * b, ("mla_up_proj",))
-        yield from _core(heads * value, heads, run)
+        yield from core_attention(heads * value, heads, run)
         return
     # Attention saves its own scaled copies of queries and keys.
     yield SavedTensor("attention", heads * 2 * query * b)
@@ -155,12 +100,6 @@ def _latent(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor
     yield SavedTensor("attention", 4 * rope * b)
     yield SavedTensor("core attention", heads * run.square_length * b, ("core_attn",))
     yield SavedTensor("attention", heads * value * b)
-
-
-def _core(output: float, heads: float, run: Execution) -> Iterator[SavedTensor]:
-    b = run.element_bytes
-    yield SavedTensor("core attention", 4 * heads + (0 if run.fused else output * b), ("core_attn",))
-    yield SavedTensor("attention", output * b)
 
 
 def dense_mlp(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:
@@ -201,23 +140,8 @@ def is_sparse(sizes: TransformerArguments, layer: int) -> bool:
 def layer_table(sizes: TransformerArguments, run: Execution, *, sparse: bool) -> list[SavedTensor]:
     """List the tensors that one layer saves without recomputation."""
     if run.transformers:
-        return list(_transformers_layer(sizes, run))
+        return list(transformers_layer(sizes, run, sparse=sparse))
     return [*attention(sizes, run), *(experts if sparse else dense_mlp)(sizes, run)]
-
-
-def _transformers_layer(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:
-    """Yield the tensors of a dense layer of transformers."""
-    hidden, b, head = sizes["hidden_size"], run.element_bytes, sizes["kv_channels"]
-    heads, groups = sizes["num_attention_heads"], sizes["num_query_groups"]
-    # A norm saves its input in float32, and its output before it is multiplied by the weight.
-    yield SavedTensor("norms", 2 * run.norm(hidden))
-    if sizes.get("qk_layernorm"):
-        yield SavedTensor("norms", (heads + groups) * run.norm(head))
-    # The input of the projections, and rotated q and k with v; unrotated q and k are not saved.
-    yield SavedTensor("attention", hidden * b + (heads + 2 * groups) * head * b)
-    yield from _core(heads * head, heads, run)
-    # Input, outputs of gate and up, the activation, and the product.
-    yield SavedTensor("mlp", (hidden + 4 * sizes["ffn_hidden_size"]) * b)
 
 
 def saved_bytes(table: Sequence[SavedTensor], run: Execution) -> dict[str, float]:

@@ -14,9 +14,10 @@ from mcore_rl.config.rules.validation import validate
 from mcore_rl.config.schema import Config, resolved_dtype
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model.model import DTYPES
-from mcore_rl.planner.activations import Execution, StageActivations
+from mcore_rl.planner.activations import StageActivations
 from mcore_rl.planner.colocated import ColocatedRanks, colocated_ranks
 from mcore_rl.planner.engine import EngineRank, engine_rank, longest_sequence
+from mcore_rl.planner.layers.execution import Execution
 from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size, parameters_by_rank
 from mcore_rl.planner.overlap import Overlap, overlap_of
 from mcore_rl.planner.phases import Phases, rank_phases

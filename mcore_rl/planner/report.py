@@ -205,7 +205,9 @@ def _fullest(plan: Plan) -> Table:
     planned = plan.fullest
     activations = plan.stages[planned.stage].components
     gathered = planned.state.gathered_update_bytes
-    parts = _parts(planned.state) | ({"gathered layers": gathered} if gathered else {})
+    # A rank without expert parallelism gathers all experts of a layer.
+    name = "gathered layers, with all experts" if plan.size.experts and plan.layout.ep == 1 else "gathered layers"
+    parts = _parts(planned.state) | ({name: gathered} if gathered else {})
     parts |= {f"activations: {name}": size for name, size in activations.items()}
     title = f"Fullest rank: {planned.rank} (stage {planned.stage}), {_gib(planned.phases.peak_bytes)} in phase "
     return _rows(title + planned.phases.widest, [(name, _gib(value)) for name, value in parts.items()])

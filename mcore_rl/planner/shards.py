@@ -1,7 +1,8 @@
 """Training state of a rank with sharded parameters (parallel.shard_parameters), to the byte, and gathered layers.
 
 - A rank stores rows of every parameter, by the rule of torch.chunk. Every rank has memory for as many rows as
-  the first rank, whose shard is the largest. Trained shards are float32, others have the dtype of the weights.
+  the first rank, whose shard is the largest. Trained shards are float32, others have the dtype of the weights. A row of
+  transformers' stacked experts (strategy fsdp2) is an expert.
 - Two float32 moments cover the rank's own rows. Gradients are float32 and exist during an update only.
 - Megatron's optimizer needs no copy of float32 shards.
 - Adapters of a LoRA run are not sharded.
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mcore_rl.planner.activations import Execution
+from mcore_rl.planner.layers.execution import Execution
 from mcore_rl.planner.state import GRADIENT_BYTES, STEP_BYTES, RankState, StageParameter, stage_state
 from model_converters.mapping.placement import chunk_range
 

@@ -13,7 +13,8 @@ from mcore_rl.megatron.lora.adapters import attach_adapters
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.sharded import meta_model
-from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
+from mcore_rl.planner.activations import StageActivations, stage_activations
+from mcore_rl.planner.layers.execution import Execution
 from mcore_rl.planner.shards import sharded_state
 from mcore_rl.planner.state import RankState, StageParameter, stage_state
 from mcore_rl.resolved.implementation import Implementation

@@ -32,7 +32,7 @@ import numpy as np
 
 from mcore_rl.config.models import OffloadConfig
 from mcore_rl.megatron.optim.host_optimizer import PIECE_ELEMENTS
-from mcore_rl.planner.activations import Execution
+from mcore_rl.planner.layers.execution import Execution
 
 ALIGNED_PARAMETER, ALIGNED_BUCKET = 64, 128
 """Megatron's alignment of a parameter's start and of a bucket's end, in elements."""

@@ -28,9 +28,10 @@ from math import prod
 from mcore_rl.config.models import ActorConfig, OffloadConfig, ParallelConfig
 from mcore_rl.config.rules.models import reject_suggestions
 from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
-from mcore_rl.planner.activations import Execution, stage_activations
+from mcore_rl.planner.activations import stage_activations
 from mcore_rl.planner.candidates import candidate_layouts, parallel_of
 from mcore_rl.planner.engine import GIB
+from mcore_rl.planner.layers.execution import Execution
 from mcore_rl.planner.model_size import model_size
 from mcore_rl.planner.phases import Phases, rank_phases, usable_bytes
 from mcore_rl.planner.plan import Job, make_plan

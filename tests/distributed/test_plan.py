@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,18 @@ def test_plan_table_equals_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "30.53 billion" in output
     assert "cluster.gpu_memory_gib=0.5" in " ".join(output.split())
     assert "does not fit" in output
+
+
+def test_plan_of_fsdp2_names_gathered_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """An update holds three layers, embedding and head in bfloat16, and gradients of the latter and of one layer."""
+    settings = ("parallel.ep=1", "optimizer.cpu_offload=false", "offload.grads=false")
+    _, _, output = run(capsys, SMALL_RECIPE, "actor.strategy=fsdp2", *(f"actor.{each}" for each in settings))
+    experts, rest_of_layer, outside = 128 * 3 * 768 * 2048, 19_140_864, 2 * 151_936 * 2048 + 2048
+    layer = experts + rest_of_layer
+    num_bytes = 2 * (outside + 3 * layer) + 2 * outside + (2 + 2 * 4) * layer
+    shown = re.search(r"gathered layers, with all experts\W+([\d.]+) GiB", output)
+    assert shown is not None
+    assert float(shown[1]) == pytest.approx(num_bytes / 2**30, abs=0.06)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
         ("llama", {"strategy": "fsdp2"}, "none", []),
         ("qwen3", {"strategy": "fsdp2"}, "none", []),
         ("qwen3", {"strategy": "fsdp2"}, "full", []),
+        ("qwen3_moe", {"strategy": "fsdp2"}, "none", []),
+        ("deepseek_v3", {"strategy": "fsdp2"}, "none", []),
         ("qwen3_moe", {}, "none", []),
         ("qwen3_moe", {}, "selective", ["moe"]),
         ("qwen3_moe", {}, "full", []),
@@ -66,7 +68,8 @@ def fields_of(kind: str) -> dict[str, Any]:
 def planned(num_ranks: int, kind: str, parallel: dict[str, int], recompute: str, modules: list[str]) -> float:
     from mcore_rl.config.roles import ModelRole
     from mcore_rl.config.schema import Config
-    from mcore_rl.planner.activations import Execution, chunk_activations
+    from mcore_rl.planner.activations import chunk_activations
+    from mcore_rl.planner.layers.execution import Execution
     from mcore_rl.resolved.layout import model_arguments, role_layout
 
     config = Config()

@@ -23,6 +23,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Sizes that are not multiples of any alignment.
     "odd": ("qwen3", {"vocab_size": 97, "num_key_value_heads": 1, "intermediate_size": 50}),
     "moe": ("qwen3_moe", {}),
+    # Two ranks have two experts and one.
+    "three experts": ("qwen3_moe", {"num_experts": 3, "num_local_experts": 3}),
     "v3": ("deepseek_v3", {}),
 }
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
@@ -57,6 +59,8 @@ SETTINGS: dict[int, list[tuple[str, dict[str, Any], str, dict[str, Any]]]] = {
         ("odd", SHARDED, "bfloat16", {}),
         ("odd", FSDP2, "bfloat16", {}),
         ("tied", FSDP2, "float32", {}),
+        ("three experts", FSDP2, "bfloat16", {}),
+        ("v3", FSDP2, "float32", {}),
         ("moe", {"ep": 2, **SHARDED}, "float32", {}),
         ("odd", {"tp": 2}, "float32", ADAPTERS),
         ("odd", {}, "bfloat16", ADAPTERS | OVERLAPPED),
@@ -179,7 +183,7 @@ def plan_states(
 ) -> list[tuple[int, ...]]:
     from mcore_rl.config.roles import ModelRole
     from mcore_rl.megatron.model.model import DTYPES
-    from mcore_rl.planner.activations import Execution
+    from mcore_rl.planner.layers.execution import Execution
     from mcore_rl.planner.stages import rank_states, stage_parameters
     from mcore_rl.resolved.layout import role_layout
     from mcore_rl.resolved.model import policy_config

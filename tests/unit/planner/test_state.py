@@ -6,7 +6,7 @@ import numpy as np
 
 from mcore_rl.config.models import ActorConfig, OffloadConfig
 from mcore_rl.megatron.optim.host_optimizer import PIECE_ELEMENTS
-from mcore_rl.planner.activations import Execution
+from mcore_rl.planner.layers.execution import Execution
 from mcore_rl.planner.stages import rank_states
 from mcore_rl.planner.state import StageParameter, lay_out, stage_state
 from model_converters.mapping.layout import TrainLayout

@@ -1,0 +1,1 @@
+"""Tensors that autograd saves in a layer."""
