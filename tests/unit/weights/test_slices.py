@@ -104,7 +104,7 @@ def test_slices_random_layouts_deliver_every_element_once(seed: int, model: str)
 @pytest.mark.parametrize(
     "engine", [EngineLayout(1, 2, 2), EngineLayout(2), EngineLayout(4), EngineLayout(2, expert_parallel=True)], ids=str
 )
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 3, 9])
 def test_slices_of_separate_tensors_deliver_every_element_once(ranks: int, engine: EngineLayout, model: str) -> None:
     """The ranks of strategy fsdp2 hold rows of HF tensors and whole experts. Engines with more ranks than key-value
     heads repeat them."""
