@@ -112,6 +112,7 @@ def reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, f
         for group in optimizer.param_groups:
             group["lr"] = rate
         figures |= {"actor/loss": float(loss.detach()), "actor/lr": rate}
+        figures |= _norms_of_experts(model)
         figures["actor/grad_norm"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD))
         figures["actor/trained_tokens"] = sum(int(policy_batch.trained(sample).sum()) for sample in samples)
         optimizer.step()
@@ -124,6 +125,16 @@ def reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, f
     with torch.no_grad():
         after = {sample: policy_batch.reference_logp(model, sample)[0] for sample in policy_batch.UPDATES[0]}
     return checkpoint_tensors(model, weights), metrics, after
+
+
+def _norms_of_experts(model: torch.nn.Module) -> dict[str, float]:
+    """Gradient norms of all routers and of all experts; empty for a dense model."""
+    norms = {}
+    for kind, part in (("router", ".gate."), ("experts", "experts.")):
+        gradients = [p.grad.flatten() for name, p in model.named_parameters() if part in name]
+        if gradients:
+            norms[f"actor/grad_norm_{kind}"] = float(torch.cat(gradients).norm())
+    return norms
 
 
 def _differences(logp: dict[int, torch.Tensor]) -> dict[str, float]:
