@@ -1,5 +1,5 @@
-"""Runs of transformers' own model (actor.strategy=fsdp2) on two ranks, resumed on Megatron's, with expert parallelism or
-with adapters."""
+"""Runs of transformers' own model (actor.strategy=fsdp2) on two ranks, resumed on Megatron's, with expert parallelism
+or with adapters."""
 
 from __future__ import annotations
 
