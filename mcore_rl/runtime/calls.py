@@ -60,7 +60,7 @@ def packed(method: Method) -> Method:
         return pickle.dumps(method(self, *pickle.loads(arguments)), pickle.HIGHEST_PROTOCOL)
 
     # Ray checks calls against the signature, which it would read from the undecorated method.
-    del call.__wrapped__  # type: ignore[attr-defined]
+    del call.__dict__["__wrapped__"]
     setattr(call, _PACKED, True)
     return cast("Method", call)
 
