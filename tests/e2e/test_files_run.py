@@ -87,9 +87,9 @@ def change_a_file(run: TrainProcess, weights: Path, change: Callable[[Path], obj
 
 
 FAULTS = {
-    delete_the_directory: r"trainer rank \d: weights\.directory: \S+: FileNotFoundError: .*No such file",
-    truncate_a_file: r"rollout engine 0: \S+\.weights\.\d+ has \d+ bytes instead of \d+",
-    stall_a_file: r"rollout engine 0: \S+\.weights\.\d+: no answer within 10 s",
+    delete_the_directory: r"weights\.directory: \S+: FileNotFoundError: .*\(trainer rank \d\)",
+    truncate_a_file: r"\S+\.weights\.\d+ has \d+ bytes instead of \d+ \(rollout engine 0\)",
+    stall_a_file: r"\S+\.weights\.\d+: no answer within 10 s .*\(rollout engine 0\)",
 }
 
 
