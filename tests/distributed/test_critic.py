@@ -37,6 +37,7 @@ CASES: dict[int, dict[str, Case]] = {
         "dense pp2": ("dense", {"pp": 2}, SMALL),
         "dense cp2": ("dense", {"cp": 2}, SMALL),
         "moe ep2": ("moe", {"ep": 2}, SMALL),
+        "moe fsdp2": ("moe", {"strategy": "fsdp2"}, SMALL),
         "moe tp2": ("moe", {"tp": 2}, SMALL),
         "moe pp2": ("moe", {"pp": 2}, SMALL),
     },
@@ -160,8 +161,9 @@ def _pieces(critic: Any, *, gradients: bool = False) -> list[Any]:
 
     hf_config, held = critic.hf_config, critic.tensors()
     if gradients:
-        parameters = {p.data_ptr(): p.main_grad for chunk in critic.ddp for p in chunk.parameters()}
-        held = {name: parameters[tensor.data_ptr()] for name, tensor in held.items()}
+        pairs = [(p, p.main_grad) for chunk in critic.ddp for p in chunk.parameters()]
+        # A rank without rows of a tensor has no gradient of it.
+        held = {name: policy_batch.part_like(tensor, pairs, tensor) for name, tensor in held.items()}
     rows = trainer_rows(with_value_head(family_for(hf_config).rows(hf_config), hf_config), critic.layout)
     plan = export_plan(bind(rows, hf_config, torch.float32), critic.layout)
     return [
