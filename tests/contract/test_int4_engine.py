@@ -91,7 +91,7 @@ def test_updates_arrive_and_are_computed_with(session: Session, tmp_path: Path) 
         # bfloat16 arithmetic. Not the mean, since rounding routes some tokens to other experts.
         assert np.median(gaps) < 0.05
     trainer.model.load_state_dict(session.model(10).state_dict())
-    with pytest.raises(WeightSyncError, match=r"differ.*weight_(packed|scale)"):
+    with pytest.raises(WeightSyncError, match=r"\d differ: "):
         trainer.certify()
     gaps = np.abs(logp_gaps(session.engine, rounded_model(session, trainer.model, tmp_path)))
     assert np.median(gaps) > 0.2
