@@ -1,6 +1,7 @@
 """Trainer side of a weight sync: each rank sends the slices that it holds to the engine ranks that need them.
 
-Slices are copied once, from the parameter into the staging buffer or the memory of the outgoing message.
+Slices are copied once, from the parameter into the staging buffer or the memory of the outgoing message. Messages of a
+round with the same slices share this memory (loans.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mcore_rl.config.quantization import FP8, INT4
 from mcore_rl.weights.block_maxima import BlockMaxima
 from mcore_rl.weights.delta.copies import FrameBytes, SentCopies
 from mcore_rl.weights.int4 import quantise_into
+from mcore_rl.weights.loans import Loan, find_loans
 from mcore_rl.weights.quantization import quantise_box
 from mcore_rl.weights.slices.messages import Message, Slice, views
 from mcore_rl.weights.sync_plan import SyncPlan
@@ -25,6 +27,7 @@ from mcore_rl.weights.transports.interface import Channel, Channels, MessageSend
 from mcore_rl.weights.transports.link import MessageKind, MessageTag
 from mcore_rl.weights.transports.mapped_buffers import MappedBuffer, MappedSender, Relay
 from mcore_rl.weights.transports.network import NetworkSender
+from mcore_rl.weights.transports.topology import SHARED_MEMORY
 from mcore_rl.weights.verify import DIGEST_BYTES, digest
 
 Span = Callable[[str], AbstractContextManager[object]]
@@ -48,6 +51,8 @@ class WeightSender:
         # Sorted by buffer: NCCL matches messages by their order, and the relays post receives in the same order.
         self._outgoing = {sync_round: sorted(messages, key=lambda each: each.receiver)
                           for sync_round, messages in plan.outgoing(rank).items()}  # fmt: skip
+        self._loans: dict[int, dict[int, Loan]] = {sync_round: {} for sync_round in self._outgoing}
+        """Messages without memory of their own, by round and buffer."""
         targets = {message.receiver for messages in self._outgoing.values() for message in messages}
         self._senders: dict[int, MessageSender] = {
             number: MappedSender(mapped[number], rank) for number in targets & mapped.keys()
@@ -59,15 +64,24 @@ class WeightSender:
             self._senders |= self._to_network(channels.host, deltas, self._copies)
         for channel in channels.all:
             whole = {number for number in remote - deltas if channels.of(number) is channel}
+            self._find_loans(channel, whole)
             self._senders |= self._to_network(channel, whole)
         owned = sorted(number for number, each in mapped.items() if each.buffer.owner == rank)
         self._block_maxima = BlockMaxima(plan.divided_blocks(rank), rank, channels)
         self._relays = [Relay(mapped[number], channels) for number in owned]
 
+    def _find_loans(self, channel: Channel, borrowers: Set[int]) -> None:
+        """Find the messages to `borrowers`, through `channel`, that can be sent from the memory of another message."""
+        lenders = set(borrowers)
+        if channel is self._channels.host:
+            lenders |= {number for number, each in self._mapped.items() if each.buffer.kind == SHARED_MEMORY}
+        for sync_round, messages in self._outgoing.items():
+            self._loans[sync_round] |= find_loans([each for each in messages if each.receiver in lenders], borrowers)
+
     def _to_network(
         self, channel: Channel, buffers: Set[int], copies: SentCopies | None = None
     ) -> dict[int, MessageSender]:
-        outgoing = {sync_round: [each for each in messages if each.receiver in buffers]
+        outgoing = {sync_round: [each for each in messages if each.receiver in buffers - self._loans[sync_round].keys()]
                     for sync_round, messages in self._outgoing.items()}  # fmt: skip
         return dict.fromkeys(buffers, NetworkSender(channel, self._plan, outgoing, copies))
 
@@ -166,18 +180,21 @@ class WeightSender:
     def _send(
         self, sync_round: int, tensors: Mapping[str, torch.Tensor], maxima: Mapping[str, torch.Tensor]
     ) -> Sequence[Message]:
-        messages = self._outgoing.get(sync_round, [])
-        acquired = [self._senders[message.receiver].acquire(sync_round, message) for message in messages]
+        messages, loans = self._outgoing.get(sync_round, []), self._loans.get(sync_round, {})
+        for sender in self._senders.values():
+            sender.wait_for_slot(sync_round)
+        packed = [message for message in messages if message.receiver not in loans]
+        memory = {each.receiver: self._senders[each.receiver].acquire(sync_round, each) for each in packed}
         if sync_round not in self._places:
-            places = [
-                pair for message, memory in zip(messages, acquired, strict=True) for pair in views(message, memory)
-            ]
+            places = [pair for message in packed for pair in views(message, memory[message.receiver])]
             # Sorted by tensor: a LoRA adapter is merged into its tensor on access, once per consecutive use.
             self._places[sync_round] = sorted(places, key=lambda pair: pair[0].mcore_name)
         for each, of_boxes in self._places[sync_round]:
             self._write(each, part_of(each, tensors, each.shape), of_boxes, maxima)
         for message in messages:
-            self._senders[message.receiver].send(sync_round, message)
+            lender, offset = loans.get(message.receiver, Loan(message.receiver, 0))
+            part = memory[lender][offset : offset + message.num_bytes]
+            self._senders[message.receiver].send(sync_round, message, part)
         return messages
 
     def _write(

@@ -165,9 +165,20 @@ class SyncPlan:
                 sources |= {sender} if target == member else set()
         return targets, sources
 
+    @cached_property
+    def _staggers(self) -> bool:
+        """True if different engines receive different buckets in one round.
+
+        A bucket holds neighbouring layers or experts: with the same bucket for all, the ranks of one pipeline stage, or
+        the owner of these experts, would send to every engine while the others wait. If every bucket has slices of all
+        ranks, engines receive the same bucket instead: a rank packs it once for all of them (loans.py).
+        """
+        layout = self.train_layout
+        return layout.pp > 1 or (layout.ep > 1 and self.shard_map.largest_layer_bytes() > self.bucket_bytes)
+
     def _round_of(self, message: Message) -> int:
-        # In one round different engines receive different buckets. A bucket holds neighbouring layers: with the same
-        # bucket for all, the ranks of one pipeline stage would send to every engine while the other stages wait.
+        if not self._staggers:
+            return message.bucket
         size = self.engine_layout.num_ranks
         group, num_groups = message.receiver // size, len(self.topology.buffers) // size
         return (message.bucket - group * self.num_rounds // num_groups) % self.num_rounds

@@ -2,12 +2,14 @@
 
 Sender and receiver compute the same messages independently; no metadata is exchanged. A message contains all slices of
 a bucket that one trainer rank sends to one engine rank. The slices follow each other, each packed in row-major order.
+Slices with fewer holders come first: engine ranks on other hosts lack these, so their message is often the beginning of
+the message to an engine rank on the sender's host, and needs no memory of its own (weights/loans.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -107,8 +109,8 @@ def views(message: Message, memory: torch.Tensor) -> list[tuple[Slice, tuple[tor
     return found
 
 
-_Slices = dict[tuple[int, int, int], list[Slice]]
-"""Slices by (bucket, receiver, sender)."""
+_Slices = dict[tuple[int, int, int], list[tuple[int, Slice]]]
+"""Number of holders and slice, without its offset, by (bucket, receiver, sender)."""
 
 
 def received_by(receivers: Collection[int], route_map: RouteMap, bucket_bytes: int) -> list[Message]:
@@ -141,28 +143,36 @@ def sent_by(trainer_rank: int, route_map: RouteMap, bucket_bytes: int) -> list[M
 
 
 def _append(slices: _Slices, bucket: int, route: Route, receivers: IntArray) -> None:
-    bound = route.piece.bound
+    bound, num_holders = route.piece.bound, len(route.holding.ranks)
     for at in receivers.tolist():
         message = slices.setdefault((bucket, int(route.receivers[at]), int(route.senders[at])), [])
         for part, start, length, local_start, rows in route.overlaps(int(route.shards[at])):
             shape = bound.row.shapes[part]
-            message.append(
-                Slice(
-                    bound.hf[part],
-                    shape,
-                    bound.dtype,
-                    bound.row.dim,
-                    start,
-                    length,
-                    bound.mcore,
-                    local_start,
-                    offset=message[-1].end if message else 0,
-                    rows=rows,
-                    quantization=route.encoding.quantization,
-                    group=route.encoding.group,
-                )
+            each = Slice(
+                bound.hf[part],
+                shape,
+                bound.dtype,
+                bound.row.dim,
+                start,
+                length,
+                bound.mcore,
+                local_start,
+                offset=0,
+                rows=rows,
+                quantization=route.encoding.quantization,
+                group=route.encoding.group,
             )
+            message.append((num_holders, each))
 
 
 def _messages(slices: _Slices) -> list[Message]:
-    return [Message(*key, tuple(slices[key])) for key in sorted(slices)]
+    return [Message(*key, _placed(slices[key])) for key in sorted(slices)]
+
+
+def _placed(slices: list[tuple[int, Slice]]) -> tuple[Slice, ...]:
+    """Return the slices of a message with their offsets, those with the fewest holders first."""
+    placed, offset = [], 0
+    for _, each in sorted(slices, key=lambda pair: pair[0]):
+        placed.append(replace(each, offset=offset))
+        offset = placed[-1].end
+    return tuple(placed)

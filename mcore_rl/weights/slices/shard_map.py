@@ -168,6 +168,17 @@ class ShardMap:
                 used[consumers.ranks] += taken
                 yield bucket, RowPiece(bound, portion)
 
+    def largest_layer_bytes(self) -> int:
+        """Return the bytes of the largest layer in the engine rank that needs most of it."""
+        num_bytes: dict[int, IntArray] = {}
+        for bound in self.rows:
+            if bound.layer is not None:
+                consumers = self.consumers(bound)
+                sizes = piece_bytes(bound.row, WHOLE, consumers.num_shards, self.encoding(bound))
+                of_layer = num_bytes.setdefault(bound.layer, np.zeros(self.layout.num_ranks, np.int64))
+                of_layer[consumers.ranks] += sizes[consumers.shards]
+        return max((int(sizes.max()) for sizes in num_bytes.values()), default=0)
+
     def _in_order(self) -> list[BoundRow]:
         """Interleave pipeline stages and expert owners so that every bucket has data for all ranks.
 

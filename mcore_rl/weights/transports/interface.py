@@ -149,14 +149,22 @@ class ReceivedMessage(NamedTuple):
 class MessageSender(Protocol):
     """Sending end of messages, on a trainer rank."""
 
+    def wait_for_slot(self, sync_round: int) -> None:
+        """Block until no transfer of an earlier round reads the slots of this round. They may be those of other
+        senders, whose memory `send` may get.
+
+        Raises: PeerLostError.
+        """
+
     def acquire(self, sync_round: int, message: Message) -> torch.Tensor:
         """Block until the message's memory may be written, and return it.
 
         Raises: PeerLostError.
         """
 
-    def send(self, sync_round: int, message: Message) -> None:
-        """Send the message, which the caller has packed into the acquired memory."""
+    def send(self, sync_round: int, message: Message, memory: torch.Tensor) -> None:
+        """Send the message, which the caller has packed into `memory`: the acquired memory, or a part of another
+        message's memory of the same round."""
 
     def flush(self) -> None:
         """Block until all messages are sent.

@@ -121,11 +121,14 @@ class MappedSender:
             if each.message.sender == rank
         }
 
+    def wait_for_slot(self, sync_round: int) -> None:
+        """Do nothing: only readers use the slot, and `acquire` waits for them."""
+
     def acquire(self, sync_round: int, message: Message) -> torch.Tensor:
         self._mapped.wait_until_free(self._user)
         return self._mapped.bytes_of(sync_round, self._placed[sync_round])
 
-    def send(self, sync_round: int, message: Message) -> None:
+    def send(self, sync_round: int, message: Message, memory: torch.Tensor) -> None:
         self._mapped.notify_readers(self._user, sync_round, message.num_bytes)
 
     def flush(self) -> None:

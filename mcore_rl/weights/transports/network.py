@@ -23,7 +23,8 @@ from mcore_rl.weights.transports.link import MessageKind, MessageTag
 class NetworkSender:
     """MessageSender for all buffers that this trainer rank does not map and reaches through `channel`.
 
-    `outgoing`: its messages to them, by round. `copies`: of messages that are sent as frames; None: all are sent whole.
+    `outgoing`: its messages to them that need memory of their own, by round. `copies`: of messages that are sent as
+    frames; None: all are sent whole.
     """
 
     def __init__(
@@ -40,8 +41,6 @@ class NetworkSender:
         self._offsets: dict[tuple[int, int], int] = {}
         """Offset in a slot by (round, receiver), in bytes."""
         self._pending: dict[int, list[Transfer]] = {}
-        self._acquired: dict[int, torch.Tensor] = {}
-        """Memory of the current round by receiver."""
         self._slot_bytes = 0
         for sync_round, messages in outgoing.items():
             used = 0
@@ -55,18 +54,16 @@ class NetworkSender:
     def _staging(self) -> torch.Tensor:
         return torch.zeros(self._slot_bytes * self._num_slots, dtype=torch.uint8, device=self._channel.device)
 
-    def acquire(self, sync_round: int, message: Message) -> torch.Tensor:
-        # The slot's earlier round must have left this process.
+    def wait_for_slot(self, sync_round: int) -> None:
         self._wait_for([earlier for earlier in self._pending if earlier <= sync_round - self._num_slots])
-        start = sync_round % self._num_slots * self._slot_bytes + self._offsets[sync_round, message.receiver]
-        memory = self._staging[start : start + message.num_bytes]
-        self._acquired[message.receiver] = memory
-        return memory
 
-    def send(self, sync_round: int, message: Message) -> None:
+    def acquire(self, sync_round: int, message: Message) -> torch.Tensor:
+        start = sync_round % self._num_slots * self._slot_bytes + self._offsets[sync_round, message.receiver]
+        return self._staging[start : start + message.num_bytes]
+
+    def send(self, sync_round: int, message: Message, memory: torch.Tensor) -> None:
         tag = MessageTag(MessageKind.WEIGHTS, message.receiver, sync_round)
         target = self._topology.target(message.receiver)
-        memory = self._acquired.pop(message.receiver)
         if self._copies is not None:
             memory = self._copies.frame(message, memory)
         pending = self._channel.send(memory, target, tag)
