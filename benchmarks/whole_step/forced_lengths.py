@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 
 
 class ForcedLengthGenerator:
-    """EngineLoop whose call k gives response i lengths[k][i] tokens. The model must never sample the end token."""
+    """EngineLoop that gives sample s of training group g lengths[g * samples + s] tokens, on whichever engine it runs.
+    The model must never sample the end token.
 
-    def __init__(self, loop: EngineLoop, lengths: Sequence[np.ndarray]) -> None:
+    Shapes: lengths int64 [responses of all steps].
+    """
+
+    def __init__(self, loop: EngineLoop, lengths: np.ndarray, samples: int) -> None:
         self._loop = loop
-        self._lengths: Iterator[np.ndarray] = iter(lengths)
+        self._lengths = lengths
+        self._samples = samples
 
     def generate(
         self,
@@ -30,12 +35,13 @@ class ForcedLengthGenerator:
         on_finish: Callable[[Completion], None],
         begun: Callable[[], None],
     ) -> None:
-        wanted = next(self._lengths).tolist()
-        forced = [
-            replace(request, sampling=replace(request.sampling, max_response_tokens=length))
-            for request, length in zip(requests, wanted, strict=True)
-        ]
-        self._loop.generate(forced, on_finish, begun)
+        self._loop.generate([self._forced(request) for request in requests], on_finish, begun)
+
+    def _forced(self, request: GenerationRequest) -> GenerationRequest:
+        # RolloutTask.request_id
+        _, group, sample = request.request_id.split(".")
+        length = int(self._lengths[int(group) * self._samples + int(sample)])
+        return replace(request, sampling=replace(request.sampling, max_response_tokens=length))
 
     def take_over(self, responses: Sequence[JournaledResponse]) -> Future[None]:
         return self._loop.take_over(responses)
@@ -44,8 +50,8 @@ class ForcedLengthGenerator:
         self._loop.withdraw(choose)
 
 
-def force_lengths(process: EngineProcess, lengths: Sequence[np.ndarray]) -> None:
+def force_lengths(process: EngineProcess, lengths: np.ndarray, samples: int) -> None:
     """Force the lengths; called in the engine's process (runtime.engines.process.EngineProcess)."""
     # The task runner withdraws requests through the player of tasks.
     player = process._runner._withdraw.__self__  # type: ignore[attr-defined]
-    player._loop = ForcedLengthGenerator(player._loop, lengths)
+    player._loop = ForcedLengthGenerator(player._loop, lengths, samples)

@@ -88,7 +88,7 @@ def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None
         handles = [engine.process.actor for engine in fleet.engines]
         force = [handle.__ray_call__.options(concurrency_group="run") for handle in handles]
         # Ray runs a function in the engine's process; its group `run` is where tasks are accepted.
-        fleet.watch.get([call.remote(force_lengths, lengths) for call in force])
+        fleet.watch.get([call.remote(force_lengths, np.concatenate(lengths), SAMPLES) for call in force])
         timer = StepTimer(run.journal, between)
         run.journal = timer
         train(run)  # type: ignore[arg-type]

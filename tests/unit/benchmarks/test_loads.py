@@ -46,14 +46,18 @@ class _Engine:
         self.asked.append([request.sampling.max_response_tokens for request in requests])
 
 
-def test_forced_lengths_take_one_row_of_the_plan_per_call() -> None:
-    engine = _Engine()
-    forced = ForcedLengthGenerator(engine, [np.array([3, 5]), np.array([1, 2])])
-    sampling = SamplingOptions(LONGEST)
-    requests = [GenerationRequest(str(i), np.array([4], np.int32), i, sampling) for i in range(2)]
-    forced.generate(requests, lambda completion: None, lambda: None)
-    forced.generate(requests, lambda completion: None, lambda: None)
-    assert engine.asked == [[3, 5], [1, 2]]
+def test_forced_lengths_depend_on_the_response_and_not_on_the_engine() -> None:
+    sampling, wanted = SamplingOptions(LONGEST), np.array([3, 5, 1, 2])
+    requests = [
+        GenerationRequest(f"train.{group}.{sample}", np.array([4], np.int32), 0, sampling)
+        for group in range(2)
+        for sample in range(2)
+    ]
+    for order in ([0, 1, 2, 3], [2, 3], [1, 0]):
+        engine = _Engine()
+        forced = ForcedLengthGenerator(engine, wanted, samples=2)
+        forced.generate([requests[number] for number in order], lambda completion: None, lambda: None)
+        assert engine.asked == [wanted[order].tolist()]
     assert len(lengths(LONG_TAILED, 0)) == RESPONSES
 
 
