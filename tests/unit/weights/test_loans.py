@@ -52,7 +52,7 @@ def check_loans(messages: list[Message], borrowers: set[int]) -> dict[int, Loan]
     return loans
 
 
-def test_find_loans_experts_for_another_host_are_in_the_message_of_this_host() -> None:
+def test_find_loans_experts_for_another_host_are_in_the_local_message() -> None:
     plan = expert_plan()
     for rank, remote in ((0, 1), (1, 0)):
         for messages in plan.outgoing(rank).values():
@@ -82,7 +82,7 @@ def test_find_loans_part_of_a_message_is_sent_from_its_offset() -> None:
     assert check_loans([whole, other], {0, 1}) == {}
 
 
-def test_send_borrowed_slots_are_written_after_their_messages_have_left(
+def test_send_borrowed_slot_is_written_after_its_message_has_left(
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: dict[int, list[str]] = {}
@@ -136,7 +136,7 @@ def test_transfer_from_memory_of_other_messages_arrives_exactly(
             check_update(processes, seed)
 
 
-def test_plan_engines_start_with_one_bucket_if_every_bucket_has_all_experts() -> None:
+def test_plan_engines_share_rounds_if_buckets_have_all_experts() -> None:
     def first_buckets(plan: SyncPlan) -> set[int]:
         incoming = plan.incoming([0, 1])
         return {placed.message.bucket for buffer in (0, 1) for placed in incoming[buffer].at(0)}
