@@ -38,6 +38,8 @@ class PipedChild:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(target, theirs, *arguments), daemon=True)
         self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
         theirs.close()  # with its only writer in the child, the pipe ends when the child ends
 
     def send(self, message: object) -> None:

@@ -30,8 +30,9 @@ from mcore_rl.trainer.run import MetricsJournal
 
 
 def step_config(task: Path, run_dir: Path, *, ranks: int, steps: int) -> Config:
-    """Return the demo's configuration with one update per batch on `ranks` data-parallel trainer ranks. Expert
-    parallelism would be slower: replicating such small experts costs less than sending tokens."""
+    """Return the demo's configuration with one update per batch on `ranks` data-parallel trainer ranks, and as many
+    engines, which generate on the cores of the waiting ranks. Expert parallelism would be slower: replicating such
+    small experts costs less than sending tokens."""
     config = Config()
     config.run.dir = str(run_dir)
     config.model.hf_path = str(task / "model")
@@ -41,7 +42,8 @@ def step_config(task: Path, run_dir: Path, *, ranks: int, steps: int) -> Config:
     config.rollout.samples_per_prompt = SAMPLES
     config.rollout.max_prompt_tokens = 16
     config.rollout.max_response_tokens = LONGEST
-    config.rollout.max_concurrent_requests = RESPONSES
+    config.rollout.num_engines = ranks
+    config.rollout.max_concurrent_requests = RESPONSES // ranks
     config.reward.function = "benchmarks.whole_step.task:reward"
     config.algorithm.policy_loss.clip_low = CLIP_LOW
     config.algorithm.policy_loss.clip_high = CLIP_HIGH

@@ -3,8 +3,8 @@
 Our side is a normal run: vLLM generates, graders grade, Megatron ranks recompute log-probabilities and update, and the
 weights are synced through shared memory, all through Ray. TRL's side is GRPOTrainer with Hugging Face generate in its
 own environment (scripts/setup_trl.sh). Both sides alternate step by step, with the same response lengths. TRL has as
-many threads as we have trainer ranks, one or two (data parallel). Our engine has one thread and is idle while ranks
-train.
+many threads as we have trainer ranks, one or two (data parallel). We have one engine per trainer rank; engines and
+ranks have one thread each, and engines are idle while ranks train.
 """
 
 from __future__ import annotations
