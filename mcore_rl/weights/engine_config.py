@@ -14,7 +14,7 @@ from mcore_rl.config.sampling import MTP
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.shard_map import row_quantization
+from mcore_rl.weights.slices.engine_rows import row_quantization
 from model_converters import families
 from model_converters.errors import ConversionError
 from model_converters.families.parts.hf_config import HFConfig, read_hf_config

@@ -19,6 +19,7 @@ import torch
 from mcore_rl.config.quantization import BLOCK, FP8, GROUPS, INT4, UNQUANTIZED
 from mcore_rl.weights.quantization import Encoding, TensorBox
 from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.engine_rows import is_divided, is_loaded, row_quantization
 from model_converters.errors import LayoutError
 from model_converters.families import family_for
 from model_converters.families.parts.hf_config import read_hf_config
@@ -259,27 +260,6 @@ def model_shard_map(model_dir: str | Path, dtype: torch.dtype, layout: EngineLay
     """
     hf_config = read_hf_config(model_dir)
     return ShardMap(bind(family_for(hf_config).rows(hf_config), hf_config, dtype), layout)
-
-
-def is_loaded(row: Row, layout: EngineLayout) -> bool:
-    """Return whether an engine loads a row.
-
-    Its head is tied to the embedding if the model's is, and draft layers share embedding and head with the model.
-    """
-    if row.place == "mtp":
-        return layout.draft_layers and not row.repeats
-    return not row.copy_of_embedding
-
-
-def row_quantization(row: Row, quantization: str) -> str:
-    """Return the quantisation of a row's tensors with this value of rollout.quantization."""
-    quantises = row.fp8 and (quantization == FP8 or row.num_experts > 0)
-    return quantization if quantises else UNQUANTIZED
-
-
-def is_divided(row: Row) -> bool:
-    """Return whether the ranks of an engine hold different parts of a row's tensors."""
-    return row.axis != "none" and not row.whole_in_engines
 
 
 def _refusal(row: Row, num_shards: int) -> str:

@@ -1,0 +1,28 @@
+"""How an engine holds the tensors of a row of the weight table: whether at all, quantised, and in parts."""
+
+from __future__ import annotations
+
+from mcore_rl.config.quantization import FP8, UNQUANTIZED
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from model_converters.mapping.table import Row
+
+
+def is_loaded(row: Row, layout: EngineLayout) -> bool:
+    """Return whether an engine loads a row.
+
+    Its head is tied to the embedding if the model's is, and draft layers share embedding and head with the model.
+    """
+    if row.place == "mtp":
+        return layout.draft_layers and not row.repeats
+    return not row.copy_of_embedding
+
+
+def row_quantization(row: Row, quantization: str) -> str:
+    """Return the quantisation of a row's tensors with this value of rollout.quantization."""
+    quantises = row.fp8 and (quantization == FP8 or row.num_experts > 0)
+    return quantization if quantises else UNQUANTIZED
+
+
+def is_divided(row: Row) -> bool:
+    """Return whether the ranks of an engine hold different parts of a row's tensors."""
+    return row.axis != "none" and not row.whole_in_engines
