@@ -32,6 +32,8 @@ CASES = {
     "ep to slices": (EXPERTS, TrainLayout(2, ep=2), TP2, "AA", "AA"),
     "etp": (EXPERTS, TrainLayout(4, tp=2, ep=2, etp=2), EngineLayout(), "AAAA", "A"),
     "shared parameters": (EXPERTS, TrainLayout(3, shard_parameters=True), TP2, "AAA", "BB"),
+    # Three ranks: two experts, two, none.
+    "stacked experts": (EXPERTS, TrainLayout(3, shard_parameters=True, hf_tensors=True), TP2, "AAA", "BB"),
     "mixtral, pp": (tiny_fields("mixtral", **SIZES), TrainLayout(2, pp=2), EngineLayout(), "AB", "A"),
     "shared experts": (
         tiny_fields("deepseek_v3", **SIZES, n_routed_experts=4, head_dim=8),
