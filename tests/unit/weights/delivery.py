@@ -16,7 +16,7 @@ from mcore_rl.weights.slices.shard_map import ShardMap
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
 from model_converters.mapping.plan import load_plan
-from model_converters.mapping.table import BoundRow
+from model_converters.mapping.table import BoundRow, is_parameter
 from tests.unit.weights.engine_boxes import box
 
 Tensors = dict[str, torch.Tensor]
@@ -67,7 +67,7 @@ def trainer_tensors(rows: list[BoundRow], layout: TrainLayout, rank: int, checkp
 
 def shard_of(tensor: torch.Tensor, bound: BoundRow, layout: TrainLayout, rank: int) -> torch.Tensor:
     """Return the rows that a rank stores with layout.shard_parameters, by torch.chunk."""
-    if not layout.shard_parameters or bound.mcore.endswith("expert_bias"):
+    if not layout.shard_parameters or not is_parameter(bound):
         return tensor
     if layout.hf_tensors and bound.expert is not None:
         # The experts of a layer are one parameter.

@@ -77,6 +77,11 @@ CASES = {
     "shared parameters": (UNEVEN, TrainLayout(3, shard_parameters=True), EngineLayout(), "AAA", "A"),
     "shared parameters and tp": (UNEVEN, TrainLayout(4, tp=2, shard_parameters=True), EngineLayout(), "AABB", "A"),
     "shared experts": (UNEVEN_EXPERTS, TrainLayout(4, ep=2, shard_parameters=True), EngineLayout(), "AAAA", "A"),
+    "transformers": (UNEVEN, TrainLayout(3, shard_parameters=True, hf_tensors=True), EngineLayout(), "AAA", "A"),
+    "transformers, latent attention": (
+        tiny_fields("deepseek_v3", **LATENT),
+        *(TrainLayout(3, shard_parameters=True, hf_tensors=True), EngineLayout(), "AAA", "B"),
+    ),
     "mixtral": (tiny_fields("mixtral", **UNALIGNED), TrainLayout(2, tp=2, etp=2), EngineLayout(), "AA", "A"),
     "deepseek_v2": (tiny_fields("deepseek_v2", **LATENT), TrainLayout(2, tp=2, etp=2), EngineLayout(), "AA", "A"),
     "deepseek_v3": (tiny_fields("deepseek_v3", **LATENT), TrainLayout(4, tp=2, ep=2), EngineLayout(), "AABB", "A"),
