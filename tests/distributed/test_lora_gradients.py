@@ -41,6 +41,8 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "dense fsdp2": ("dense", {"strategy": "fsdp2"}, SMALL),
         "some fsdp2 recomputed": ("some", {"strategy": "fsdp2"}, SMALL, {"recompute": "full"}),
         "odd fsdp2": ("odd", {"strategy": "fsdp2"}, SMALL),
+        "moe fsdp2": ("moe", {"strategy": "fsdp2"}, SMALL),
+        "v3 fsdp2 recomputed": ("v3", {"strategy": "fsdp2"}, SMALL, {"recompute": "full"}),
         "dense cp2": ("dense", {"cp": 2}, SMALL),
         "some tp2": ("some", {"tp": 2}, SMALL),
         "odd tp2 without sp": ("odd", {"tp": 2, "sequence_parallel": False}, SMALL),
@@ -86,14 +88,14 @@ def test_lora_gradients_in_every_layout_equal_peft(size: int, case: str, results
 
 def test_lora_router_losses_are_equal_in_every_layout(directories: dict[str, str], references: Any) -> None:
     """Routers are frozen, but their losses reach the adapters through their inputs."""
-    layouts = {1: {"one": {}}, 2: {"tp2": {"tp": 2}, "ep2": {"ep": 2}}}
+    layouts = {1: {"one": {}}, 2: {"tp2": {"tp": 2}, "ep2": {"ep": 2}, "fsdp2": {"strategy": "fsdp2"}}}
     cases = {
         size: {name: ("moe", parallel, SMALL, {"moe": ROUTED}) for name, parallel in of_size.items()}
         for size, of_size in layouts.items()
     }
     found = {name: [pieces for _, pieces in ranks] for name, ranks in launch_cases(_worker, cases, directories).items()}
     one = policy_batch.assemble(found["one"])
-    for name in ("tp2", "ep2"):
+    for name in layouts[2]:
         check_gradients(found[name], one)
     first_layer = [name for name in one if ".layers.0." in name]
     without = references["moe"][1]

@@ -25,10 +25,12 @@ CASES = [
     Case("moe", (2, {"ep": 2}), ((1, {}), (2, {"cp": 2}))),
     Case("v3", (2, {"tp": 2, "ep": 2}), ((1, {}), (2, {"pp": 2}))),
     Case("dense", (2, {"tp": 2}), ((2, {}),), dtype="bfloat16"),
-    Case("v3", (2, {"ep": 2, "shard_parameters": True}), ((1, {}),)),
+    Case("v3", (2, {"ep": 2, "shard_parameters": True}), ((1, {}), (2, FSDP2))),
     Case("dense", (2, FSDP2), ((2, {"tp": 2}), (1, FSDP2))),
     Case("some", (1, FSDP2), ((2, {}),)),
     Case("dense", (2, FSDP2), ((2, {}),), dtype="bfloat16"),
+    Case("v3", (2, FSDP2), ((2, {"ep": 2}),)),
+    Case("moe", (2, FSDP2), ((2, {"ep": 2}),), dtype="bfloat16"),
 ]
 EMBEDDING_APART = Case("dense", (2, {"pp": 2, "pipeline_layout": "E|ttttL"}))
 ALL_CASES = [pytest.param(case, id=str(case)) for case in CASES]
@@ -112,7 +114,7 @@ def test_lora_updates_change_adapters_only(case: Case, saved: Any) -> None:
         assert not torch.equal(tensor, before[name]), name
 
 
-@pytest.mark.parametrize("model", ["dense", "some"])
+@pytest.mark.parametrize("model", ["dense", "some", "v3"])
 def test_lora_updates_of_transformers_model_equal_megatron(model: str, saved: Any) -> None:
     """Compare after two updates, on other numbers of ranks. Megatron's projections fuse the adapted modules."""
     cases = [case for case in CASES if (case.model, case.dtype) == (model, "float32")]
@@ -198,6 +200,9 @@ def test_engines_receive_merged_weights(case: Case, root: Path, saved: Any) -> N
 def test_lora_reference_equals_base_model(case: Case, root: Path, saved: Any) -> None:
     model = policy_batch.reference_model(root / case.model)
     tolerance = 0.2 if case.dtype == "bfloat16" else 2e-5
+    if (case.model, case.dtype) == ("moe", "bfloat16"):
+        # Rounded scores select other experts for some tokens: 0.37 was measured, and 0.32 with Megatron's model.
+        tolerance = 0.5
     seen = set()
     for ref, before, after in saved[str(case)]["reference"]:
         for sample, (held, logp) in ref.items():

@@ -67,6 +67,8 @@ SETTINGS: dict[int, list[tuple[str, dict[str, Any], str, dict[str, Any]]]] = {
         ("moe", {"ep": 2}, "bfloat16", ADAPTERS | ON_HOST),
         ("moe", SHARDED, "bfloat16", ADAPTERS),
         ("odd", FSDP2, "bfloat16", ADAPTERS),
+        ("three experts", FSDP2, "float32", ADAPTERS),
+        ("v3", FSDP2, "bfloat16", ADAPTERS),
         # Megatron's fused projections would have padding rows for k and gate.
         ("tied", FSDP2, "float32", {"lora": LoraConfig(rank=3, target_modules=["q_proj", "v_proj", "up_proj"])}),
         ("v3", {"tp": 2}, "bfloat16", ADAPTERS | {"lora": LoraConfig(rank=3, target_modules=["kv_b_proj", "up_proj"])}),

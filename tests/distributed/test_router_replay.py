@@ -44,7 +44,7 @@ def results(directory: str) -> dict[str, list[dict[str, Any]]]:
     return launch_cases(_worker, CASES, directory)
 
 
-def _imposed() -> dict[int, np.ndarray]:
+def imposed_experts() -> dict[int, np.ndarray]:
     """Experts that no router would choose: [layers, tokens, 2] by sample."""
     generator = np.random.default_rng(5)
     return {
@@ -77,7 +77,7 @@ def _replayed(rank: int, directory: str, parallel: dict[str, Any], recompute: st
     actor.packing = replace(actor.packing, tokens=40)
     found = {"recorded": recorded, "layers": actor.routing.layers, "kept": kept}
     found["replayed"] = _gradients(actor, batch)
-    actor.routing.impose(_imposed())
+    actor.routing.impose(imposed_experts())
     found["imposed"] = _gradients(actor, batch)
     _restore(actor)
     config.actor.moe.router_replay = "engine"
@@ -94,9 +94,9 @@ def _replayed(rank: int, directory: str, parallel: dict[str, Any], recompute: st
 def _with_engines_experts(
     chunks: list[TrajectoryBuffers], layers: list[int], recorded: dict[int, np.ndarray]
 ) -> list[TrajectoryBuffers]:
-    """Trajectories with the experts of _imposed, except for sample ALIKE, which has the policy's; tokens that the
-    trainer does not compute have invalid experts."""
-    imposed, numbers = _imposed(), iter(range(len(policy_batch.PROMPTS)))
+    """Trajectories with imposed experts, except for sample ALIKE, which has the policy's; tokens that the trainer does
+    not compute have invalid experts."""
+    imposed, numbers = imposed_experts(), iter(range(len(policy_batch.PROMPTS)))
     if ALIKE in recorded:
         imposed[ALIKE][layers] = recorded[ALIKE]
     made = []
@@ -147,34 +147,34 @@ def reference(directory: str) -> dict[str, Any]:
     model: Any = policy_batch.reference_model(directory)
     gates = [GivenExpertsRouter(layer.mlp.gate) for layer in model.model.layers]
     old, recorded, free, told = {}, {}, {}, {}
-    imposed = {sample: torch.from_numpy(ids.astype(np.int64)) for sample, ids in _imposed().items()}
+    imposed = {sample: torch.from_numpy(ids.astype(np.int64)) for sample, ids in imposed_experts().items()}
     with torch.no_grad():
         for sample in range(len(policy_batch.PROMPTS)):
             drift = torch.from_numpy(policy_batch.drift(sample)).double()
             free[sample] = policy_batch.reference_logp(model, sample)[0]
             old[sample] = free[sample] + drift
             recorded[sample] = torch.stack([gate.own[: len_computed(sample)] for gate in gates])
-            _tell(gates, recorded[sample] if sample == ALIKE else imposed[sample])
+            tell(gates, recorded[sample] if sample == ALIKE else imposed[sample])
             told[sample] = policy_batch.reference_logp(model, sample)[0]
-            _tell(gates, [None] * LAYERS)
+            tell(gates, [None] * LAYERS)
         for gate in gates:
             gate.gate.weight.neg_()
     found: dict[str, Any] = {"recorded": recorded, "free": free, "told": told}
     for name, routing in (("replayed", recorded), ("imposed", imposed)):
         model.zero_grad()
         for sample in SAMPLES:
-            _tell(gates, routing[sample])
-            _part_of_loss(model, sample, old).backward()
+            tell(gates, routing[sample])
+            part_of_loss(model, sample, old).backward()
         found[name] = checkpoint_tensors(model, {n: p.grad.clone() for n, p in model.named_parameters()})
     return found
 
 
-def _tell(gates: list[GivenExpertsRouter], routing: Any) -> None:
+def tell(gates: list[GivenExpertsRouter], routing: Any) -> None:
     for gate, experts in zip(gates, routing, strict=True):
         gate.experts = experts
 
 
-def _part_of_loss(model: Any, sample: int, old: dict[int, torch.Tensor]) -> torch.Tensor:
+def part_of_loss(model: Any, sample: int, old: dict[int, torch.Tensor]) -> torch.Tensor:
     """Compute one sample's term of the update's loss, with the weights of the whole update."""
     weights = policy_batch.loss_weights
     try:
@@ -229,7 +229,7 @@ def test_replay_of_engine_applies_to_old_policy(case: str, results: Any, referen
 def test_replay_differences_are_counted_in_a_free_pass(case: str, results: Any, reference: Any) -> None:
     metrics = {name: m.value for name, m in merge_metrics([rank["metrics"] for rank in results[case]]).items()}
     differs, gaps = [], []
-    for sample, ids in _imposed().items():
+    for sample, ids in imposed_experts().items():
         own = reference["recorded"][sample].sort(-1).values.numpy()
         differs.append((np.sort(own if sample == ALIKE else ids, -1) != own).any(-1))
         trained = np.flatnonzero(policy_batch.trained(sample))
