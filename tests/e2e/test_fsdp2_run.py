@@ -1,5 +1,5 @@
-"""Runs of transformers' own model (actor.strategy=fsdp2) on two ranks, resumed on Megatron's, with expert parallelism
-or with adapters."""
+"""Runs of transformers' own model (actor.strategy=fsdp2) on two ranks, resumed on Megatron's with expert parallelism,
+with all weights or adapters trained."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ SETTINGS = (
     *("actor.offload.params=true", "actor.offload.optimizer=true"),
 )
 EXPERTS = ("actor.moe.router_replay=policy",)
-LORA = ("actor.lora.rank=4", "actor.lora.alpha=16", "actor.optimizer.lr=1e-2", "actor.parallel.ep=1")
+LORA = ("actor.lora.rank=4", "actor.lora.alpha=16", "actor.optimizer.lr=1e-2")
 FSDP2 = ("actor.strategy=fsdp2", "actor.parallel.ep=1", "actor.recompute=full")
 
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [pytest.param("qwen3_moe", EXPERTS, id="experts"), pytest.param("qwen3", LORA, id="adapters")],
+    [
+        pytest.param("qwen3_moe", EXPERTS, id="experts"),
+        # Adapters of attention, dense MLPs and shared experts.
+        pytest.param("glm4_moe", (*EXPERTS, *LORA), id="adapters"),
+    ],
 )
 def test_fsdp2_run_generates_with_its_weights_and_resumes_on_megatron(
     kind: str, more: tuple[str, ...], tmp_path: Path
