@@ -1,14 +1,18 @@
 """Long responses of a step with drafts and without, from the same seeds, and the acceptance by position of drafts.
 
 The responses are equal, so the ratio of the rates is the speed-up. The unit is CPU seconds of the engine's process,
-which excludes other load. The model is tiny and random, in float32: its responses repeat themselves at a low
-temperature, as code and quotations do, and hardly at temperature 1. The engines alternate, each in its own process.
+which excludes other load. The engines alternate, each in its own process. The models are tiny, in float32.
+
+ngram: the model is random. Its responses repeat themselves at a low temperature, as code and quotations do, and hardly
+at temperature 1. mtp: the layer often predicts the model (draft_model.py). A draft runs the layer four times, as much
+work as one pass of the model's four layers. Published models with such a layer have 46 to 61 others.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,11 +22,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.children import PipedChild
+from benchmarks.children import PipedChild, run_command
+from benchmarks.isolation import ROOT
 from benchmarks.result import Result
 from benchmarks.rollout.engine_loop import PROMPT_TOKENS, VOCABULARY, write_model
 from benchmarks.sizes import size
-from mcore_rl.config.sampling import NGRAM, NO_DRAFTS
+from mcore_rl.config.sampling import MTP, NGRAM, NO_DRAFTS
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.types import Completion, DraftCounts, GenerationRequest, SamplingOptions
 
@@ -72,43 +77,57 @@ class Measured:
         return self.tokens / self.seconds
 
 
-def loads() -> Iterator[Load]:
-    for temperature, text, aim in ((0.3, "repetitive", ">= 1.2"), (1.0, "hardly repetitive", ">= 0.9")):
+TEXTS = {
+    NGRAM: ((0.3, "repetitive", ">= 1.2"), (1.0, "hardly repetitive", ">= 0.9")),
+    MTP: ((0.3, "temperature 0.3", ">= 1.0"), (1.0, "temperature 1", ">= 1.0")),
+}
+"""Temperatures, descriptions and aims by rollout.draft."""
+
+
+def loads(draft: str) -> Iterator[Load]:
+    for temperature, text, aim in TEXTS[draft]:
         for running in (1, 4):
-            name = f"the last {running} responses, {text}" if running > 1 else f"the last response, {text}"
-            yield Load(name, (LONGEST,) * running, temperature, aim)
-        yield Load(f"{BATCH} lognormal lengths, {text}", _lognormal(), temperature, aim)
+            name = f"{running} responses" if running > 1 else "response"
+            yield Load(f"{draft}: the last {name}, {text}", (LONGEST,) * running, temperature, aim)
+        yield Load(f"{draft}: {BATCH} lognormal lengths, {text}", _lognormal(), temperature, aim)
 
 
 def run() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_drafts_") as directory:
-        model = write_model(directory)
-        children = {draft: PipedChild(_serve, model, draft) for draft in (NO_DRAFTS, NGRAM)}
-        try:
-            return [_row(load, [_measure(children, load) for _ in range(ROUNDS + 1)][1:]) for load in loads()]
-        finally:
-            for child in children.values():
-                child.kill()
+        predictable = write_model(directory, "glm4_moe", "--mtp")
+        run_command([sys.executable, "-m", "benchmarks.rollout.draft_model", predictable], ROOT)
+        return [*_rows(NGRAM, write_model(directory)), *_rows(MTP, predictable)]
 
 
-def _measure(children: dict[str, PipedChild], load: Load) -> dict[str, Measured]:
+def _rows(draft: str, model: str) -> list[Result]:
+    children = {each: PipedChild(_serve, model, each) for each in (NO_DRAFTS, draft)}
+    try:
+        return [
+            _row(load, draft, [_measure(children, draft, load) for _ in range(ROUNDS + 1)][1:]) for load in loads(draft)
+        ]
+    finally:
+        for child in children.values():
+            child.kill()
+
+
+def _measure(children: dict[str, PipedChild], draft: str, load: Load) -> dict[str, Measured]:
     """Run a load on both engines, one after the other. Raises: RuntimeError if their responses differ."""
     found = {}
-    for draft, child in children.items():
+    for each, child in children.items():
         child.send(load)
-        found[draft] = child.recv(Measured)
-    if found[NGRAM].responses != found[NO_DRAFTS].responses:
+        found[each] = child.recv(Measured)
+    if found[draft].responses != found[NO_DRAFTS].responses:
         raise RuntimeError(f"{load.name}: responses with drafts differ from those without")
     return found
 
 
-def _row(load: Load, rounds: list[dict[str, Measured]]) -> Result:
-    ratio = statistics.median(each[NGRAM].rate / each[NO_DRAFTS].rate for each in rounds)
+def _row(load: Load, draft: str, rounds: list[dict[str, Measured]]) -> Result:
+    ratio = statistics.median(each[draft].rate / each[NO_DRAFTS].rate for each in rounds)
     without = statistics.median(each[NO_DRAFTS].rate for each in rounds)
-    drafts = rounds[0][NGRAM].drafts  # every round has the same responses, and so the same drafts
+    drafts = rounds[0][draft].drafts  # every round has the same responses, and so the same drafts
     assert drafts is not None
     accepted = ", ".join(f"{each:.0%}" for each in drafts.accepted / np.maximum(drafts.verified, 1))
-    share = 100 * drafts.accepted.sum() / rounds[0][NGRAM].tokens
+    share = 100 * drafts.accepted.sum() / rounds[0][draft].tokens
     note = f"accepted at positions 1 to {DRAFT_TOKENS} of drafts: {accepted}; {share:.0f}% of the tokens were drafts"
     return Result(load.name, ratio * without, without, "tok/CPU s", ratio, load.aim, note)
 

@@ -66,10 +66,10 @@ def _row(rates: list[dict[str, float]], name: str, ours: str, limit: str, aim: s
     return Result(name, ratio * of_limit, of_limit, "tok/CPU s", ratio, aim)
 
 
-def write_model(directory: str) -> str:
-    """Write a tiny random model and return its directory."""
-    model = f"{directory}/model"
-    command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), "qwen3_moe", model]
+def write_model(directory: str, family: str = "qwen3_moe", *options: str) -> str:
+    """Write a tiny random model and return its directory. options: further ones of scripts/tiny_checkpoint.py."""
+    model = f"{directory}/{family}"
+    command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), family, model, *options]
     run_command([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], ROOT)
     return model
 
