@@ -4,8 +4,9 @@ The responses are equal, so the ratio of the rates is the speed-up. The unit is 
 which excludes other load. The engines alternate, each in its own process. The models are tiny, in float32.
 
 ngram: the model is random. Its responses repeat themselves at a low temperature, as code and quotations do, and hardly
-at temperature 1. mtp: the layer often predicts the model (draft_model.py). A draft runs the layer four times, as much
-work as one pass of the model's four layers. Published models with such a layer have 46 to 61 others.
+at temperature 1. mtp: the layer predicts some of the model's tokens (draft_model.py). A draft runs the layer four
+times, as much work as one pass of the model's four layers, so drafts are slower here. Published models with such a
+layer have 46 to 61 others.
 """
 
 from __future__ import annotations
