@@ -22,6 +22,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, bool]] = {
     "whole experts": ({"ep": 2}, "bfloat16", "none", False),
     "slices of experts": ({"tp": 2, "etp": 2}, "float32", "none", False),
     "sharded": ({"shard_parameters": True}, "bfloat16", "full", False),
+    "transformers": ({"strategy": "fsdp2"}, "bfloat16", "full", False),
     "adapters": ({"ep": 2}, "bfloat16", "selective", True),
 }
 
@@ -72,7 +73,7 @@ def _dequantise_experts(tensors: Any) -> None:
     """Round the experts' weights in place, with compressed-tensors."""
     options = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
     for name, tensor in tensors.items():
-        if "experts.linear_fc" in name:
+        if ".mlp.experts." in name and tensor.numel():
             values = tensor.bfloat16().float()
             scales = (values.unflatten(1, (-1, GROUP)).abs().amax(-1) / 7).bfloat16().float()
             # bfloat16 values of the products, as engines use them.

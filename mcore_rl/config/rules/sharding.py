@@ -27,7 +27,6 @@ TRANSFORMERS_REQUIRED: dict[str, tuple[object, str]] = {
     "mtp_loss_coefficient": (0.0, "models of transformers have no multi-token-prediction layers"),
     "recompute_modules": ([], "models of transformers recompute whole layers"),
     "recompute_layers": (1, "models of transformers recompute layer by layer"),
-    "quantization_aware": (0, "forward passes of transformers' models cannot round experts"),
 }
 """Key of a model -> the value that strategy fsdp2 needs, in addition to REQUIRED, with the reason."""
 

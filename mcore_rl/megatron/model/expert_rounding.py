@@ -11,12 +11,10 @@ Source: Bengio et al., Estimating or propagating gradients through stochastic ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_block import TransformerBlock
 from torch.autograd.function import FunctionCtx
 
 from mcore_rl.weights.int4 import rounded
@@ -25,22 +23,28 @@ from mcore_rl.weights.int4 import rounded
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, weight: torch.Tensor, group: int) -> torch.Tensor:
-        return rounded(weight, group)
+        if weight.dim() == 2:
+            return rounded(weight, group)
+        values = torch.empty_like(weight)
+        # Matrix by matrix, which bounds the memory of the float32 copies.
+        for value, matrix in zip(values, weight, strict=True):
+            value.copy_(rounded(matrix, group))
+        return values
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return grad, None
 
 
-def round_experts(decoder: TransformerBlock, group: int) -> None:
-    """Let the routed experts of a decoder's layers use INT4 values with one scale per `group` elements of a row.
+def round_experts(layers: Iterable[torch.nn.Module], group: int) -> None:
+    """Let the routed experts of a model's layers use INT4 values with one scale per `group` elements of a row.
 
-    Experts are one module per expert, or one module for all with several weights. Shared experts, and the experts of
-    multi-token-prediction layers, which engines do not get in INT4, are unchanged.
+    Experts are one module per expert, or one module for all with several weights or with stacked ones (transformers).
+    Shared experts, and the experts of multi-token-prediction layers, which engines do not get in INT4, are unchanged.
     """
-    for layer in decoder.layers:
-        if isinstance(layer.mlp, MoELayer):
-            experts = layer.mlp.experts
+    for layer in layers:
+        experts = getattr(layer.mlp, "experts", None)
+        if experts is not None:
             experts.rounding_group = group
             experts.__class__ = _rounding(type(experts))
 
@@ -59,7 +63,7 @@ def _rounding(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
 def _rounded_weights(experts: torch.nn.Module, group: int) -> Iterator[None]:
     """Return a context in which rounded tensors take the places of the experts' weights."""
     places = [(module._parameters, name, parameter) for module in experts.modules()
-              for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 2]  # fmt: skip
+              for name, parameter in module.named_parameters(recurse=False) if parameter.dim() >= 2]  # fmt: skip
     try:
         for parameters, name, parameter in places:
             parameters[name] = _StraightThrough.apply(parameter, group)

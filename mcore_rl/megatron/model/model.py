@@ -80,7 +80,7 @@ def build_model(
     chunks = [_build_chunk(kind, config, spec.arguments, engine, stage, sharded=sharded) for stage in stages]
     if spec.role.section.quantization_aware:
         for chunk in chunks:
-            round_experts(chunk.decoder, spec.role.section.quantization_aware)
+            round_experts(chunk.decoder.layers, spec.role.section.quantization_aware)
     return chunks
 
 
@@ -96,6 +96,8 @@ def _transformers_model(spec: ResolvedModel, config: TransformerConfig, kind: ty
             return stored_chunks(_build_chunk(kind, local, spec.arguments, engine=False, vp_stage=None, sharded=False))
 
     model = TransformersModel(config, spec, stored, predicts_values=issubclass(kind, ValueModel))
+    if spec.role.section.quantization_aware:
+        round_experts(model.layers(), spec.role.section.quantization_aware)
     _move_to_device(model)
     # The planner builds models on the meta device, and reads whole parameters.
     if torch.get_default_device().type != "meta":

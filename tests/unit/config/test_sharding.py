@@ -36,14 +36,6 @@ def test_reject_suggestions_of_fsdp2_names_the_strategy() -> None:
         reject_suggestions(actor)
 
 
-def test_check_sharding_of_fsdp2_rejects_rounded_experts() -> None:
-    actor = ActorConfig(quantization_aware=128)
-    check_sharding(ModelRole.policy(actor, ModelConfig(hf_path="")))
-    actor.strategy = "fsdp2"
-    with pytest.raises(ConfigError, match=r"^actor\.quantization_aware=128 .* actor\.strategy=fsdp2.*; set it to 0$"):
-        check_sharding(ModelRole.policy(actor, ModelConfig(hf_path="")))
-
-
 def test_check_sharding_of_fsdp2_accepts_adapters() -> None:
     actor = ActorConfig(strategy="fsdp2")
     actor.lora.rank = 4
