@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from mcore_rl.config.quantization import UNQUANTIZED
+from mcore_rl.config.quantization import FP8
 from mcore_rl.errors import ConfigError
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.send import WeightSender
@@ -48,13 +48,13 @@ class Connection:
     def channels(self, member: int) -> Channels:
         """Connect to the transfer group as number `member`.
 
-        Collective: all processes of the sync; for files, only trainer ranks that quantise weights.
+        Collective: all processes of the sync; for files, only trainer ranks that quantise weights in FP8.
         """
         topology, seconds = self.plan.topology, self.timeout_seconds
         if self.folder is not None:
             folder, num_trainers, among = shared_folder(self.folder), len(topology.trainers), None
             # All trainer ranks connect, also those that divide no block: each computes only its own groups.
-            if self.plan.quantization != UNQUANTIZED and member < num_trainers > 1:
+            if self.plan.quantization == FP8 and member < num_trainers > 1:
                 among = self._link(member, num_trainers)
             return Channels(FileChannel(folder, topology, member, timeout_seconds=seconds, among_trainers=among))
         link = self._link(member, len(topology.trainers) + len(topology.engines))

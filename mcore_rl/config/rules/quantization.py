@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.fields import reject_unless_default
 from mcore_rl.config.quantization import BLOCK_SCALES, FP8, FP8_RECIPES, GROUPS, INT4, UNQUANTIZED
 from mcore_rl.config.sampling import MTP, NGRAM, NO_DRAFTS
 from mcore_rl.config.schema import Config, RolloutConfig, resolved_dtype
@@ -52,6 +53,9 @@ def _check_groups(config: Config) -> None:
     """
     group, trained = config.rollout.quantization_group, config.actor.quantization_aware
     sizes = " or ".join(map(str, GROUPS))
+    if config.rollout.quantization != INT4:
+        remedy = f"set rollout.quantization={INT4}"
+        reject_unless_default("rollout", config.rollout, remedy, ("quantization_group",))
     if group not in GROUPS:
         raise ConfigError(f"rollout.quantization_group={group} has no kernels in vLLM; set it to {sizes}")
     if not trained:

@@ -2,7 +2,7 @@
 
 The group is separate from the process groups of trainer and engine. Its members are all trainer ranks, then all engine
 ranks. It carries digests, and weights that no shared memory or NCCL carries. With files, the trainer ranks are its only
-members, if they quantise weights, and exchange MAXIMA.
+members, if they quantise weights in FP8, and exchange MAXIMA.
 
 A gloo send completes only after its receive was posted, so no receiver is overrun. Pairs of members that exchange
 messages connect before the first update (`handshake`).

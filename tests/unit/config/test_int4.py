@@ -52,6 +52,14 @@ def test_check_unequal_or_unknown_group_is_named(group: int, trained: int, messa
         check_quantization(configured(group=group, trained=trained))
 
 
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_check_group_without_int4_has_no_effect(quantization: str) -> None:
+    config = configured(group=32)
+    config.rollout.quantization = quantization
+    with pytest.raises(ConfigError, match=r"quantization_group=32 has no effect; set rollout\.quantization=int4, or"):
+        check_quantization(config)
+
+
 @pytest.mark.parametrize("section", ["rollout", "algorithm"])
 def test_check_training_without_int4_engines_is_rejected(section: str) -> None:
     config = configured(trained=128)

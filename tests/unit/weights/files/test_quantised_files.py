@@ -1,4 +1,4 @@
-"""Syncs with rollout.quantization=fp8 through files, whole and as deltas: engines receive the bits of whole tensors."""
+"""Syncs with rollout.quantization through files, whole and as deltas: engines receive the bits of whole tensors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mcore_rl.errors import PeerLostError
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.files.run_files import RunFiles
 from mcore_rl.weights.verify import Comparison, compare
+from tests.unit.weights import test_int4_sync as int4
 from tests.unit.weights import test_quantised_sync as quantised
 from tests.unit.weights import transfer
 from tests.unit.weights.delivery import Tensors
@@ -71,6 +72,23 @@ def test_random_edits_through_files_equal_whole_tensors(
             quantised.check_bits(plan, taken, quantised.expected_tensors(plan, checkpoint))
             written = file_bytes(folder, number)
             whole = sum(acknowledged) // len(plan.topology.engines) * plan.engine_layout.num_ranks
+            assert written == whole if not delta else (written < whole / 3) == (number > 0)
+            edit(checkpoint, chance)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_int4_edits_through_files_arrive_without_connections(store: dist.TCPStore, delta: bool, tmp_path: Path) -> None:
+    plan, chance = int4.int4_plan("stacked experts"), random.Random(8)
+    plan = replace(plan, topology=replace(plan.topology, transport="files", delta=delta))
+    folder = RunFiles(f"{tmp_path}/run").begin_connection(1)
+    checkpoint = quantised.checkpoint_of(plan)
+    with connected(plan, store, next(_generation), folder=folder) as processes:
+        # No rank divides a group, so trainer ranks have nothing to exchange.
+        assert {vars(sender._channels.host)["_among_trainers"] for sender in processes.senders} == {None}
+        for number in range(3):
+            taken, acknowledged, _ = update(processes, quantised.held_by(plan, checkpoint))
+            int4.check_bits(plan, taken, checkpoint)
+            written, whole = file_bytes(folder, number), sum(acknowledged)
             assert written == whole if not delta else (written < whole / 3) == (number > 0)
             edit(checkpoint, chance)
 
