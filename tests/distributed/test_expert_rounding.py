@@ -23,6 +23,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, bool]] = {
     "slices of experts": ({"tp": 2, "etp": 2}, "float32", "none", False),
     "sharded": ({"shard_parameters": True}, "bfloat16", "full", False),
     "transformers": ({"strategy": "fsdp2"}, "bfloat16", "full", False),
+    "transformers, adapters": ({"strategy": "fsdp2"}, "bfloat16", "none", True),
     "adapters": ({"ep": 2}, "bfloat16", "selective", True),
 }
 
