@@ -3,6 +3,7 @@ unrounded."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,25 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def train_all(rank: int, directory: str) -> dict[str, Any]:
     return {case: _train(directory, *CASES[case]) for case in CASES}
+
+
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def update_twice(rank: int, directory: str) -> list[list[Any]]:
+    """Return the weights after two updates, the second of which begins before parameters are gathered if it can."""
+    found = []
+    for settings in ({}, OVERLAPPED):
+        config = policy_batch.config(directory, {"tp": 2, "etp": 1}, 200)
+        config.model.dtype, config.actor.quantization_aware = "bfloat16", GROUP
+        config.actor.optimizer.lr = 1e-2
+        vars(config.actor).update(settings)
+        actor = policy_batch.build_actor(config)
+        for index in (0, 1):
+            policy_batch.update_once(actor, index)
+        actor.gather_parameters()
+        found.append(policy_batch.hf_pieces(actor))
+    return found
 
 
 def _train(directory: str, parallel: dict[str, Any], dtype: str, recompute: str, lora: bool) -> dict[str, Any]:
@@ -103,3 +123,9 @@ def test_rounding_keeps_weights_and_their_names(case: str, results: Any) -> None
     for rank in results:
         assert rank[case]["unchanged"]
         assert rank[case]["trained"]
+
+
+def test_rounding_begins_after_the_gathering_of_weights(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", "qwen3_moe", std=0.06, **SIZES)
+    for at_once, overlapped in launch(update_twice, 2, str(directory)):
+        assert _equal(at_once, overlapped)

@@ -53,10 +53,23 @@ def _rounding(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return a subclass of a class of experts whose forward pass uses rounded weights."""
 
     def forward(self: torch.nn.Module, *args: torch.Tensor) -> object:
+        _wait_for_weights(self)
         with _rounded_weights(self, self.rounding_group):
             return kind.forward(self, *args)
 
     return type(f"Rounding{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _wait_for_weights(experts: torch.nn.Module) -> None:
+    """Wait until the weights of the last update are gathered (actor.overlap_param_gather).
+
+    Megatron waits in hooks of the modules that have the weights, which run after the rounding, and then find no weight
+    of their own.
+    """
+    for module in experts.modules():
+        # The hooks of `experts` have run.
+        for wait in module._forward_pre_hooks.values() if module is not experts else ():
+            wait(module, ())
 
 
 @contextmanager
