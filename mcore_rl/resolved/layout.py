@@ -63,7 +63,19 @@ def role_layout(role: ModelRole, world_size: int, hf_config: HFConfig) -> TrainL
     layout = train_layout(role.section.parallel, world_size, hf_config, role)
     if role.section.strategy != FSDP2:
         return layout
+    _check_expert_layers(role, hf_config)
     return replace(layout, shard_parameters=True, hf_tensors=True)
+
+
+def _check_expert_layers(role: ModelRole, hf_config: HFConfig) -> None:
+    """Raise ConfigError if transformers' model has experts in other layers than the family's table."""
+    key = "moe_layer_freq"
+    ours, theirs = (model_arguments(config, role.checkpoint) for config in (hf_config, {**hf_config, key: 1}))
+    if ours != theirs:
+        raise ConfigError(
+            f"{role.key('strategy')}={FSDP2} does not support {key} {hf_config[key]} in {role.checkpoint}'s "
+            f"config.json: transformers' model ignores it; set {role.key('strategy')} to megatron"
+        )
 
 
 def train_layout(

@@ -104,3 +104,13 @@ def test_check_experts_supported_settings_pass() -> None:
 def test_role_layout_of_fsdp2_shards_hf_tensors(model: dict[str, Any]) -> None:
     role = ModelRole.policy(ActorConfig(strategy="fsdp2"), ModelConfig(hf_path=""))
     assert role_layout(role, 2, model) == TrainLayout(2, shard_parameters=True, hf_tensors=True)
+
+
+def test_role_layout_of_fsdp2_with_experts_in_other_layers_is_rejected() -> None:
+    """transformers ignores moe_layer_freq: its layers 1 and 3 would have experts too."""
+    model = LATENT | {"moe_layer_freq": 2}
+    role = ModelRole.policy(ActorConfig(strategy="fsdp2"), ModelConfig(hf_path=""))
+    with pytest.raises(ConfigError, match=r"actor\.strategy=fsdp2 does not support moe_layer_freq 2 in model\.hf_path"):
+        role_layout(role, 2, model)
+    role_layout(role, 2, model | {"first_k_dense_replace": model["num_hidden_layers"]})  # all layers are dense
+    role_layout(ModelRole.policy(ActorConfig(), ModelConfig(hf_path="")), 2, model)
