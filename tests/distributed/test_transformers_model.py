@@ -3,6 +3,7 @@ of plain transformers, which computes each sequence alone in float64."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,16 @@ def _random(rank: int, directory: str) -> list[Any]:
     return policy_batch.hf_pieces(policy_batch.build_actor(config))
 
 
-def test_random_init_of_experts_has_the_deviation_of_the_configuration(directories: dict[str, str]) -> None:
-    """transformers initializes stacked experts and routers; every element is on some rank."""
-    for name, tensor in policy_batch.assemble(launch(_random, 2, directories["v3"])).items():
+def test_random_init_of_experts_has_the_deviation_of_the_configuration(
+    directories: dict[str, str], tmp_path: Path
+) -> None:
+    """transformers initializes stacked experts and routers; every element is on some rank. The padding token is random
+    like the others, as in Megatron's model."""
+    fields = json.loads(Path(directories["v3"], "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"pad_token_id": 3}))
+    tensors = policy_batch.assemble(launch(_random, 2, str(tmp_path)))
+    assert tensors["model.embed_tokens.weight"][3].any()
+    for name, tensor in tensors.items():
         if name.endswith("norm.weight"):
             assert (tensor == 1).all(), name
         elif name.endswith("correction_bias"):

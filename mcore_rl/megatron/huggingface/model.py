@@ -59,8 +59,6 @@ class TransformersModel(ModelChunk):
             )
         # Its frequencies are computed, not loaded.
         causal.model.rotary_emb = type(causal.model.rotary_emb)(causal.config)
-        # transformers gives pad_token_id no gradient. Packed rows have no padding, and it may be the end token.
-        causal.model.embed_tokens.padding_idx = None
         if spec.role.section.recompute == "full":
             causal.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = causal.model
@@ -139,4 +137,6 @@ def _hf_config(spec: ResolvedModel) -> object:
     model_type = family_for(spec.hf_config).transformers_type or spec.hf_config["model_type"]
     # Like Megatron's models (model/model.py): sampled log-probabilities must be reproducible.
     fields = spec.hf_config | {"model_type": model_type, "attention_dropout": 0.0, "router_jitter_noise": 0.0}
-    return AutoConfig.for_model(**fields)
+    # transformers gives the embedding of pad_token_id no gradient and initializes it with zeros. Packed rows have no
+    # padding, so it is a real token, maybe the end token. Some published files have one outside of the vocabulary.
+    return AutoConfig.for_model(**(fields | {"pad_token_id": None}))
