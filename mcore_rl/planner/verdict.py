@@ -81,7 +81,9 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
         role, section = ("critic", config.critic) if phase == "critic" else ("reward_model", config.reward_model)
         # A reward model has no backward pass, so recomputation saves nothing.
         steps = away if phase == "score" or section.recompute == "full" else ["critic.recompute=full", *away]
-        steps.append(f"a higher {role}.parallel.{_axes(section, experts=True)}")
+        # Models of transformers are only data-parallel.
+        axes = "cluster.nodes" if section.strategy == FSDP2 else f"{role}.parallel.{_axes(section, experts=True)}"
+        steps.append(f"a higher {axes}")
     elif phase in ("generate", "sync"):
         steps = [*away, "a lower rollout.gpu_memory_fraction" if phase == "generate" else "a higher rollout.tp"]
     else:

@@ -4,9 +4,8 @@ entropies of all tokens, the gradients, and the parameters after two optimizer s
 The model has experts and latent attention. Layouts: on 2 ranks data parallelism alone, and a choice that uses every
 axis; on 4 a choice that combines every two axes; on 8 one layout that uses every axis; on 2 and 4 one with sharded
 parameters. MCORE_RL_EVERY_TEST=1 runs all layouts on up to 4 ranks, also with sharded parameters, and a choice on 8
-ranks for three models. With simulated
-TransformerEngine, without that variable: the layouts in which its layers differ, tensor parallelism and whole experts,
-on 2 ranks.
+ranks for three models. With simulated TransformerEngine, without that variable: the layouts in which its layers differ,
+tensor parallelism and whole experts, on 2 ranks.
 
 test_actor_gradients compares with transformers.
 """

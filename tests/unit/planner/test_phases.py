@@ -96,6 +96,12 @@ def test_what_to_set_names_the_role() -> None:
     assert "critic.offload.params=true" in _remedy(config, layout, "generate", found)
     assert "critic.offload" not in _remedy(config, layout, "generate", phases(ColocatedModels()))
     assert "reward_model.parallel" in _remedy(config, layout, "score", found)
+    # fsdp2 rejects all axes, and sharded parameters reject offloaded gradients.
+    config.actor.strategy = config.critic.strategy = config.reward_model.strategy = "fsdp2"
+    for phase in ("critic", "score", "update"):
+        remedy = _remedy(config, layout, phase, found)
+        assert remedy.endswith("a higher cluster.nodes")
+        assert ".parallel." not in remedy
 
 
 @pytest.mark.parametrize(
