@@ -26,9 +26,9 @@ while it recomputes, the whole table of that many layers.
 
 The table covers two implementations of Megatron's layers. Local layers (CPU): float32 norms save their input, bfloat16
 norms save it twice as float32; core attention copies the packed row out of per-sequence outputs; attention whose value
-size differs from the query size (latent attention) saves the probabilities, heads / t x the mean square length over the
-mean length. TransformerEngine (CUDA): norms save their input in its dtype, and flash attention writes the packed row.
-Layers of transformers (strategy fsdp2) have a table of their own (layers/transformers.py).
+size differs from the query size (latent attention) saves the probabilities on CPUs, heads / t x the mean square length
+over the mean length. TransformerEngine (CUDA): norms save their input in its dtype, and flash attention writes the
+packed row. Layers of transformers (strategy fsdp2) have a table of their own (layers/transformers.py).
 
 Micro-batches in flight: 1F1B has min(pp - stage, m) of m micro-batches. The interleaved schedule has its warm-up plus
 one, in units of chunks: 2 (pp - stage - 1) + (vpp - 1) pp + 1. Stages also save their outputs (h / s). Added once: the
@@ -89,8 +89,9 @@ def _latent(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor
         yield SavedTensor("attention", (run.norm(q_rank) + q_rank * b) / s)
     yield SavedTensor("attention", (run.norm(kv_rank) + (kv_rank + rope) * b) / s)
     query = nope + rope
-    if run.fused or query == value:
-        # Flash attention and torch's fused attention save the output instead of the probabilities.
+    if run.fused or run.cuda or query == value:
+        # Flash attention and torch's fused attention save the output instead of the probabilities. On CUDA torch's
+        # accepts values of another size than keys (2.13, check_head_dim_size_mem_efficient).
         yield SavedTensor("attention", heads * (2 * query + value) * b, ("mla_up_proj",))
         yield from core_attention(heads * value, heads, run)
         return

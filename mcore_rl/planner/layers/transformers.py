@@ -39,10 +39,12 @@ def _latent(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor
         yield SavedTensor("norms", run.norm(rank))
         yield SavedTensor("attention", rank * b)
     yield SavedTensor("attention", heads * (2 * query + value) * b)
-    if query == value:
+    # torch's memory-efficient kernel for CUDA accepts values of another size than keys (2.13,
+    # check_head_dim_size_mem_efficient). CPUs have no fused kernel for these sizes, so attention saves the
+    # probabilities.
+    if run.cuda or query == value:
         yield from core_attention(heads * value, heads, run)
         return
-    # Without a fused kernel for these sizes, attention saves the probabilities.
     yield SavedTensor("core attention", heads * run.square_length * b)
     yield SavedTensor("attention", heads * value * b)
 

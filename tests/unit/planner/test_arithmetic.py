@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from mcore_rl.config import load_config
+from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
-from mcore_rl.planner.activations import in_flight
+from mcore_rl.planner.activations import in_flight, layer_table
 from mcore_rl.planner.engine import GIB, EngineRank, engine_rank, kv_bytes_per_token, tensor_bytes
+from mcore_rl.planner.layers.execution import Execution
 from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank
 from mcore_rl.planner.workload import batch_arithmetic, forward_flops, step_flops
 from mcore_rl.resolved.layout import model_arguments
@@ -154,3 +156,17 @@ def test_flop_of_a_token(deepseek: Config) -> None:
 )
 def test_micro_batches_in_flight(layout: TrainLayout, microbatches: int, alive: list[list[int]]) -> None:
     assert [in_flight(layout, stage, microbatches) for stage in range(layout.pp)] == alive
+
+
+@pytest.mark.parametrize("hf_tensors", [False, True])
+def test_layer_table_of_latent_attention_has_probabilities_on_cpu_only(deepseek: Config, hf_tensors: bool) -> None:
+    """On CUDA a fused kernel of torch accepts values (128) of another size than keys (192)."""
+    sizes = model_arguments(policy_config(ModelRole.policy(deepseek.actor, deepseek.model))[0]).transformer
+    layout = TrainLayout(8, shard_parameters=True, hf_tensors=hf_tensors)
+
+    def total(*, cuda: bool, length: float) -> float:
+        run = Execution(ActorConfig(), layout, 2, fused=False, cuda=cuda, imbalance=1.0, square_length=length)
+        return sum(tensor.bytes_per_token for tensor in layer_table(sizes, run, sparse=True))
+
+    assert total(cuda=True, length=1000) == total(cuda=True, length=1)
+    assert total(cuda=False, length=1000) - total(cuda=False, length=1) == 128 * 999 * 2
