@@ -78,6 +78,10 @@ CASES = {
     "shared parameters and tp": (UNEVEN, TrainLayout(4, tp=2, shard_parameters=True), EngineLayout(), "AABB", "A"),
     "shared experts": (UNEVEN_EXPERTS, TrainLayout(4, ep=2, shard_parameters=True), EngineLayout(), "AAAA", "A"),
     "transformers": (UNEVEN, TrainLayout(3, shard_parameters=True, hf_tensors=True), EngineLayout(), "AAA", "A"),
+    "transformers, experts": (
+        UNEVEN_EXPERTS,
+        *(TrainLayout(3, shard_parameters=True, hf_tensors=True), EngineLayout(), "AAB", "B"),
+    ),
     "transformers, latent attention": (
         tiny_fields("deepseek_v3", **LATENT),
         *(TrainLayout(3, shard_parameters=True, hf_tensors=True), EngineLayout(), "AAA", "B"),
