@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "adapters": ("qwen2", {"tp": 2}, "bfloat16", True),
     "sharded": ("qwen2", {"shard_parameters": True}, "bfloat16", False),
     "experts": ("qwen3_moe", {"tp": 2, "etp": 2}, "bfloat16", False),
+    "transformers": ("qwen3_moe", {"strategy": "fsdp2"}, "bfloat16", False),
 }
 
 
