@@ -40,10 +40,11 @@ def num_mapped() -> int:
 
 
 def leave(receiver: SliceReceiver) -> None:
-    """End the connection in the middle of an update."""
+    """End the connection in the middle of an update, or when a sender does so because another engine rank has left."""
     receiver.begin()
-    for sync_round in range(receiver.num_rounds // 2):
-        receiver.receive(sync_round, ignore)
+    with suppress(PeerLostError):
+        for sync_round in range(receiver.num_rounds // 2):
+            receiver.receive(sync_round, ignore)
     receiver.close()
 
 
