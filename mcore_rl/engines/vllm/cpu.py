@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch.nn.functional import linear, silu
@@ -113,6 +114,47 @@ def add_experts(
         result = linear(silu(gate) * up, down)
         total.index_add_(0, tokens, result.float() * topk_weights[tokens, choices, None])
     output.copy_(total)
+
+
+class QuantisedExperts(Protocol):
+    """Scales of a class of vLLM's experts, by expert."""
+
+    w1_scale: torch.Tensor
+    w2_scale: torch.Tensor
+
+
+def quantised_experts(
+    dequantised: Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor],
+) -> Callable[..., None]:
+    """Return a method `apply` for a class of quantised experts, in plain torch.
+
+    dequantised: returns the values of the codes and scales of a matrix, in a dtype.
+    """
+
+    def apply(
+        self: QuantisedExperts,
+        *,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        **unused: object,
+    ) -> None:
+        """Shapes: output, hidden_states [tokens, hidden]; w1, w2: codes of gate and up, and of down, [experts, ...]."""
+        if apply_router_weight_on_input:
+            raise NotImplementedError("quantised experts do not support apply_router_weight_on_input")
+        dtype = hidden_states.dtype
+
+        def matrices(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+            gate_up = dequantised(w1[expert], self.w1_scale[expert], dtype)
+            return gate_up, dequantised(w2[expert], self.w2_scale[expert], dtype)
+
+        add_experts(output, hidden_states, topk_weights, topk_ids, matrices)
+
+    return apply
 
 
 # Workers on GPUs import this module too.

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.platforms import current_platform
 
 from mcore_rl.config.quantization import BLOCK
-from mcore_rl.engines.vllm.cpu import add_experts, mapping_experts
+from mcore_rl.engines.vllm.cpu import mapping_experts, quantised_experts
 
 PACKS_CODES = torch.cpu._is_amx_tile_supported()
 """True if vLLM's own kernels run on this CPU, which permute the codes."""
@@ -61,36 +61,10 @@ def _keep_experts(w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, to
     return w13, w2
 
 
-def _apply_experts(
-    self: cpu_moe.CPUExpertsFp8,
-    *,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    apply_router_weight_on_input: bool,
-    **unused: object,
-) -> None:
-    """Compute what CPUExpertsFp8.apply computes.
-
-    Shapes: output, hidden_states [tokens, hidden]; w1 [experts, 2 * inner, hidden]; w2 [experts, hidden, inner].
-    """
-    if apply_router_weight_on_input:
-        raise NotImplementedError("experts in FP8 do not support apply_router_weight_on_input")
-    scaled = ((w1, self.w1_scale), (w2, self.w2_scale))
-
-    def matrices(expert: int) -> tuple[torch.Tensor, ...]:
-        return tuple(dequantised(codes[expert], scales[expert], hidden_states.dtype) for codes, scales in scaled)
-
-    add_experts(output, hidden_states, topk_weights, topk_ids, matrices)
-
-
 # Workers on GPUs import this module too.
 if current_platform.is_cpu():
     upstream = cpu_moe.CPUExpertsFp8.apply
-    cpu_moe.CPUExpertsFp8.apply = mapping_experts(upstream, upstream if PACKS_CODES else _apply_experts)
+    cpu_moe.CPUExpertsFp8.apply = mapping_experts(upstream, upstream if PACKS_CODES else quantised_experts(dequantised))
 if current_platform.is_cpu() and not PACKS_CODES:
     CPUFp8BlockScaledMMKernel.is_supported = classmethod(_linear_is_supported)
     CPUFp8BlockScaledMMKernel.process_weights_after_loading = _keep_weights

@@ -8,7 +8,6 @@ converts its weight each time, so this is slower than bfloat16.
 
 from __future__ import annotations
 
-import torch
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -17,7 +16,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kInt4Static, kInt4Static32
 from vllm.platforms import current_platform
 
-from mcore_rl.engines.vllm.cpu import add_experts, mapping_experts
+from mcore_rl.engines.vllm.cpu import mapping_experts, quantised_experts
 from mcore_rl.weights.int4 import dequantised
 
 
@@ -36,38 +35,10 @@ def _keep_experts(*, layer: RoutedExperts, **unused: object) -> None:
     layer.w13_weight, layer.w2_weight = layer.w13_weight_packed, layer.w2_weight_packed
 
 
-def _apply_experts(
-    self: cpu_moe.CPUExpertsInt4,
-    *,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    apply_router_weight_on_input: bool,
-    **unused: object,
-) -> None:
-    """Replace CPUExpertsInt4.apply.
-
-    Shapes: output, hidden_states [tokens, hidden]; w1 int32 [experts, 2 * inner, hidden / 8]; w2 int32 [experts,
-    hidden, inner / 8].
-    """
-    if apply_router_weight_on_input:
-        raise NotImplementedError("experts in INT4 do not support apply_router_weight_on_input")
-    dtype = hidden_states.dtype
-
-    def matrices(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        gate_up = dequantised(w1[expert], self.w1_scale[expert], dtype)
-        return gate_up, dequantised(w2[expert], self.w2_scale[expert], dtype)
-
-    add_experts(output, hidden_states, topk_weights, topk_ids, matrices)
-
-
 # Workers on GPUs import this module too.
 if current_platform.is_cpu():
     experts = cpu_moe.CPUExpertsInt4
-    experts.apply = mapping_experts(experts.apply, _apply_experts)
+    experts.apply = mapping_experts(experts.apply, quantised_experts(dequantised))
     experts._supports_current_device = experts._supports_routing_method = staticmethod(_is_supported)
     experts._supports_quant_scheme = staticmethod(_supports_scheme)
     wna16.convert_to_wna16_moe_kernel_format = _keep_experts
