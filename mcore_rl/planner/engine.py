@@ -3,8 +3,8 @@
 Weights: matrices are divided by rollout.tp. Experts are divided too, as slices or (rollout.expert_parallel) as whole
 experts, which takes the same bytes. Norms, routers and the down projections of latent attention are on every rank. With
 rollout.data_parallel_attention, only the experts are divided. With rollout.quantization=fp8, matrices of attention,
-MLPs and experts take a byte per element and a scale per block; with int4, those of experts take half a byte and a scale
-per group. The KV cache is unchanged.
+MLPs and experts take a byte per element and a scale per block; with int4, experts take half a byte and a scale per
+group. The KV cache is unchanged.
 
 With rollout.draft=mtp, multi-token-prediction layers have weights and a KV cache too.
 

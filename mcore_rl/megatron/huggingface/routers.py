@@ -12,7 +12,7 @@ from mcore_rl.megatron.model.routers import PolicyRouter
 
 
 class TransformersRouter(PolicyRouter):
-    """Router with the interface of transformers' routers, and the weight of the one that it replaces.
+    """Router with the interface of transformers' routers. It uses the weight of the router that it replaces.
 
     layer_number: number of the layer, from 1.
     """

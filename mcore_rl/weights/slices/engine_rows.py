@@ -1,4 +1,4 @@
-"""How an engine holds the tensors of a row of the weight table: whether at all, quantised, and in parts."""
+"""Rows of the weight table in an engine: which ones it loads, quantises and divides."""
 
 from __future__ import annotations
 

@@ -150,8 +150,8 @@ class MessageSender(Protocol):
     """Sending end of messages, on a trainer rank."""
 
     def wait_for_slot(self, sync_round: int) -> None:
-        """Block until no transfer of an earlier round reads the slots of this round. They may be those of other
-        senders, whose memory `send` may get.
+        """Block until no transfer of an earlier round reads the slots of this round. A transfer of this
+        sender may read a slot of another sender.
 
         Raises: PeerLostError.
         """
