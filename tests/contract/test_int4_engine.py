@@ -14,16 +14,13 @@ from safetensors.torch import save_file
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.int4 import codes_and_scales
-from tests.contract.engines import LATENT, start_engine
-from tests.contract.hf_trainer import HFTrainer, hf_tensors
-from tests.contract.test_quantised_engine import logp_gaps
+from tests.contract.engines import LATENT
+from tests.contract.hf_trainer import hf_tensors
+from tests.contract.quantised_session import Session, logp_gaps
 from tests.contract.update_checks import check_recovery
 from tests.selection import on_demand_unless
-from tests.tiny_models import tiny_model
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2, "moe_intermediate_size": 128}
-BUCKET = 64 << 10
-"""Bucket size in bytes: a layer spans several buckets."""
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "groups of 32": ("qwen3_moe", SIZES, {"quantization_group": 32}),
     "groups of 128": ("qwen3_moe", SIZES, {"quantization_group": 128}),
@@ -39,25 +36,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 CASES = [pytest.param(name, marks=on_demand_unless(name == "groups of 32")) for name in MODELS]
 
 
-class Session:
-    """An engine that starts with random weights, and its model."""
-
-    def __init__(self, name: str, directory: Path) -> None:
-        self.family, self.sizes, keys = MODELS[name]
-        self.directory, self.group = directory, keys["quantization_group"]
-        self.model(seed=99).save_pretrained(directory)
-        self.engine = start_engine("vllm", directory, "bfloat16", load_weights=False, quantization="int4", **keys)
-
-    def model(self, seed: int) -> Any:
-        return tiny_model(self.family, seed=seed, std=0.1, **self.sizes).to(torch.bfloat16)
-
-    def trainer(self, seed: int) -> HFTrainer:
-        return HFTrainer(self.model(seed), self.engine, BUCKET, 2)
-
-
 @pytest.fixture(scope="module", params=CASES)
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    session = Session(request.param, tmp_path_factory.mktemp("model"))
+    session = Session(
+        tmp_path_factory.mktemp("model"), *MODELS[request.param], quantization="int4", std=0.1, bucket=64 << 10
+    )
     yield session
     session.engine.shutdown()
 
@@ -70,10 +53,12 @@ def rounded_model(session: Session, model: Any, directory: Path) -> Any:
     for name, tensor in hf_tensors(model).items():
         values[name] = tensor.float().contiguous()
         if ".experts." in name:
-            codes, scales = codes_and_scales(tensor, session.group)
+            codes, scales = codes_and_scales(tensor, session.keys["quantization_group"])
             words = pack_to_int32(codes.flatten(1).to(torch.int8), 4)
             unpacked = unpack_from_int32(words, 4, tensor.shape).float()
-            values[name] = (unpacked * scales.float().repeat_interleave(session.group, 1)).contiguous()
+            values[name] = (
+                unpacked * scales.float().repeat_interleave(session.keys["quantization_group"], 1)
+            ).contiguous()
     model.save_pretrained(directory)
     save_file(values, directory / "model.safetensors", metadata={"format": "pt"})
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()

@@ -13,22 +13,19 @@ import torch
 from safetensors.torch import save_file
 
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.types import GenerationRequest, SamplingOptions
 from model_converters.families import family_for
 from model_converters.hf.quant import EXPORT_BLOCK, ScaleWindow, quantise
 from model_converters.mapping.table import bind
-from tests.contract.engines import LATENT, RemoteEngine, start_engine
-from tests.contract.hf_trainer import HFTrainer, hf_tensors
+from tests.contract.engines import LATENT
+from tests.contract.hf_trainer import hf_tensors
+from tests.contract.quantised_session import Session, logp_gaps
 from tests.contract.update_checks import check_recovery
 from tests.selection import on_demand_unless
-from tests.tiny_models import VOCABULARY, tiny_model
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 2, "head_dim": 128, "intermediate_size": 256}
 """Two ranks divide them into whole blocks of 128 x 128."""
 EXPERTS = {**SIZES, "moe_intermediate_size": 256}
 HEADS = {"qk_nope_head_dim": 64, "v_head_dim": 64}
-BUCKET = 256 << 10
-"""Bucket size in bytes: a layer spans several buckets."""
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense": ("qwen3", SIZES, {}),
     "experts": ("qwen3_moe", EXPERTS, {}),
@@ -42,25 +39,11 @@ ALWAYS_TESTED = ("experts", "two ranks")
 CASES = [pytest.param(name, marks=on_demand_unless(name in ALWAYS_TESTED)) for name in MODELS]
 
 
-class Session:
-    """An engine that starts with random weights, and its model."""
-
-    def __init__(self, name: str, directory: Path) -> None:
-        self.family, self.sizes, keys = MODELS[name]
-        self.directory = directory
-        self.model(seed=99).save_pretrained(directory)
-        self.engine = start_engine("vllm", directory, "bfloat16", load_weights=False, quantization="fp8", **keys)
-
-    def model(self, seed: int) -> Any:
-        return tiny_model(self.family, seed=seed, std=0.06, **self.sizes).to(torch.bfloat16)
-
-    def trainer(self, seed: int) -> HFTrainer:
-        return HFTrainer(self.model(seed), self.engine, BUCKET, 2)
-
-
 @pytest.fixture(scope="module", params=CASES)
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    session = Session(request.param, tmp_path_factory.mktemp("model"))
+    session = Session(
+        tmp_path_factory.mktemp("model"), *MODELS[request.param], quantization="fp8", std=0.06, bucket=256 << 10
+    )
     yield session
     session.engine.shutdown()
 
@@ -82,20 +65,6 @@ def rounded_model(session: Session, model: Any, directory: Path) -> Any:
     model.save_pretrained(directory)
     save_file(values, directory / "model.safetensors", metadata={"format": "pt"})
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def logp_gaps(engine: RemoteEngine, model: Any) -> np.ndarray:
-    """Return the differences between log-probabilities of sampled tokens in the engine and in `model`, in nats."""
-    rng = np.random.default_rng(5)
-    prompts = [rng.integers(2, VOCABULARY, size=12).astype(np.int32) for _ in range(6)]
-    requests = [GenerationRequest(str(i), prompt, i, SamplingOptions(20)) for i, prompt in enumerate(prompts)]
-    gaps = []
-    for name, completion in engine.generate(requests).items():
-        ids = torch.from_numpy(np.concatenate([prompts[int(name)], completion.token_ids]).astype(np.int64))
-        with torch.no_grad():
-            logp = model(ids[None]).logits[0, 11:-1].log_softmax(-1)
-        gaps.append(logp.gather(1, ids[12:, None])[:, 0].numpy() - completion.logp)
-    return np.concatenate(gaps)
 
 
 def test_update_codes_arrive_and_are_computed_with(session: Session, tmp_path: Path) -> None:

@@ -44,9 +44,8 @@ from tests.unit.weights.test_transfer import (
     drain,
     held_by,
     ignore,
-    receive_digests,
 )
-from tests.unit.weights.transfer import Processes, connected, fork_server, sync_plan, update
+from tests.unit.weights.transfer import Processes, connected, fork_server, receive_digests, sync_plan, update
 
 BUCKET = "memory://bucket/weights"
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ from tests.tiny_models import tiny_fields
 from tests.unit.weights import engine_boxes, transfer
 from tests.unit.weights.delivery import Taken, Tensors
 from tests.unit.weights.test_quantised_sync import bits, checkpoint_of, held_by
-from tests.unit.weights.transfer import connected, sync_plan, update
+from tests.unit.weights.transfer import connected, receive_digests, sync_plan, update
 
 SIZES = {"hidden_size": 192, "intermediate_size": 192, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 EXPERTS = tiny_fields("qwen3_moe", **{**SIZES, "num_experts": 4})
@@ -114,10 +111,7 @@ def test_digests_of_int4_tensors_detect_every_bit(store: dist.TCPStore) -> None:
     checkpoint = checkpoint_of(plan)
     expected = expected_tensors(plan, checkpoint)
     with connected(plan, store, next(_generation)) as processes:
-        calls: list[Callable[[], Any]] = [receiver.digests for receiver in processes.receivers]
-        for sender, own in zip(processes.senders, held_by(plan, checkpoint), strict=True):
-            calls.append(partial(sender.send_digests, own))
-        digests = transfer.at_once(calls)[: len(processes.receivers)]
+        digests = receive_digests(processes, held_by(plan, checkpoint))
     for rank, of_rank in enumerate(digests):
         boxes = plan.shard_map.boxes(rank)
         held = {name: expected[name][kept(plan, rank, name, checkpoint)].clone() for name in boxes}

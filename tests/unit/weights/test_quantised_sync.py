@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -27,7 +26,7 @@ from tests.unit.weights import engine_boxes, transfer
 from tests.unit.weights.delivery import Taken, Tensors, trainer_tensors
 from tests.unit.weights.test_slices import random_checkpoint, rows_of
 from tests.unit.weights.test_transfer import drain
-from tests.unit.weights.transfer import connected, sync_plan, update
+from tests.unit.weights.transfer import connected, receive_digests, sync_plan, update
 
 # Blocks end where tp 2 cuts; otherwise they do not: 320 / 2 = 160 rows or columns, and heads of 64.
 ALIGNED = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_hidden_layers": 2}
@@ -219,10 +218,7 @@ def test_digests_of_quantised_tensors_detect_every_bit(store: dist.TCPStore, cas
     checkpoint = checkpoint_of(plan)
     expected = expected_tensors(plan, checkpoint)
     with connected(plan, store, next(_generation)) as processes:
-        calls: list[Callable[[], Any]] = [receiver.digests for receiver in processes.receivers]
-        for sender, own in zip(processes.senders, held_by(plan, checkpoint), strict=True):
-            calls.append(partial(sender.send_digests, own))
-        digests = transfer.at_once(calls)[: len(processes.receivers)]
+        digests = receive_digests(processes, held_by(plan, checkpoint))
     for rank, of_rank in enumerate(digests):
         boxes = plan.shard_map.boxes(rank)
         assert {each.hf_name for each, _ in of_rank} == boxes.keys()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import Any
 
 import numpy as np
 import psutil
@@ -15,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import PeerLostError, WeightSyncError
-from mcore_rl.weights.quantization import TensorBox
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices import routes
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -28,7 +25,7 @@ from tests.tiny_models import tiny_fields
 from tests.unit.weights import transfer
 from tests.unit.weights.delivery import Tensors, check_taken, trainer_tensors
 from tests.unit.weights.test_slices import random_checkpoint
-from tests.unit.weights.transfer import SHORT_TIMEOUT_SECONDS, Processes, connected, sync_plan, update
+from tests.unit.weights.transfer import SHORT_TIMEOUT_SECONDS, Processes, connected, receive_digests, sync_plan, update
 
 DENSE, EXPERTS = tiny_fields("qwen3", vocab_size=97), tiny_fields("qwen3_moe", vocab_size=97)
 CASES = {
@@ -125,12 +122,6 @@ def test_digests_cover_all_tensors_and_detect_changes(store: dist.TCPStore) -> N
         assert compare(digests[0], changed.items(), boxes).differing == {name}
         del changed[name]
         assert compare(digests[0], changed.items(), boxes).missing == {name}
-
-
-def receive_digests(processes: Processes, held: list[Tensors]) -> list[list[tuple[TensorBox, bytes]]]:
-    calls: list[Callable[[], Any]] = [receiver.digests for receiver in processes.receivers]
-    calls += [partial(sender.send_digests, own) for sender, own in zip(processes.senders, held, strict=True)]
-    return transfer.at_once(calls)[: len(processes.receivers)]
 
 
 def drain(receiver: SliceReceiver) -> None:

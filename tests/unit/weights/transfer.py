@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.weights.connection import Connection, TrainerSetup, connect_engine_rank
+from mcore_rl.weights.quantization import TensorBox
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.send import WeightSender
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -109,6 +110,13 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Run calls that wait for each other in threads. Returns their results, or raises the first error."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [each.result() for each in [pool.submit(call) for call in calls]]
+
+
+def receive_digests(processes: Processes, held: Sequence[Tensors]) -> list[list[tuple[TensorBox, bytes]]]:
+    """Return the digests that each engine rank receives of the tensors `held` by the trainer ranks."""
+    calls: list[Callable[[], Any]] = [receiver.digests for receiver in processes.receivers]
+    calls += [partial(sender.send_digests, own) for sender, own in zip(processes.senders, held, strict=True)]
+    return at_once(calls)[: len(processes.receivers)]
 
 
 def update(processes: Processes, held: Sequence[Tensors]) -> tuple[list[Taken], list[int], list[Any]]:

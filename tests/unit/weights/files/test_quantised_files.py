@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ from tests.unit.weights import test_int4_sync as int4
 from tests.unit.weights import test_quantised_sync as quantised
 from tests.unit.weights import transfer
 from tests.unit.weights.delivery import Tensors
-from tests.unit.weights.transfer import SHORT_TIMEOUT_SECONDS, connected, update
+from tests.unit.weights.transfer import SHORT_TIMEOUT_SECONDS, connected, receive_digests, update
 
 FILES_CASES = [
     "one rank",
@@ -117,9 +114,7 @@ def test_digests_through_files_detect_one_code_and_one_scale(store: dist.TCPStor
     with connected(plan, store, next(_generation), folder=RunFiles(f"{tmp_path}/run").begin_connection(1)) as processes:
         held = quantised.held_by(plan, checkpoint)
         update(processes, held)
-        calls: list[Callable[[], Any]] = [processes.receivers[0].digests]
-        calls += [partial(sender.send_digests, own) for sender, own in zip(processes.senders, held, strict=True)]
-        digests = transfer.at_once(calls)[0]
+        digests = receive_digests(processes, held)[0]
         edit(checkpoint, random.Random(7))  # another update follows the digests
         taken, *_ = update(processes, quantised.held_by(plan, checkpoint))
         quantised.check_bits(plan, taken, quantised.expected_tensors(plan, checkpoint))
