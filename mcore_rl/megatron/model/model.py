@@ -8,29 +8,17 @@ from dataclasses import fields, replace
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
-    get_gpt_mtp_block_spec,
-)
-from megatron.core.post_training.modelopt.layers import Linear
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.schema import ModelConfig, resolved_dtype
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.model.attention import SDPACoreAttention
 from mcore_rl.megatron.model.expert_rounding import round_experts
-from mcore_rl.megatron.model.mtp import DetachedMTPLayer
-from mcore_rl.megatron.model.norm import LocalRMSNorm
+from mcore_rl.megatron.model.layer_specs import decoder_specs, finish_latent_attention, mtp_specs
 from mcore_rl.megatron.model.output import ModelChunk, PolicyModel
-from mcore_rl.megatron.model.routers import use_policy_router
-from mcore_rl.megatron.model.rows import fill_parameter, keep_rows, use_row_layers
+from mcore_rl.megatron.model.rows import keep_rows, use_row_layers
 from mcore_rl.megatron.model.shards import separate_experts
 from mcore_rl.megatron.model.stored_chunks import stored_chunks
 from mcore_rl.megatron.model.value_model import ValueModel
@@ -199,10 +187,7 @@ def _build_chunk(
     sharded: bool,
 ) -> PolicyModel:
     tp = config.tensor_model_parallel_size
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
-    )
-    _replace_modules(spec, config, engine)
+    spec = decoder_specs(config, engine, vp_stage)
     initialized = config.init_method is not _unchanged
     if sharded:
         use_row_layers(spec.layer_specs, initialized=initialized)
@@ -220,13 +205,13 @@ def _build_chunk(
         rotary_base=arguments.rotary.base,
         rope_scaling=arguments.rotary.scaling_factor is not None,
         rope_scaling_factor=arguments.rotary.scaling_factor or 1.0,
-        mtp_block_spec=_mtp_spec(config, spec, engine, vp_stage),
+        mtp_block_spec=mtp_specs(config, spec, engine, vp_stage),
         vp_stage=vp_stage,
     )
     model.unpadded_vocab_size = arguments.vocab_size
     for module in model.modules():
         if isinstance(module, MultiLatentAttention):
-            _finish_latent_attention(module, config, arguments.latent_norm_epsilon)
+            finish_latent_attention(module, config, arguments.latent_norm_epsilon)
         if isinstance(module, MoELayer):
             separate_experts(module)
     _move_to_device(model)
@@ -239,87 +224,3 @@ def _move_to_device(model: torch.nn.Module) -> None:
     """Move a model to this rank's GPU, if there is one, except tensors on meta."""
     if torch.cuda.is_available():
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.cuda())
-
-
-def _mtp_spec(
-    config: TransformerConfig, spec: TransformerBlockSubmodules, engine: bool, vp_stage: int | None
-) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return the spec of the multi-token-prediction layers, built like the model's last layer; None if this chunk has
-    none."""
-    if not config.mtp_num_layers:
-        return None
-    if not spec.layer_specs:
-        # A pipeline stage may hold MTP layers without a decoder layer; megatron-core 0.16.1 assumes at least one.
-        layers = get_gpt_decoder_layer_specs(config, engine, config.normalization, False)
-        spec = TransformerBlockSubmodules(layer_specs=layers[-1:], layer_norm=spec.layer_norm)
-        _replace_modules(spec, config, engine)
-    mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
-    for layer in mtp_spec.layer_specs if mtp_spec is not None else ():
-        layer.module = DetachedMTPLayer
-        if not engine:
-            parts = layer.submodules
-            parts.enorm = parts.hnorm = parts.layer_norm = LocalRMSNorm
-    return mtp_spec
-
-
-def _finish_latent_attention(
-    attention: MultiLatentAttention, config: TransformerConfig, norm_epsilon: float | None
-) -> None:
-    """Correct three properties of multi-latent attention in megatron-core 0.16.1 and TransformerEngine 2.11.
-
-    - The latent norms (fused into the following projections by TransformerEngine) get the model's epsilon instead of
-      their own.
-    - The replicated down-projections get torch's initialization instead of config.init_method.
-    - TransformerEngine marks the weights of replicated projections as tensor-parallel shards, so that the gradient norm
-      would count them once per rank.
-    """
-    for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
-        module = getattr(attention, name, None)
-        if module is not None and hasattr(module, "eps") and norm_epsilon is not None:
-            module.eps = norm_epsilon
-    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-        projection = getattr(attention, name, None)
-        if isinstance(projection, Linear):
-            fill_parameter(projection.weight, config.init_method)
-        elif projection is not None and projection.parallel_mode is None:  # TransformerEngine, mode "duplicated"
-            projection.weight.tensor_model_parallel = False
-
-
-def _replace_modules(spec: TransformerBlockSubmodules, config: TransformerConfig, engine: bool) -> None:
-    """Replace Megatron's routers and, without TransformerEngine, its local attention and norm, which support neither
-    packed sequences nor sequence parallelism."""
-    use_policy_router(spec.layer_specs)
-    if engine:
-        return
-    spec.layer_norm = LocalRMSNorm
-    for layer in spec.layer_specs:
-        parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
-        attention = parts.self_attention.submodules
-        attention.core_attention = SDPACoreAttention
-        parts.sharded_state_dict_keys_map = _transformer_engine_keys(parts, config)
-        if config.multi_latent_attention:
-            attention.q_layernorm = attention.kv_layernorm = LocalRMSNorm
-            # megatron-core 0.16.1: with a column-parallel down-projection, whose output is gathered, the gradient of
-            # the shared part of the key contains only one rank's heads. With a replicated projection and sequence
-            # parallelism the gradient is summed over ranks.
-            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-        elif config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
-
-
-def _transformer_engine_keys(parts: TransformerLayerSubmodules, config: TransformerConfig) -> dict[str, str]:
-    """Map key prefixes of a local layer's tensors to the keys of TransformerEngine's layer in a checkpoint.
-
-    TransformerEngine fuses a norm into the following projection. With this map, checkpoints can be exchanged between
-    hosts with and without TransformerEngine.
-    """
-    keys: dict[str, str] = {}
-    if config.multi_latent_attention:
-        for latent in ("q", "kv"):
-            keys[f"self_attention.{latent}_layernorm."] = f"self_attention.linear_{latent}_up_proj.layer_norm_"
-    else:
-        keys["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
-    if not isinstance(getattr(parts.mlp, "submodules", None), MoESubmodules):
-        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    return keys
