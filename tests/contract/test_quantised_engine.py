@@ -152,11 +152,14 @@ def test_update_after_broken_update_is_complete(session: Session) -> None:
         check_recovery(session.engine, trainer, received, greedy=False)
 
 
-def _codes_are_unpacked(engine: Any) -> bool:
-    """Return whether codes that vLLM has packed for AMX are read back; it can also pack them on other CPUs."""
+def _codes_are_unpacked(engine: Any) -> bool | None:
+    """Return whether codes that vLLM has packed for AMX are read back; None if vLLM cannot pack them on this CPU. Its
+    build for AVX512 can also pack them without AMX, the one for AVX2 cannot."""
     from mcore_rl.engines.vllm.held_fp8 import pack_codes
     from mcore_rl.engines.vllm.packing import unpacked
 
+    if not hasattr(torch.ops._C, "convert_weight_packed"):
+        return None
     codes = torch.randint(0, 256, (256, 384), dtype=torch.uint8).view(torch.float8_e4m3fn)
     packed = pack_codes(codes[None])[0]
     is_permuted = not torch.equal(packed.view(torch.uint8), codes.view(torch.uint8))
@@ -164,4 +167,7 @@ def _codes_are_unpacked(engine: Any) -> bool:
 
 
 def test_codes_packed_for_amx_are_read_back(session: Session) -> None:
-    assert session.engine.call(_codes_are_unpacked)
+    unpacked = session.engine.call(_codes_are_unpacked)
+    if unpacked is None:
+        pytest.skip("vLLM packs codes only on CPUs with AVX512")
+    assert unpacked

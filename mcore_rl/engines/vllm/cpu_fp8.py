@@ -63,8 +63,8 @@ def _keep_experts(w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, to
 
 # Workers on GPUs import this module too.
 if current_platform.is_cpu():
-    upstream = cpu_moe.CPUExpertsFp8.apply
-    cpu_moe.CPUExpertsFp8.apply = mapping_experts(upstream, upstream if PACKS_CODES else quantised_experts(dequantised))
+    apply = cpu_moe.CPUExpertsFp8.apply if PACKS_CODES else quantised_experts(dequantised)
+    cpu_moe.CPUExpertsFp8.apply = mapping_experts(apply)
 if current_platform.is_cpu() and not PACKS_CODES:
     CPUFp8BlockScaledMMKernel.is_supported = classmethod(_linear_is_supported)
     CPUFp8BlockScaledMMKernel.process_weights_after_loading = _keep_weights

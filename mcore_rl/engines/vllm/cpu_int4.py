@@ -38,7 +38,7 @@ def _keep_experts(*, layer: RoutedExperts, **unused: object) -> None:
 # Workers on GPUs import this module too.
 if current_platform.is_cpu():
     experts = cpu_moe.CPUExpertsInt4
-    experts.apply = mapping_experts(experts.apply, quantised_experts(dequantised))
+    experts.apply = mapping_experts(quantised_experts(dequantised))
     experts._supports_current_device = experts._supports_routing_method = staticmethod(_is_supported)
     experts._supports_quant_scheme = staticmethod(_supports_scheme)
     wna16.convert_to_wna16_moe_kernel_format = _keep_experts
