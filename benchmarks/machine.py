@@ -23,7 +23,9 @@ def num_gpus() -> int:
 
 
 def look(*, gpu: bool) -> Machine:
-    """Describe the GPUs or CPUs of this machine."""
+    """Describe the GPUs or CPUs of this machine. Imports torch."""
+    from torch.backends import cpu
+
     device, driver = ("cpu", "")
     if gpu and num_gpus():
         import torch
@@ -31,7 +33,7 @@ def look(*, gpu: bool) -> Machine:
         device, driver = torch.cuda.get_device_name(), _driver()
     return Machine(
         date=str(datetime.date.today()),
-        processor=platform.machine(),
+        processor=f"{platform.machine()} {cpu.get_cpu_capability()}",  # engines choose their kernels by the latter
         cores=len(os.sched_getaffinity(0)),
         load=os.getloadavg()[0],  # of the last minute: other processes distort the results
         threads=os.environ.get("OMP_NUM_THREADS", "all"),
