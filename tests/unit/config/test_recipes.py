@@ -41,6 +41,7 @@ LAYOUTS = {
 PUBLISHED_PARAMETERS = {
     "DeepSeek-V3": 671.0e9,
     "GLM-4.5": 355e9,
+    "GLM-4.7": 355e9,
     "Kimi-K2-Instruct": 1.03e12,
     "Qwen2.5-32B": 32.8e9,
     "Qwen3-235B-A22B": 235.1e9,
