@@ -6,7 +6,9 @@ from model_converters.errors import ConversionError
 from model_converters.families.deepseek_v2 import DEEPSEEK_V2
 from model_converters.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from model_converters.families.dense import LLAMA, QWEN2, QWEN3
+from model_converters.families.ernie4_5_moe import ERNIE4_5_MOE
 from model_converters.families.glm4_moe import GLM4_MOE
+from model_converters.families.minimax_m2 import MINIMAX_M2
 from model_converters.families.mixtral import MIXTRAL
 from model_converters.families.parts.engine_fields import neutral_fields, refuse_for_engine
 from model_converters.families.parts.family import Family
@@ -16,7 +18,19 @@ from model_converters.families.refusals import REFUSED
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, KIMI_K2, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
+    for family in (
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        ERNIE4_5_MOE,
+        GLM4_MOE,
+        KIMI_K2,
+        LLAMA,
+        MINIMAX_M2,
+        MIXTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+    )
 }
 
 

@@ -42,6 +42,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("glm4_moe", {}),
     "glm groups": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, **GROUPS}),
+    # Norms over all heads, of which every tensor-parallel rank has a part.
+    "minimax": ("minimax_m2", {}),
+    # Dense layers 0 and 2; softmax scores with a correction bias.
+    "ernie": ("ernie4_5_moe", {"moe_layer_interval": 2}),
+    "ernie tied": (
+        "ernie4_5_moe",
+        {"tie_word_embeddings": True, "moe_num_shared_experts": 0, "moe_layer_end_index": 2},
+    ),
 }
 # Two micro-batches of different token counts; multiples of 4, because sequence parallelism divides them by tp.
 MICROBATCHES = [[5, 12, 1, 6], [9, 3, 16]]
@@ -69,11 +77,20 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "glm pp2": ("glm", {"pp": 2}),
         "glm ep2": ("glm", {"ep": 2}),
         "glm tp2 ep2": ("glm groups", {"tp": 2, "ep": 2}),
+        "minimax tp2": ("minimax", {"tp": 2}),
+        "minimax tp2 without sequence parallelism": ("minimax", {"tp": 2, "sequence_parallel": 0}),
+        "minimax pp2": ("minimax", {"pp": 2}),
+        "minimax ep2": ("minimax", {"ep": 2}),
+        "ernie tp2": ("ernie", {"tp": 2}),
+        "ernie pp2": ("ernie tied", {"pp": 2}),
+        "ernie ep2": ("ernie", {"ep": 2}),
     },
     4: {
         "moe tp2 ep2 etp2": ("moe", {"tp": 2, "ep": 2, "etp": 2}),
         "tied tp2 pp2": ("tied", {"tp": 2, "pp": 2}),
         "odd tp4": ("odd", {"tp": 4}),
+        "minimax tp2 ep2 etp2": ("minimax", {"tp": 2, "ep": 2, "etp": 2}),
+        "ernie tp2 ep2 etp2": ("ernie", {"tp": 2, "ep": 2, "etp": 2}),
         "odd biased tp4": ("odd biased", {"tp": 4}),
     },
 }
@@ -127,7 +144,8 @@ def _reference(directory: str) -> dict[str, Any]:
     (total / count).backward()
     named = {name: parameter.grad for name, parameter in model.named_parameters()}
     # It has no gradient and must be unchanged.
-    named |= {name: bias for name, bias in model.named_buffers() if name.endswith("correction_bias")}
+    weights = (*model.named_buffers(), *model.named_parameters())
+    named |= {name: bias.detach() for name, bias in weights if name.endswith("correction_bias")}
     gradients = checkpoint_tensors(model, named)
     return {"logits": logits, "gradients": {name: gradient.numpy() for name, gradient in gradients.items()}}
 

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from mcore_rl.megatron.model.attention import SDPACoreAttention
+from mcore_rl.megatron.model.head_norm import use_head_norms
 from mcore_rl.megatron.model.mtp import DetachedMTPLayer
 from mcore_rl.megatron.model.norm import LocalRMSNorm
 from mcore_rl.megatron.model.routers import use_policy_router
@@ -91,6 +92,9 @@ def _replace_modules(spec: TransformerBlockSubmodules, config: TransformerConfig
     """Replace Megatron's routers and, without TransformerEngine, its local attention and norm, which support neither
     packed sequences nor sequence parallelism."""
     use_policy_router(spec.layer_specs)
+    if getattr(config, "qk_norm_over_heads", False):
+        for layer in spec.layer_specs:
+            use_head_norms(layer.submodules.self_attention.submodules, config)
     if engine:
         return
     spec.layer_norm = LocalRMSNorm

@@ -28,7 +28,7 @@ from mcore_rl.resolved.layout import sequence_parallel
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.recompute import recompute_arguments
 from model_converters.dcp.blocks import CheckpointChunk
-from model_converters.families.parts.family import ModelArguments
+from model_converters.families.parts.family import OWN_ARGUMENTS, ModelArguments
 from model_converters.mapping.layout import TrainLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -100,6 +100,7 @@ def _transformer_config(spec: ResolvedModel, implementation: Implementation) -> 
     # With 0 instead of None, Megatron would still look for MTP layers.
     given["mtp_num_layers"] = spec.arguments.mtp_num_layers or None
     kind = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
+    later = {name: given.pop(name) for name in _SET_AFTER_CHECKS & given.keys()}
     unknown = set(given) - {f.name for f in fields(kind)}
     assert not unknown, f"{kind.__name__} has no {sorted(unknown)}"
     given |= _parallel_arguments(spec.layout, spec.role.section.parallel)
@@ -110,7 +111,14 @@ def _transformer_config(spec: ResolvedModel, implementation: Implementation) -> 
         given |= _EXPERT_ARGUMENTS
     if not spec.role.model.random_init:
         given |= _SKIP_INITIALIZATION
-    return kind(**given)
+    config = kind(**given)
+    vars(config).update(later)
+    return config
+
+
+_SET_AFTER_CHECKS = {"moe_router_enable_expert_bias", *OWN_ARGUMENTS}
+"""Arguments that the constructor of TransformerConfig does not take: those of this project, and the correction bias,
+which megatron-core 0.16.1 rejects with softmax scores. PolicyRouter supports both."""
 
 
 def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[str, object]:

@@ -40,6 +40,8 @@ from torch.autograd.function import FunctionCtx
 from mcore_rl.config.models import MoeConfig
 from mcore_rl.types import Max, Mean, Metric
 
+_LEAST_SUM = 1e-12
+"""Least sum of the weights of a token's experts by which softmax scores are divided (ERNIE's moe_norm_min)."""
 _TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -78,6 +80,9 @@ class PolicyRouter(TopKRouter):
         super().__init__(*args, **kwargs)
         # Megatron calls this hook in place of its top-k function.
         self.router_replay = SimpleNamespace(get_replay_topk=self._replay_or_choose)
+        if getattr(self.config, "moe_router_bias_in_row", False):
+            for name in ("expert_bias", "local_tokens_per_expert"):
+                setattr(self, name, getattr(self, name)[None])
         self.to_recompute: deque[RoutingRow] = deque()
         self.counted: RoutingRow | None = None
         self.repeated = False
@@ -181,15 +186,26 @@ class PolicyRouter(TopKRouter):
         """Return scores and experts, [t, k] each: the imposed experts, or the result of `compute`. Replaces Megatron's
         RouterReplay, which has one global list of routers and one global mode."""
         row, index = self.current, self.index
+        # Megatron itself adds the bias to sigmoid scores before this call, and normalises the weights after it.
+        corrected = self.score_function == "softmax" and self.expert_bias is not None
         if row is not None and index is not None and row.imposed is not None:
             experts = row.imposed[index].to(torch.int64)
-            return scores.gather(1, experts), experts
-        values, experts = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            return _weights(scores, experts, normalised=corrected), experts
+        choices = scores + self.expert_bias if corrected else scores
+        values, experts = compute(choices, topk, num_groups=num_groups, group_topk=group_topk)
+        if corrected:
+            values = _weights(scores, experts, normalised=True)
         if row is not None and row.records and index is not None:
             # A recomputed pass writes the same values again.
             # int16 is enough for 32,767 experts and takes a quarter of the memory of int64.
             row.found[index] = experts.to(torch.int16)
         return values, experts
+
+
+def _weights(scores: torch.Tensor, experts: torch.Tensor, *, normalised: bool) -> torch.Tensor:
+    """Return the scores of the experts, divided by their sum if `normalised`. Shapes: [t, E], [t, k] -> [t, k]."""
+    values = scores.gather(1, experts)
+    return values / values.sum(-1, keepdim=True).clamp(min=_LEAST_SUM) if normalised else values
 
 
 class _AddLoss(torch.autograd.Function):

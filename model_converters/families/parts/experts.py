@@ -16,6 +16,7 @@ from model_converters.families.parts.family import TransformerArguments, gated_r
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number, require
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.mapping.table import Row
+from model_converters.mapping.transforms import Shape
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,27 @@ def expert_rows(
     ]
 
 
-def softmax_experts(config: HFConfig, num_experts: int, intermediate: int, *, normalised: bool) -> TransformerArguments:
+def softmax_experts(
+    config: HFConfig,
+    num_experts: int,
+    intermediate: int,
+    *,
+    normalised: bool,
+    topk_keys: tuple[str, ...] = ("num_experts_per_tok",),
+) -> TransformerArguments:
     """Return the TransformerConfig arguments of experts of size `intermediate` with a softmax router.
 
     normalised: whether the weights of the chosen experts sum to 1.
+    topk_keys: spellings of the number of experts per token in config.json.
 
     Raises: ConversionError for more experts per token than experts, and for one normalised expert per token.
     """
-    topk = integer(config, "num_experts_per_tok")
+    topk = integer(config, *topk_keys)
     if topk > num_experts:
-        raise ConversionError(f"config.json: num_experts_per_tok {topk} exceeds the {num_experts} experts")
+        raise ConversionError(f"config.json: {topk_keys[0]} {topk} exceeds the {num_experts} experts")
     if normalised and topk == 1:
         raise ConversionError(
-            "config.json: num_experts_per_tok 1 with normalised weights (norm_topk_prob) makes every routing weight 1; "
+            f"config.json: {topk_keys[0]} 1 with normalised weights (norm_topk_prob) makes every routing weight 1; "
             "megatron rejects it"
         )
     return {
@@ -67,6 +76,27 @@ def softmax_experts(config: HFConfig, num_experts: int, intermediate: int, *, no
         # A softmax over the chosen logits equals the full softmax, renormalised over the chosen experts.
         "moe_router_pre_softmax": not normalised,
     }
+
+
+def corrected(experts: TransformerArguments, score_function: str) -> TransformerArguments:
+    """Return the arguments of `experts` that are chosen by score plus a correction bias. Their weights are the scores
+    without bias, normalised over the chosen experts."""
+    return {
+        **experts,
+        "moe_router_score_function": score_function,
+        "moe_router_pre_softmax": True,
+        "moe_router_enable_expert_bias": True,
+    }
+
+
+def correction_row(hf: str, shape: Shape, layers: Sequence[int]) -> Row:
+    """Return the row of the routers' correction biases, named `hf` after the prefix of a layer.
+
+    The bias affects the choice of experts and not their weights. It is float32 for every model dtype: its updates are
+    smaller than the resolution of bfloat16.
+    """
+    names = "decoder.layers.{l}.mlp.router.expert_bias", f"model.layers.{{l}}.{hf}"
+    return replace(whole_row(*names, shape, layers), dtype=torch.float32)
 
 
 def expert_sizes(config: HFConfig) -> TransformerArguments:
@@ -144,10 +174,7 @@ def mlp_and_expert_rows(config: HFConfig, pattern: Sequence[bool], *, corrected:
         # The shared experts process every token: one MLP, divided like a dense MLP.
         rows += gated_rows(prefixes, hidden, shared, sparse, split_by=split_by)
     if sparse and corrected:
-        # The bias affects the choice of experts and not their weights. It is float32 for every model dtype: its updates
-        # are smaller than the resolution of bfloat16.
-        bias = "decoder.layers.{l}.mlp.router.expert_bias", "model.layers.{l}.mlp.gate.e_score_correction_bias"
-        rows.append(replace(whole_row(*bias, (num_experts,), sparse), dtype=torch.float32))
+        rows.append(correction_row("mlp.gate.e_score_correction_bias", (num_experts,), sparse))
     return rows
 
 

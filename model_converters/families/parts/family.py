@@ -12,7 +12,7 @@ from model_converters.families.parts import hf_config
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number
 from model_converters.families.parts.rotary import RotarySettings, rotary
 from model_converters.mapping.table import FINAL_NORM, Axis, Place, Row
-from model_converters.mapping.transforms import GateUp, GroupedQKV, Same, Shape, Vocabulary
+from model_converters.mapping.transforms import GateUp, GroupedQKV, Heads, KeyValueHeads, Same, Shape, Vocabulary
 
 REFUSED_BY_ALL: dict[str, object] = {"dual_chunk_attention_config": {"chunk_size": 262144}, "is_causal": False}
 """Fields that hf_config.refuse_unsupported rejects for every family."""
@@ -56,6 +56,7 @@ class TransformerArguments(TypedDict, total=False):
     attention_dropout: float
     hidden_dropout: float
     init_method_std: float
+    rotary_interleaved: bool
     # Experts.
     num_moe_experts: int
     moe_ffn_hidden_size: int
@@ -83,6 +84,17 @@ class TransformerArguments(TypedDict, total=False):
     beta_slow: float
     mscale: float
     mscale_all_dim: float
+    # OWN_ARGUMENTS.
+    qk_norm_over_heads: bool
+    moe_router_bias_in_row: bool
+
+
+OWN_ARGUMENTS = frozenset({"qk_norm_over_heads", "moe_router_bias_in_row"})
+"""TransformerArguments that Megatron does not have.
+
+qk_norm_over_heads: q and k have RMS norms over all heads of a token (model/head_norm.py), instead of qk_layernorm.
+moe_router_bias_in_row: the correction bias of a router is [1, experts].
+"""
 
 
 @dataclass(frozen=True)
@@ -260,7 +272,20 @@ def attention_rows(attention: TransformerArguments, layers: Sequence[int]) -> li
     for part in "qk" if attention["qk_layernorm"] else "":
         own, other = f"{mcore}self_attention.{part}_layernorm.weight", f"{hf}self_attn.{part}_norm.weight"
         rows.append(whole_row(own, other, (head_dim,), layers))
+    if attention.get("qk_norm_over_heads"):
+        heads = Heads(num_heads=attention["num_attention_heads"])
+        rows += [
+            _head_norm_row("q", q_rows, heads, row, "num_attention_heads"),
+            _head_norm_row("k", kv_rows, KeyValueHeads(num_heads=num_groups), row, "num_key_value_heads"),
+        ]
     return rows
+
+
+def _head_norm_row(part: str, size: int, heads: Heads, row: Callable[..., Row], split_by: str) -> Row:
+    """Return the row of a norm over all heads, divided like the heads."""
+    names = (f"decoder.layers.{{l}}.self_attention.{part}_layernorm", f"model.layers.{{l}}.self_attn.{part}_norm")
+    mcore, hf = (f"{name}.weight" for name in names)
+    return row(mcore=mcore, hf=(hf,), shapes=((size,),), transform=heads, split_by=split_by)
 
 
 def mlp_rows(config: HFConfig, layers: Sequence[int]) -> list[Row]:

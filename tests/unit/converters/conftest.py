@@ -94,6 +94,26 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
+    "minimax_m2": {
+        **DENSE,
+        "model_type": "minimax_m2",
+        "num_key_value_heads": 4,
+        "intermediate_size": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 4,
+    },
+    "ernie4_5_moe": {
+        **DENSE,
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": 4,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 3,
+        "moe_layer_interval": 2,
+    },
     "kimi_k2": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "kimi_k2", "num_nextn_predict_layers": 0},
 }
 LLAMA_PARTS, MIXTRAL_PARTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
@@ -157,13 +177,14 @@ def _attention_shapes(config: dict[str, object]) -> Shapes:
     if "kv_lora_rank" not in config:
         d, groups = config["head_dim"], config["num_key_value_heads"]
         has_bias = config["attention_bias"] or config["model_type"] == "qwen2"
-        has_norms = config.get("use_qk_norm") or config["model_type"].startswith("qwen3")
+        has_norms = config.get("use_qk_norm") or config["model_type"].startswith(("qwen3", "minimax"))
         rows = {"q": heads * d, "k": groups * d, "v": groups * d}
+        norm_sizes = rows if config["model_type"] == "minimax_m2" else {"q": d, "k": d}
         return {
             **norms,
             **{f"self_attn.{part}_proj.weight": (size, hidden) for part, size in rows.items()},
             **{f"self_attn.{part}_proj.bias": (size,) for part, size in rows.items() if has_bias},
-            **{f"self_attn.{part}_norm.weight": (d,) for part in "qk" if has_norms},
+            **{f"self_attn.{part}_norm.weight": (norm_sizes[part],) for part in "qk" if has_norms},
             "self_attn.o_proj.weight": (hidden, heads * d),
         }
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
@@ -182,20 +203,27 @@ def _attention_shapes(config: dict[str, object]) -> Shapes:
 
 
 def _mlp_shapes(config: dict[str, object], layer: int) -> Shapes:
-    mixtral = config["model_type"] == "mixtral"
+    kind = config["model_type"]
+    mixtral = kind in ("mixtral", "minimax_m2")
     block, (gate, up, down) = ("block_sparse_moe.", MIXTRAL_PARTS) if mixtral else ("mlp.", LLAMA_PARTS)
     hidden, widths = config["hidden_size"], {block: config["intermediate_size"]}
-    counts = [config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config]
+    number_keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    counts = [config[key] for key in number_keys if key in config]
     dense = layer < config.get("first_k_dense_replace", 0) or layer in config.get("mlp_only_layers", ())
+    dense |= kind == "ernie4_5_moe" and layer % 2 == 0  # moe_layer_interval 2 counts from 1
     shapes: Shapes = {}
     if counts and not dense:
         size = config.get("moe_intermediate_size", config["intermediate_size"])
         widths = {f"{block}experts.{expert}.": size for expert in range(counts[0])}
         shapes[f"{block}gate.weight"] = (counts[0], hidden)
-        if "n_shared_experts" in config:
-            widths["mlp.shared_experts."] = size * config["n_shared_experts"]
-            if config["model_type"] != "deepseek_v2":
-                shapes["mlp.gate.e_score_correction_bias"] = (counts[0],)
+        shared = config.get("n_shared_experts", config.get("moe_num_shared_experts"))
+        if shared:
+            widths["mlp.shared_experts."] = size * shared
+        corrections = {"minimax_m2": block, "ernie4_5_moe": "mlp.moe_statics."}
+        name = corrections.get(kind, "mlp.gate." if "n_shared_experts" in config and kind != "deepseek_v2" else "")
+        if name:
+            shape = (1, counts[0]) if kind == "ernie4_5_moe" else (counts[0],)
+            shapes[f"{name}e_score_correction_bias"] = shape
     for prefix, width in widths.items():
         shapes[f"{prefix}{gate}.weight"] = shapes[f"{prefix}{up}.weight"] = (width, hidden)
         shapes[f"{prefix}{down}.weight"] = (hidden, width)
@@ -281,8 +309,10 @@ def _grouped_attention(
             parts = [hf[f"{theirs}{part}_proj.{kind}"].unflatten(0, (groups, -1)) for part in "qkv"]
             local[f"{ours}linear_qkv.{kind}"] = _part(torch.cat(parts, 1).flatten(0, 1), 0, at.tp, layout.tp)
     for part in "qk":
-        if f"{theirs}{part}_norm.weight" in hf:
-            local[f"{ours}{part}_layernorm.weight"] = hf[f"{theirs}{part}_norm.weight"]
+        norm = hf.get(f"{theirs}{part}_norm.weight")
+        if norm is not None:
+            over_heads = len(norm) > config["head_dim"]  # divided like the heads
+            local[f"{ours}{part}_layernorm.weight"] = _part(norm, 0, at.tp, layout.tp) if over_heads else norm
     return local
 
 
@@ -299,8 +329,9 @@ def _mlp(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, at: Coordinat
     if f"{theirs}shared_experts.gate_proj.weight" in hf:
         shared = ("shared_experts.", "shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight")
         local |= gated(*shared, at.tp, layout.tp)
-    if f"{theirs}gate.e_score_correction_bias" in hf:
-        local[f"{ours}router.expert_bias"] = hf[f"{theirs}gate.e_score_correction_bias"]
+    for prefix in ("gate.", "moe_statics.", ""):
+        if f"{theirs}{prefix}e_score_correction_bias" in hf:
+            local[f"{ours}router.expert_bias"] = hf[f"{theirs}{prefix}e_score_correction_bias"]
     held = len(hf[f"{theirs}gate.weight"]) // layout.ep
     for e in range(at.ep * held, (at.ep + 1) * held):
         names = (f"experts.linear_fc1.weight{e}", f"experts.linear_fc2.weight{e}")

@@ -36,6 +36,9 @@ MODELS = [
     ("deepseek_v2", {}),
     ("deepseek_v3", GROUPS),
     ("glm4_moe", {}),
+    ("minimax_m2", {}),
+    ("ernie4_5_moe", {"moe_layer_interval": 2}),
+    ("ernie4_5_moe", {"tie_word_embeddings": True, "moe_layer_end_index": 2, "moe_num_shared_experts": 0}),
     ("glm4_moe", {"tie_word_embeddings": True, "attention_bias": False, "use_qk_norm": False}),
 ]
 
