@@ -74,6 +74,8 @@ _MORE_FIELDS: dict[str, JsonObject] = {
         "num_experts_per_tok": 2,
         "intermediate_size": 24,
         "rotary_dim": 8,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     },
     "glm4_moe": {**_SIGMOID_EXPERTS, "attention_bias": True, "use_qk_norm": True},
 }

@@ -75,6 +75,11 @@ def _model_arguments(config: HFConfig) -> family.ModelArguments:
     return family.model_arguments(config, transformer)
 
 
+def _engine_values(config: HFConfig) -> dict[str, object]:
+    """Return the kind of rotation for engines that read it; transformers always rotates neighbouring elements."""
+    return {"rope_is_neox_style": False} if config.get("rope_is_neox_style", False) is not False else {}
+
+
 ERNIE4_5_MOE = family.Family(
     "ernie4_5_moe",
     _rows,
@@ -93,6 +98,12 @@ ERNIE4_5_MOE = family.Family(
         "tie_word_embeddings": True,
     },
     architecture="Ernie4_5_MoeForCausalLM",
+    own_fields=frozenset({"rope_is_neox_style"}),
+    engine_values=_engine_values,
+    refused_by_engines={
+        "sglang": "SGLang 0.5.23 keeps the correction bias of routers, and computes their scores, in the model's dtype "
+        "instead of float32"
+    },
     description=family.Description(
         models="ERNIE-4.5-21B-A3B, ERNIE-4.5-300B-A47B (text)",
         covers="grouped-query attention, rotation of neighbouring elements, softmax scores with correction bias, "

@@ -11,7 +11,6 @@ from __future__ import annotations
 from model_converters.errors import ConversionError
 from model_converters.families.parts import experts, family
 from model_converters.families.parts.hf_config import HFConfig, integer, require, whole_numbers
-from model_converters.families.parts.rotary import rope_section
 from model_converters.mapping.table import Row
 
 _NAMES = experts.ExpertNames(block="block_sparse_moe", parts=("w1", "w3", "w2"), size_key="intermediate_size")
@@ -68,11 +67,10 @@ def _with_fraction(config: HFConfig) -> HFConfig:
 
 
 def _engine_values(config: HFConfig) -> dict[str, object]:
-    """Return the rotation for engines: they read rotary_dim, and the factor in rope_parameters before it."""
-    _, rotation = rope_section(_with_fraction({"rope_theta": 5e6, **config}))
-    head_dim = integer(config, "head_dim", default=128)
-    rotated = int(head_dim * float(str(rotation.get("partial_rotary_factor", 1.0))))
-    return {"rotary_dim": rotated, "rope_parameters": {"partial_rotary_factor": 1.0, **rotation}}
+    """Return rotary_dim for engines, which need it: transformers reads partial_rotary_factor before it."""
+    arguments = MINIMAX_M2.model_arguments(config)
+    rotated = int(arguments.transformer["kv_channels"] * arguments.rotary.fraction)
+    return {"rotary_dim": rotated} if config.get("rotary_dim") != rotated else {}
 
 
 MINIMAX_M2 = family.Family(
@@ -99,6 +97,11 @@ MINIMAX_M2 = family.Family(
         },
         vllm_cpu="runs",
     ),
-    # Without these fields engines use softmax scores without correction bias, or fail.
-    engine_fields={"scoring_func": "sigmoid", "use_routing_bias": True},
+    # Without these fields vLLM fails or has no correction bias, and SGLang has no norms of queries and keys.
+    engine_fields={
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+    },
 )

@@ -9,8 +9,9 @@ When a module is complete, vLLM converts it to the format of its kernels. Not ch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -40,8 +41,15 @@ class ReloadingLoader(SliceLoader):
 
     def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig) -> None:
         super().__init__(model)
+        for parameter in model.parameters():
+            # vLLM 0.32 compares the names of loaders, which a partial function (MiniMax-M2's norms) does not have.
+            loader = getattr(parameter, "weight_loader", None)
+            if isinstance(loader, partial):
+                vars(loader)["__name__"] = loader.func.__name__
         self._vllm_config = vllm_config
         self._module_missing: Counter[str] = Counter()
+        self._only_slice: dict[str, KeptSlice] = {}
+        """The HF tensor of each parameter that has exactly one, under another name."""
         self._updating = False
 
     def context(self) -> AbstractContextManager[None]:
@@ -62,7 +70,22 @@ class ReloadingLoader(SliceLoader):
             self._discard_reload()
 
     def held(self, boxes: Mapping[str, Box]) -> Iterator[Held]:
-        return ((hf_name(name), tensor) for name, tensor in held_tensors(self._model))
+        for name, tensor in held_tensors(self._model):
+            kept = self._only_slice.get(name)
+            # A loader may rename or reshape a tensor: a router's correction bias, which checkpoints store as a row.
+            if kept is not None and kept.numel == tensor.numel():
+                yield kept.name, tensor.reshape(kept.size)
+            else:
+                yield hf_name(name), tensor
+
+    def keep(self, kept: Sequence[KeptSlice]) -> None:
+        super().keep(kept)
+        names = Counter(f"{each.module}.{each.parameter}" for each in kept)
+        self._only_slice = {
+            name: each
+            for each in kept
+            if names[name := f"{each.module}.{each.parameter}"] == 1 and hf_name(name) != each.name
+        }
 
     def begin(self) -> None:
         # vLLM would silently continue an unfinished update with wrong results.

@@ -20,6 +20,7 @@ from mcore_rl.engines.vllm import (  # noqa: F401  (importing them patches vLLM)
     cpu,
     cpu_fp8,
     cpu_int4,
+    cpu_routing,
     draft_layers,
     drafts,
     sampler,

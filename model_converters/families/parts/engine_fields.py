@@ -98,10 +98,16 @@ def neutral_fields(family: Family, config: HFConfig) -> dict[str, object]:
 
 
 def refuse_for_engine(family: Family, config: HFConfig, engine: str) -> None:
-    """Reject fields that no override can fix: fields that take effect by their presence or that `engine` ignores.
+    """Reject a family that `engine` cannot compute, and fields that no override can fix: fields that take effect by
+    their presence or that `engine` ignores.
 
     Raises: ConversionError.
     """
+    if engine in family.refused_by_engines:
+        raise ConversionError(
+            f"config.json: model_type {family.model_type} is not supported by {engine}: "
+            f"{family.refused_by_engines[engine]}; set rollout.engine to another engine"
+        )
     _refuse_unread(family, config, engine)
     _refuse_rotation(family, config)
     for key in SUBMODELS:

@@ -149,6 +149,7 @@ class Family:
     family, so they are not overridden.
     absent_for_engines: fields whose mere presence, even as null, changes an engine's model.
     unread_by_engines: field -> engines that ignore it for this family.
+    refused_by_engines: engine -> reason why it cannot compute this family like transformers.
     engine_values: function from config.json to the fields that engines must read with another value.
     """
 
@@ -164,6 +165,7 @@ class Family:
     own_fields: frozenset[str] = frozenset()
     absent_for_engines: frozenset[str] = frozenset()
     unread_by_engines: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    refused_by_engines: Mapping[str, str] = field(default_factory=dict)
     engine_values: Callable[[HFConfig], dict[str, object]] = lambda config: {}
 
     def rows(self, config: HFConfig) -> list[Row]:

@@ -37,10 +37,12 @@ def patch() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.models import minimax_m2
     from sglang.srt.models.deepseek_common import attention_backend_handler
 
     common._cuda_host_register = lambda *_, **__: None  # no CUDA: the cache of experts stays pageable
     fused_moe_native.moe_forward_native = _with_own_experts(fused_moe_native.moe_forward_native)
+    minimax_m2.MiniMaxM2QKRMSNorm._forward_naive = _norms_over_heads  # its kernels need CUDA
     # torch_native cannot compute a prefill from keys and values that are expanded from latents.
     absorbed = attention_backend_handler.AttnForwardMethod.MLA
     attention_backend_handler.AttentionBackendRegistry.register("torch_native", lambda *_: absorbed)
@@ -66,6 +68,23 @@ def _with_own_experts(forward: ExpertForward) -> ExpertForward:
         return output
 
     return forward_own
+
+
+def _norms_over_heads(norms: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute MiniMax-M2's norms of queries and keys, whose means of squares run over the heads of all ranks.
+
+    Shapes: q [N, heads of this rank * head size], k likewise. Collective: the ranks that divide attention.
+    """
+    from sglang.srt.models.minimax_m2 import attn_tp_all_reduce
+
+    means = torch.stack([each.float().square().mean(-1, keepdim=True) for each in (q, k)])
+    if norms._world_size > 1:
+        means = attn_tp_all_reduce(means) / norms._world_size
+    scaled_q, scaled_k = (
+        (each.float() * (mean + norms._eps).rsqrt() * norm.weight).to(each.dtype)
+        for each, mean, norm in zip((q, k), means, (norms._q_norm, norms._k_norm), strict=True)
+    )
+    return scaled_q, scaled_k
 
 
 class _Kernels(ModuleType):
