@@ -31,6 +31,7 @@ OTHER_VALUES: dict[str, Any] = {
     "xdrope_section": [4, 6, 6],
     "swiglu_limit": 0.5,
     "num_hash_layers": 1,
+    "use_moe": False,
     "router_fp32": True,
     "routing_method_type": 0,
     **dict.fromkeys(("is_encoder_decoder", "use_bidirectional_attention", "is_mm_prefix_lm"), True),

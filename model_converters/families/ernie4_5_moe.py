@@ -7,7 +7,7 @@ read; it is dropped.
 from __future__ import annotations
 
 from model_converters.families.parts import experts, family
-from model_converters.families.parts.hf_config import HFConfig, integer, require
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, integer, require
 from model_converters.mapping.table import Row
 
 _NORM_MIN = 1e-12
@@ -75,16 +75,12 @@ def _model_arguments(config: HFConfig) -> family.ModelArguments:
     return family.model_arguments(config, transformer)
 
 
-def _engine_values(config: HFConfig) -> dict[str, object]:
-    """Return the kind of rotation for engines that read it; transformers always rotates neighbouring elements."""
-    return {"rope_is_neox_style": False} if config.get("rope_is_neox_style", False) is not False else {}
-
-
 ERNIE4_5_MOE = family.Family(
     "ernie4_5_moe",
     _rows,
     _model_arguments,
     defaults={
+        "head_dim": COMPUTED,
         "moe_k": 6,
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,
@@ -98,8 +94,6 @@ ERNIE4_5_MOE = family.Family(
         "tie_word_embeddings": True,
     },
     architecture="Ernie4_5_MoeForCausalLM",
-    own_fields=frozenset({"rope_is_neox_style"}),
-    engine_values=_engine_values,
     refused_by_engines={
         "sglang": "SGLang 0.5.23 keeps the correction bias of routers, and computes their scores, in the model's dtype "
         "instead of float32"

@@ -21,7 +21,6 @@ _FIXED: dict[str, object] = {
     "use_routing_bias": True,
     "scoring_func": "sigmoid",
     "shared_intermediate_size": 0,
-    "sliding_window": None,
 }
 
 
@@ -79,7 +78,6 @@ MINIMAX_M2 = family.Family(
     _model_arguments,
     defaults={"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6},
     architecture="MiniMaxM2ForCausalLM",
-    own_fields=frozenset({"sliding_window"}),
     engine_values=_engine_values,
     description=family.Description(
         models="MiniMax-M2, M2.1, M2.5",

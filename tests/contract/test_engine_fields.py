@@ -21,7 +21,7 @@ from tests.contract.engines import MARKS
 
 REJECTED = {
     *("dual_chunk_attention_config", "is_causal", "compression_config", "per_layer_config", "is_heterogeneous"),
-    *("index_topk", "index_n_heads", "index_head_dim", "compress_ratios", "rope_interleave"),
+    *("index_topk", "index_n_heads", "index_head_dim", "compress_ratios", "rope_interleave", "attention_bias"),
 }
 """Rejected by every family, or by the families whose engine code reads them."""
 SPARSE_ATTENTION = {
@@ -42,6 +42,8 @@ OTHER_MODELS = {
     *("temporal_conv_size", "video_end_token_id", "video_start_token_id", "video_token_id", "vision_end_token_id"),
     *("vision_start_token_id", "sub_configs", "pooling", "moe_num_experts", "multi_query_group_num"),
     *("num_attention_groups", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k"),
+    # Read by DeepSeek's layers, from which SGLang's ERNIE imports others.
+    *("routed_scaling_factor", "norm_topk_prob", "topk_group"),
 }
 """Read only for other architectures or model types, or if another field that is neutral or rejected is set."""
 POOLING = {
@@ -52,11 +54,18 @@ SPECULATION = {
     *("mtp_num_hidden_layers", "mtp_num_experts", "mtp_num_experts_per_tok", "mtp_local_extent"),
     *("mtp_local_layer_ids", "mtp_hybrid_override_pattern", "n_predict", "num_nextn_predict_layers"),
     *("sample_from_anchor", "dflash_config", "eagle_config", "eagle_aux_hidden_state_layer_ids"),
-    *("target_layer_count", "target_hidden_size", "configure_draft_model", "mla_nope"),
+    *("num_mtp_modules", "target_layer_count", "target_hidden_size", "configure_draft_model", "mla_nope"),
 }
 """Read for draft models. target_layer_count counts layers of one kind; models with several kinds are rejected."""
 LENGTHS = {
-    *("max_seq_len", "max_seq_length", "max_sequence_length", "max_target_positions", "model_max_length"),
+    *(
+        "max_model_len",
+        "max_seq_len",
+        "max_seq_length",
+        "max_sequence_length",
+        "max_target_positions",
+        "model_max_length",
+    ),
     *("n_positions", "seq_len", "seq_length"),
 }
 """Limits of the context: an engine refuses to start beyond them."""
@@ -67,6 +76,7 @@ SAME = {
     *("rope_theta", "rope_scaling", "original_max_position_embeddings", "partial_rotary_factor"),
     # Given by families.engine_overrides.
     *("architectures", "scoring_func", "topk_method", "moe_layer_freq", "quantization_config"),
+    *("rotary_dim", "use_routing_bias", "use_qk_norm", "qk_norm_type"),
     # Selects the family.
     "model_type",
     # Precision of the router's scores in vLLM; transformers and megatron compute them in float32.

@@ -33,7 +33,7 @@ CASES: dict[str, tuple[str, Fields, Fields, TrainLayout]] = {
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}, {}, TrainLayout(4, pp=2, ep=2)),
     "mixtral": ("mixtral", {}, {}, TrainLayout(4, pp=2, ep=2)),
     "minimax_m2": ("minimax_m2", {}, {"rotary_dim": 16}, TrainLayout(4, tp=2, ep=2)),
-    "ernie4_5_moe": ("ernie4_5_moe", {}, {"rope_is_neox_style": True}, TrainLayout(4, pp=2, ep=2)),
+    "ernie4_5_moe": ("ernie4_5_moe", {}, {}, TrainLayout(4, pp=2, ep=2)),
     "glm4_moe": ("glm4_moe", {}, {}, TrainLayout(4, tp=2, ep=2)),
     "glm4_moe, whole heads rotate": (
         "glm4_moe",

@@ -25,6 +25,10 @@ class NeutralSize:
     name: Literal["num_query_groups", "num_attention_heads"]
 
 
+class NeutralRotation:
+    """Neutral value that states the kind of rotation: False if it pairs neighbouring elements of a head."""
+
+
 NEUTRAL: HFConfig = {
     # Attention to a window or chunk of the tokens.
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_chunk_size", "rswa_window")),
@@ -45,11 +49,12 @@ NEUTRAL: HFConfig = {
     **dict.fromkeys(("v_head_dim", "swa_head_dim", "swa_v_head_dim")),
     **dict.fromkeys(("loop_num", "num_loops", "hc_mult"), 1),
     # Other names for rotary settings, and rotations of multimodal models.
-    "rope_is_neox_style": True,
+    "rope_is_neox_style": NeutralRotation(),
     **dict.fromkeys(("rotary_pct", "rotary_emb_fraction", "rotary_emb_base", "mrope_section", "xdrope_section")),
     # Clamped activations, another choice of experts and another dtype of routers. 2 is SGLang's name of its default.
     "swiglu_limit": None,
     "num_hash_layers": 0,
+    "use_moe": True,
     "router_fp32": False,
     "routing_method_type": 2,
     # Models that are not causal decoders with full attention.
@@ -91,6 +96,8 @@ def neutral_fields(family: Family, config: HFConfig) -> dict[str, object]:
         value = NEUTRAL[key]
         if isinstance(value, NeutralSize):
             value = family.model_arguments(config).transformer[value.name]
+        if isinstance(value, NeutralRotation):
+            value = not family.model_arguments(config).transformer.get("rotary_interleaved", False)
         # Compare types too: in Python 1 == True == 1.0.
         if type(config[key]) is not type(value) or config[key] != value:
             found[key] = value

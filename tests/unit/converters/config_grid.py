@@ -76,6 +76,19 @@ _EXPERTS: dict[str, list[object]] = {
     "topk_method": [ABSENT, None, "greedy", "noaux_tc", 3],
     "use_qk_norm": [ABSENT, None, True, False, 0],
 }
+_OF_KIND: dict[str, dict[str, list[object]]] = {
+    "ernie4_5_moe": {
+        "moe_k": [*_WRONG, 1, 3, 100],
+        "moe_num_experts": [*_WRONG, 4],
+        "moe_num_shared_experts": [*_WRONG, 1],
+        "moe_layer_start_index": [ABSENT, None, 0, 2, "x"],
+        "moe_layer_end_index": [ABSENT, None, -1, 0, 1, 9, "x"],
+        "moe_layer_interval": [*_WRONG, 2],
+        "moe_norm_min": [ABSENT, None, 1e-12, 1e-6],
+        "use_bias": [ABSENT, None, True, False, 0],
+    },
+    "minimax_m2": {"rotary_dim": [*_WRONG, 4, 12], "attn_type_list": [None, [1, 1], [0, 1], 3]},
+}
 _LATENT: dict[str, list[object]] = {
     "q_lora_rank": [*_WRONG, 8],
     "kv_lora_rank": _WRONG[1:],
@@ -126,6 +139,7 @@ _BASE = {"num_hidden_layers": 2, "intermediate_size": 24}
 def changes(kind: str) -> Iterator[Change]:
     """Yield changes to a tiny configuration: one setting, or a few that belong together."""
     experts = _EXPERTS if kind not in ("llama", "qwen2", "qwen3") else {}
+    experts = experts | _OF_KIND.get(kind, {})
     latent = _LATENT if kind.startswith("deepseek") else {}
     yield {}
     yield from ({key: value} for key, values in {**_VALUES, **experts, **latent}.items() for value in values)
@@ -166,7 +180,8 @@ def facts_of_transformers(fields: dict[str, object]) -> dict[str, object]:
         "window": config.sliding_window if whole_window else getattr(attention, "sliding_window", None),
         "frequencies": trunk.rotary_emb.inv_freq,
         "cosine scale": float(trunk.rotary_emb.attention_scaling),
-        "neighbours paired": config.model_type == "deepseek_v2" or bool(getattr(config, "rope_interleave", False)),
+        "neighbours paired": config.model_type in ("deepseek_v2", "ernie4_5_moe")
+        or bool(getattr(config, "rope_interleave", False)),
         "routing": _routing(layer.mlp.gate) if hasattr(layer.mlp, "gate") else None,
     }
 
@@ -208,7 +223,7 @@ def facts_of_ours(fields: dict[str, object]) -> dict[str, object]:
         "window": None,
         "frequencies": frequencies,
         "cosine scale": cosine_scale,
-        "neighbours paired": latent,
+        "neighbours paired": latent or sizes.get("rotary_interleaved", False),
         "routing": _our_routing(sizes) if sizes.get("moe_layer_freq", [1])[-1] and "num_moe_experts" in sizes else None,
     }
 
@@ -229,11 +244,11 @@ def _rotation(arguments: Any, head_dim: int) -> tuple[torch.Tensor, float, float
 
 
 def _our_routing(sizes: dict[str, object]) -> dict[str, object]:
-    sigmoid = sizes["moe_router_score_function"] == "sigmoid"
+    corrected = sizes.get("moe_router_enable_expert_bias", False)
     groups = (sizes.get("moe_router_num_groups"), sizes.get("moe_router_group_topk"))
     return {
         "experts per token": sizes["moe_router_topk"],
-        "normalised": sigmoid or not sizes["moe_router_pre_softmax"],
+        "normalised": corrected or not sizes["moe_router_pre_softmax"],
         "factor": sizes.get("moe_router_topk_scaling_factor", 1.0),
         "groups": groups if groups[0] else None,
     }

@@ -9,9 +9,15 @@ import torch
 
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES
+from tests.selection import on_demand_unless
 from tests.unit.converters.config_grid import changes, facts_of_ours, facts_of_transformers, grid_fields
 
-KINDS = sorted(name for name, family in FAMILIES.items() if not family.transformers_type)
+ON_DEMAND = ("ernie4_5_moe", "minimax_m2")
+KINDS = [
+    pytest.param(name, marks=on_demand_unless(name not in ON_DEMAND))
+    for name, family in sorted(FAMILIES.items())
+    if not family.transformers_type
+]
 
 
 def _named(change: dict[str, object], message: str) -> bool:
