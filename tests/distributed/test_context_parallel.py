@@ -11,13 +11,20 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.megatron.model import attention
-from mcore_rl.megatron.model.context import ContextPart, attention_blocks
+from mcore_rl.megatron.model.context import ContextPart, attention_blocks, context_attention
 from tests.distributed.launch import launch
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
 # Several sequences of equal length, not adjacent; the shortest possible; chunks of one token.
 LENGTHS = [16, 48, 8, 16, 8, 128, 32]
 SHAPES = {"grouped": (GROUPS, WIDTH, WIDTH), "latent": (HEADS, WIDTH, 12), "wide values": (GROUPS, 8, 20)}
+# Within a chunk, over several chunks, and longer than most sequences.
+VARIANTS: dict[str, tuple[int | None, bool]] = {
+    "sinks": (None, True),
+    "window of 3": (3, False),
+    "window of 3, sinks": (3, True),
+    "window of 40, sinks": (40, True),
+}
 
 
 def test_context_part_matches_documented_example() -> None:
@@ -41,25 +48,34 @@ def test_context_part_assigns_every_token_to_one_rank(size: int) -> None:
         assert ContextPart().owners(odd).tolist() == [0] * 9
 
 
+@pytest.mark.parametrize("window", [None, 1, 2, 7])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_attention_blocks_cover_causal_pairs_once_and_equally(size: int) -> None:
-    """Each causal pair of query and key is computed once, on the rank of its query."""
+def test_attention_blocks_cover_causal_pairs_once_and_equally(size: int, window: int | None) -> None:
+    """Each visible pair of query and key is computed once, on the rank of its query; without a window every rank has
+    the same work."""
     chunk = 3
     length = 2 * size * chunk
     seen = np.zeros((length, length), int)
     work = []
     for rank in range(size):
         part = ContextPart(rank, size)
-        indices = part.row_indices(torch.tensor([length])).numpy().reshape(2, chunk)
+        indices = part.row_indices(torch.tensor([length])).numpy()
         work.append(0)
-        for queries, blocks in zip(indices, attention_blocks(part, chunk), strict=True):
-            for block in blocks:
-                keys = np.arange(length)[block.keys]
-                pairs = np.tril(np.ones((chunk, len(keys)), int)) if block.causal else np.ones((chunk, len(keys)), int)
-                seen[np.ix_(queries, keys)] += pairs
+        for block in attention_blocks(part, chunk, window):
+            queries = indices[block.queries]
+            for keys in block.parts:
+                positions = np.arange(length)[keys.keys]
+                pairs = np.ones((len(queries), len(positions)), int)
+                if keys.causal:
+                    pairs = np.tril(pairs)
+                if keys.window is not None:
+                    assert queries[-1] == positions[-1]
+                    pairs *= (positions <= queries[:, None]) & (positions > queries[:, None] - keys.window)
+                seen[np.ix_(queries, positions)] += pairs
                 work[-1] += pairs.sum()
-    assert np.array_equal(seen, np.tril(np.ones_like(seen)))
-    assert work == [length * (length + 1) // 2 // size] * size
+    assert np.array_equal(seen, np.tril(np.triu(np.ones_like(seen), -length if window is None else 1 - window)))
+    if window is None:
+        assert work == [length * (length + 1) // 2 // size] * size
 
 
 def _inputs(num_tokens: int, groups: int, width: int, value_width: int) -> list[torch.Tensor]:
@@ -72,13 +88,24 @@ def _weights(num_tokens: int, value_width: int) -> torch.Tensor:
     return torch.randn(num_tokens, HEADS, value_width, generator=torch.Generator().manual_seed(6))
 
 
-def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def _written_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     outputs = []
     for a, b, c in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
         b, c = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (b, c))
         scores = torch.einsum("qhd,khd->hqk", a, b) / a.shape[-1] ** 0.5
-        future = torch.ones(len(a), len(a), dtype=torch.bool).triu(1)
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), c))
+        ones = torch.ones(len(a), len(a), dtype=torch.bool)
+        hidden = ones.triu(1) if window is None else ones.triu(1) | ones.tril(-window)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(a), 1)), -1)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(a)], c))
     return torch.cat(outputs)
 
 
@@ -92,6 +119,7 @@ def _worker(rank: int) -> dict[str, Any]:
     return {
         "attention": {name: _attend(part, shape, torch.float32) for name, shape in SHAPES.items()},
         "bfloat16": _attend(part, SHAPES["grouped"], torch.bfloat16),
+        "variants": {name: _attend_variant(part, *variant) for name, variant in VARIANTS.items()},
         "gathered": _gather(part),
         "rolled": _roll(part),
         "rotated": _rotate(part),
@@ -99,7 +127,10 @@ def _worker(rank: int) -> dict[str, Any]:
 
 
 def _core(part: ContextPart) -> attention.SDPACoreAttention:
-    config = SimpleNamespace(context_parallel_size=part.size, attention_dropout=0.0)
+    config = SimpleNamespace(
+        context_parallel_size=part.size, attention_dropout=0.0, window_size=None, softmax_type="vanilla"
+    )
+    config.window_attn_skip_freq = None
     groups = SimpleNamespace(cp=part.group)
     return attention.SDPACoreAttention(config, 1, attention.AttnMaskType.causal, "self", pg_collection=groups)
 
@@ -112,6 +143,19 @@ def _attend(part: ContextPart, shape: tuple[int, int, int], dtype: torch.dtype) 
     weights = _weights(sum(LENGTHS), shape[2])[indices].flatten(1).to(dtype)
     gradients = torch.autograd.grad((out * weights).sum(), inputs)
     return [x.detach().float().numpy() for x in (out.unflatten(1, (HEADS, -1)), *gradients)]
+
+
+SINKS = torch.tensor([0.3, 6.0, -1.0, -30.0])
+
+
+def _attend_variant(part: ContextPart, window: int | None, sinks: bool) -> list[np.ndarray]:
+    indices = part.row_indices(torch.tensor(LENGTHS))
+    inputs = [x[indices].requires_grad_() for x in _inputs(sum(LENGTHS), *SHAPES["grouped"])]
+    offsets = SINKS.clone().requires_grad_() if sinks else None
+    out = context_attention(*inputs, tuple(LENGTHS), part, window=window, sinks=offsets)
+    total = (out * _weights(sum(LENGTHS), WIDTH)[indices]).sum()
+    gradients = torch.autograd.grad(total, [*inputs, *([] if offsets is None else [offsets])])
+    return [x.detach().numpy() for x in (out, *gradients)]
 
 
 def _expected(shape: tuple[int, int, int], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -129,6 +173,26 @@ def test_context_attention_equals_attention_of_whole_sequences(shape: str, found
         indices = ContextPart(rank, size).row_indices(torch.tensor(LENGTHS))
         for ours, theirs in zip(results["attention"][shape], expected, strict=True):
             torch.testing.assert_close(torch.from_numpy(ours).double(), theirs[indices], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_context_attention_variants_equal_whole_sequences(variant: str, found: Any) -> None:
+    """The gradient of the sinks is a sum over the ranks."""
+    size, ranks = found
+    window, has_sinks = VARIANTS[variant]
+    inputs = [x.double().requires_grad_() for x in _inputs(sum(LENGTHS), *SHAPES["grouped"])]
+    sinks = SINKS.double().requires_grad_() if has_sinks else None
+    out = _written_out(*inputs, LENGTHS, window, sinks)
+    leaves = [*inputs, *([] if sinks is None else [sinks])]
+    gradients = torch.autograd.grad((out * _weights(sum(LENGTHS), WIDTH)).sum(), leaves)
+    expected = [out.detach(), *gradients[:3]]
+    for rank, results in enumerate(ranks):
+        indices = ContextPart(rank, size).row_indices(torch.tensor(LENGTHS))
+        for ours, theirs in zip(results["variants"][variant], expected, strict=False):
+            torch.testing.assert_close(torch.from_numpy(ours).double(), theirs[indices], rtol=0, atol=1e-5)
+    if sinks is not None:
+        summed = torch.from_numpy(sum(results["variants"][variant][-1] for results in ranks)).double()
+        torch.testing.assert_close(summed, gradients[3], rtol=1e-5, atol=1e-5)
 
 
 def test_context_attention_in_bfloat16_is_as_accurate_as_bfloat16(found: Any) -> None:

@@ -3,6 +3,9 @@
 The core attention of megatron.core's local layer spec does not support packed sequences. Here, short sequences of
 similar length share a padded batch. With a causal mask this is exact, because a query never attends to the padding
 after its sequence. With context parallelism, `context.context_attention` is used instead.
+
+Sliding windows (`window_size` and `window_attn_skip_freq`) and attention sinks (`softmax_type` "learnable") use
+`block_attention`, on CPUs only.
 """
 
 from __future__ import annotations
@@ -12,12 +15,16 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
+from mcore_rl.megatron.model.block_attention import BlockPlan, block_attention, causal_blocks
 from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart, context_attention
 
 BATCHED_TOKENS = 128
@@ -141,27 +148,53 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBa
 
 
 def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], *, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: tuple[int, ...],
+    *,
+    scale: float | None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention within each sequence of a packed row.
 
     Shapes: query [T, heads, d], key and value [T, groups, d] -> [T, heads, d]. Units: lengths in tokens; their sum is
-    T. scale: factor of the scores; None: 1 / sqrt(d).
+    T. scale: factor of the scores; None: 1 / sqrt(d). window: a query sees this number of keys, its own included; None:
+    all earlier ones. sinks: see block_attention, [heads].
     """
     batches, place = _plan(lengths, query.device)
     outputs = []
     for batch in batches:
         q, k, v = (batch.pad(x).transpose(1, 2) for x in (query, key, value))
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        out = _batch_attention(q, k, v, scale, None if window is None or window >= batch.width else window, sinks)
         outputs.append(batch.unpad(out.transpose(1, 2)))
     packed = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return packed if place is None else packed.index_select(0, place)
 
 
+def _batch_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute attention of sequences of equal length. Shapes: [rows, heads or groups, n, d]."""
+    if window is None and sinks is None:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return block_attention(q, k, v, BlockPlan(causal_blocks(q.shape[2], window), scale), sinks)
+
+
 class SDPACoreAttention(MegatronModule):
-    """Core attention of the local layer spec: causal self-attention of packed rows (THD format), grouped queries;
-    context parallelism on the CPU only."""
+    """Core attention of the local layer spec: causal self-attention of packed rows (THD format), grouped queries,
+    sliding windows and sinks; the latter two, and context parallelism, on the CPU only.
+
+    softmax_offset: sinks of this rank's heads, [heads / tp]; only with softmax_type "learnable".
+    """
 
     def __init__(
         self,
@@ -185,6 +218,18 @@ class SDPACoreAttention(MegatronModule):
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise NotImplementedError(f"layer {layer_number}: {attention_type} attention with mask {attn_mask_type}")
         self.scale = softmax_scale
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            earlier, later = config.window_size
+            assert later in (0, -1), "a causal window has no later keys"
+            self.window = earlier + 1
+        if config.softmax_type == "learnable":
+            assert pg_collection is not None
+            self.tp_group = pg_collection.tp
+            heads = torch.empty(config.num_attention_heads // self.tp_group.size(), dtype=config.params_dtype)
+            self.softmax_offset = torch.nn.Parameter(heads)
+            mark_sinks(self)
+            config.init_method(self.softmax_offset)
 
     def forward(
         self,
@@ -201,7 +246,39 @@ class SDPACoreAttention(MegatronModule):
         Collective: the context-parallel group.
         """
         assert packed_seq_params is not None, "this attention takes packed rows only"
-        lengths = packed_seq_params.lengths
+        lengths, sinks = packed_seq_params.lengths, getattr(self, "softmax_offset", None)
         if self.context.size > 1:
-            return context_attention(query, key, value, lengths, self.context, scale=self.scale).flatten(1)
-        return packed_attention(query, key, value, lengths, scale=self.scale).flatten(1)
+            out = context_attention(
+                query, key, value, lengths, self.context, scale=self.scale, window=self.window, sinks=sinks
+            )
+        else:
+            out = packed_attention(query, key, value, lengths, scale=self.scale, window=self.window, sinks=sinks)
+        return out.flatten(1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> dict[str, ShardedTensor]:
+        """Describe the sinks in a checkpoint, like TransformerEngine's attention."""
+        if self.config.softmax_type == "vanilla":
+            return {}
+        assert metadata is not None
+        described: dict[str, ShardedTensor] = make_sharded_tensors_for_checkpoint(
+            {"softmax_offset": self.softmax_offset},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return described
+
+
+def mark_sinks(attention: torch.nn.Module) -> None:
+    """Mark the sinks of a core attention, if it has any, as a shard of this tensor-parallel rank. megatron-core 0.16.1
+    does not, so that gradient norms would contain the sinks of rank 0 only."""
+    sinks = getattr(attention, "softmax_offset", None)
+    if isinstance(sinks, torch.nn.Parameter):
+        set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)

@@ -31,6 +31,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx
 
+from mcore_rl.megatron.model.block_attention import (
+    Attended,
+    BlockPlan,
+    KeyBlock,
+    QueryBlock,
+    accumulation_dtype,
+    attend,
+    attention_gradients,
+    sink_gradient,
+    window_blocks,
+)
+
 
 @dataclass(frozen=True)
 class ContextPart:
@@ -120,38 +132,42 @@ class _GatherTokens(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class AttentionBlock:
-    """One kernel call for all sequences of a group: queries of one chunk and keys at the positions `keys` of the
-    sequence."""
-
-    keys: slice
-    causal: bool
-
-
-@dataclass(frozen=True)
 class SequenceGroup:
     """Sequences with the same chunk length.
 
     queries: indices of the queries in the rank's row, int64 [rows * 2 * chunk].
     keys: indices of the keys in the gathered rows of all ranks, by position, up to the end of the rank's later chunk;
     int64 [rows * seen].
-    blocks: blocks of each of the rank's two chunks.
+    blocks: blocks of a sequence's 2 * chunk queries on this rank.
     """
 
     rows: int
-    chunk: int
     queries: torch.Tensor
     keys: torch.Tensor
-    blocks: list[list[AttentionBlock]]
+    blocks: tuple[QueryBlock, ...]
 
 
-def attention_blocks(part: ContextPart, chunk: int) -> list[list[AttentionBlock]]:
-    """List the blocks of each of the rank's two chunks, for a sequence with chunks of `chunk` tokens; causal first."""
-    blocks = []
-    for start in (number * chunk for number in part.chunks()):
-        earlier = [AttentionBlock(slice(0, start), causal=False)] if start else []
-        blocks.append([AttentionBlock(slice(start, start + chunk), causal=True), *earlier])
-    return blocks
+@dataclass(frozen=True)
+class ContextPlan:
+    """Sequences of a row in groups, this rank's part, and the factor of the scores."""
+
+    groups: tuple[SequenceGroup, ...]
+    part: ContextPart
+    scale: float
+
+
+def attention_blocks(part: ContextPart, chunk: int, window: int | None = None) -> tuple[QueryBlock, ...]:
+    """List the blocks of the rank's two chunks of a sequence, for chunks of `chunk` tokens. window: see
+    context_attention."""
+    blocks: list[QueryBlock] = []
+    for index, number in enumerate(part.chunks()):
+        queries, start = slice(index * chunk, (index + 1) * chunk), number * chunk
+        if window is not None and window < start + chunk:
+            blocks += window_blocks(queries, start, window)
+            continue
+        own = KeyBlock(slice(start, start + chunk), causal=True)
+        blocks.append(QueryBlock(queries, (own, KeyBlock(slice(0, start))) if start else (own,)))
+    return tuple(blocks)
 
 
 def context_attention(
@@ -162,11 +178,14 @@ def context_attention(
     part: ContextPart,
     *,
     scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal softmax attention within each sequence, across ranks.
 
     Shapes: query [T, heads, d], key [T, groups, d], value [T, groups, e] of this rank's tokens -> [T, heads, e].
-    lengths: padded lengths of the whole sequences. scale None: 1 / sqrt(d).
+    lengths: padded lengths of the whole sequences. scale None: 1 / sqrt(d). window: a query sees this number of keys,
+    its own included; None: all earlier ones. sinks: see block_attention, [heads]; their gradient is this rank's part.
     Collective: all ranks of part.group, once in the forward pass and twice in the backward pass.
     """
     width = query.shape[-1]
@@ -174,14 +193,16 @@ def context_attention(
     # The kernel needs equal head widths. Zero padding changes no score and adds zeros to values, which are cut off.
     heads = max(width, value.shape[-1])
     q, k, v = (F.pad(x, (0, heads - x.shape[-1])) for x in (query, key, value))
-    plan = _plan(lengths, part, query.device)
-    return _ContextAttention.apply(q, torch.stack((k, v)), plan, part, scale)[..., : value.shape[-1]]
+    plan = ContextPlan(_groups(lengths, part, window, query.device), part, scale)
+    return _ContextAttention.apply(q, torch.stack((k, v)), sinks, plan)[..., : value.shape[-1]]
 
 
 # Cached tensors must not be inference tensors: backward passes use them too.
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _plan(lengths: tuple[int, ...], part: ContextPart, device: torch.device) -> tuple[SequenceGroup, ...]:
+def _groups(
+    lengths: tuple[int, ...], part: ContextPart, window: int | None, device: torch.device
+) -> tuple[SequenceGroup, ...]:
     """Group sequences by chunk length. Cached: every layer uses the same plan in forward and backward passes."""
     size, rank_tokens = part.size, sum(lengths) // part.size
     by_chunk: dict[int, list[int]] = {}
@@ -198,10 +219,8 @@ def _plan(lengths: tuple[int, ...], part: ContextPart, device: torch.device) -> 
         owner = torch.minimum(number, 2 * size - 1 - number)
         source = owner * rank_tokens + (number >= size) * chunk + offset
         keys = first + source[: (part.chunks()[1] + 1) * chunk]
-        blocks = attention_blocks(part, chunk)
-        groups.append(
-            SequenceGroup(len(starts), chunk, queries.flatten().to(device), keys.flatten().to(device), blocks)
-        )
+        blocks = attention_blocks(part, chunk, window)
+        groups.append(SequenceGroup(len(starts), queries.flatten().to(device), keys.flatten().to(device), blocks))
     return tuple(groups)
 
 
@@ -211,91 +230,61 @@ class _ContextAttention(torch.autograd.Function):
         ctx: FunctionCtx,
         query: torch.Tensor,
         key_value: torch.Tensor,
-        plan: tuple[SequenceGroup, ...],
-        part: ContextPart,
-        scale: float,
+        sinks: torch.Tensor | None,
+        plan: ContextPlan,
     ) -> torch.Tensor:
-        """Shapes: query [T, heads, d]; key_value [2, T, groups, d]; returns [T, heads, d]."""
-        gathered = _gather_rows(key_value, part)
+        """Shapes: query [T, heads, d]; key_value [2, T, groups, d]; sinks [heads]; returns [T, heads, d]."""
+        gathered = _gather_rows(key_value, plan.part)
         out = torch.empty_like(query)
-        log_sum = query.new_empty(query.shape[:2], dtype=_accumulation_dtype(query.dtype))
-        for group in plan:
-            q, kv = _queries(query, group), _keys(gathered, group)
-            halves = [_attend_half(half, kv, blocks, scale) for half, blocks in zip(q, group.blocks, strict=True)]
-            _put_queries(out, group, torch.stack([attended for attended, _ in halves]))
-            _put_queries(log_sum, group, torch.stack([total for _, total in halves]))
+        log_sum = query.new_empty(query.shape[:2], dtype=accumulation_dtype(query.dtype))
+        for group in plan.groups:
+            blocks = BlockPlan(group.blocks, plan.scale)
+            keys, values = _keys(gathered, group)
+            results = attend(_queries(query, group), keys, values, blocks, sinks)
+            for row, cells in zip((out, log_sum), results, strict=True):
+                _put_queries(row, group, cells)
         # Save this rank's keys and values, not the gathered ones: the backward pass gathers again.
-        ctx.save_for_backward(query, key_value, out, log_sum)
-        ctx.plan, ctx.part, ctx.scale = plan, part, scale
+        ctx.save_for_backward(query, key_value, sinks, out, log_sum)
+        ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        query, key_value, out, log_sum = ctx.saved_tensors
-        gathered = _gather_rows(key_value, ctx.part)
+        query, key_value, sinks, out, log_sum = ctx.saved_tensors
+        plan: ContextPlan = ctx.plan
+        gathered = _gather_rows(key_value, plan.part)
         grad_query = torch.empty_like(query)
         # Several blocks and ranks add to a key's gradient: accumulate in at least float32.
-        grad_gathered = torch.zeros_like(gathered, dtype=_accumulation_dtype(query.dtype))
-        for group in ctx.plan:
-            q, kv, o, g = _queries(query, group), _keys(gathered, group), _queries(out, group), _queries(grad, group)
-            total = _queries(log_sum, group)
-            grad_q = torch.zeros_like(q, dtype=grad_gathered.dtype)
-            grad_kv = torch.zeros_like(kv, dtype=grad_gathered.dtype)
-            for h, blocks in enumerate(group.blocks):
-                for block in blocks:
-                    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                        g[h], q[h], *kv[..., block.keys, :], o[h], total[h], 0.0, block.causal, scale=ctx.scale
-                    )
-                    grad_q[h] += dq
-                    grad_kv[0][..., block.keys, :] += dk
-                    grad_kv[1][..., block.keys, :] += dv
+        grad_gathered = torch.zeros_like(gathered, dtype=accumulation_dtype(query.dtype))
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks)
+        for group in plan.groups:
+            q, o, total, g = (_queries(x, group) for x in (query, out, log_sum, grad))
+            keys, values = _keys(gathered, group)
+            attended = Attended(q, keys, values, o, total)
+            grad_q, *grad_kv = attention_gradients(g, attended, BlockPlan(group.blocks, plan.scale))
             _put_queries(grad_query, group, grad_q)
-            rows = grad_kv.transpose(2, 3).flatten(1, 2)
+            rows = torch.stack(grad_kv).transpose(2, 3).flatten(1, 2)
             # Each key belongs to one sequence and therefore to one group: copying is enough.
             grad_gathered.index_copy_(1, group.keys, rows)
-        return grad_query, _reduce_scatter(grad_gathered, ctx.part).to(key_value.dtype), None, None, None
-
-
-def _attend_half(
-    q: torch.Tensor, kv: torch.Tensor, blocks: list[AttentionBlock], scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention of the queries to all their blocks, and its log-sum-exp.
-
-    Shapes: q [rows, heads, chunk, d]; kv [2, rows, groups, seen, d] -> like q, and [rows, heads, chunk].
-    """
-    parts = [
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, *kv[..., block.keys, :], 0.0, block.causal, scale=scale
-        )
-        for block in blocks
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    # Combine the causal block and the block of earlier chunks, weighted by their shares of the softmax denominator.
-    log_sum = torch.logaddexp(parts[0][1], parts[1][1])
-    out = sum(attended * torch.exp(part - log_sum)[..., None] for attended, part in parts)
-    return out.to(q.dtype), log_sum
+            if sinks is not None:
+                grad_sinks += sink_gradient(g, attended, sinks)
+        grad_key_value = _reduce_scatter(grad_gathered, plan.part).to(key_value.dtype)
+        return grad_query, grad_key_value, grad_sinks, None
 
 
 def _queries(row: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """Select the group's queries. Shapes: [T, heads, ...] -> [2, rows, heads, chunk, ...]."""
-    cells = row.index_select(0, group.queries).unflatten(0, (group.rows, 2, group.chunk))
-    return cells.transpose(0, 1).transpose(2, 3)
+    """Select the group's queries. Shapes: [T, heads, ...] -> [rows, heads, 2 * chunk, ...]."""
+    return row.index_select(0, group.queries).unflatten(0, (group.rows, -1)).transpose(1, 2)
 
 
 def _put_queries(row: torch.Tensor, group: SequenceGroup, cells: torch.Tensor) -> None:
     """Write into `row` the inverse of _queries."""
-    flat = cells.transpose(2, 3).transpose(0, 1).flatten(0, 2)
-    row.index_copy_(0, group.queries, flat.to(row.dtype))
+    row.index_copy_(0, group.queries, cells.transpose(1, 2).flatten(0, 1).to(row.dtype))
 
 
 def _keys(gathered: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
     """Select the group's keys and values. Shapes: [2, T * size, groups, d] -> [2, rows, groups, seen, d]."""
     return gathered.index_select(1, group.keys).unflatten(1, (group.rows, -1)).transpose(2, 3)
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _gather_rows(key_value: torch.Tensor, part: ContextPart) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -32,7 +33,11 @@ from model_converters.families.parts.family import OWN_ARGUMENTS, ModelArguments
 from model_converters.mapping.layout import TrainLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "quick_gelu": quick_gelu,
+}
 
 
 def build_model(

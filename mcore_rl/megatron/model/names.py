@@ -7,7 +7,7 @@
 | `self_attention.linear_q_up_proj.layer_norm_weight` | `self_attention.q_layernorm.weight`; `kv` likewise |
 | `mlp.linear_fc1.layer_norm_weight` | `pre_mlp_layernorm.weight` |
 | `mlp.experts.local_experts.{local}.linear_fc1.weight` (SequentialMLP) | `mlp.experts.linear_fc1.weight{global}` |
-| `mlp.experts.linear_fc1.weight{local}` (TEGroupedMLP) | `mlp.experts.linear_fc1.weight{global}` |
+| `mlp.experts.linear_fc1.weight{local}` (TEGroupedMLP) | `mlp.experts.linear_fc1.weight{global}`; `bias` likewise |
 
 Multi-token-prediction layers are `mtp.layers.{m}`, with a decoder layer under `transformer_layer`. With several
 pipeline stages, the last stage then has a copy of the embedding.
@@ -44,12 +44,13 @@ _IN_LAYER = re.compile(
     r"(input_layernorm|pre_mlp_layernorm|self_attention\.(q_layernorm|k_layernorm|linear_qkv|linear_proj"
     r"|linear_q_proj|linear_(q|kv)_(down|up)_proj|kv_layernorm)"
     r"|mlp\.(linear_fc1|linear_fc2|router|shared_experts\.linear_fc[12]))\.(weight|bias)|mlp\.router\.expert_bias"
+    r"|self_attention\.core_attention\.softmax_offset"
 )
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.transformer_layer\.(.+)")
 _IN_MTP = re.compile(r"mtp\.layers\.\d+\.(enorm|hnorm|eh_proj|final_layernorm)\.weight")
-_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -109,9 +110,9 @@ def _in_layer(prefix: str, layer: TransformerLayer, inner: str) -> str | None:
     if _IN_LAYER.fullmatch(inner):
         return prefix + inner
     if expert := _SEQUENTIAL_EXPERT.fullmatch(inner):
-        return f"{prefix}mlp.experts.{expert[2]}.weight{_global_expert(layer.mlp, int(expert[1]))}"
+        return f"{prefix}mlp.experts.{expert[2]}.{expert[3]}{_global_expert(layer.mlp, int(expert[1]))}"
     if expert := _GROUPED_EXPERT.fullmatch(inner):
-        return f"{prefix}mlp.experts.{expert[1]}.weight{_global_expert(layer.mlp, int(expert[2]))}"
+        return f"{prefix}mlp.experts.{expert[1]}.{expert[2]}{_global_expert(layer.mlp, int(expert[3]))}"
     return None
 
 

@@ -37,7 +37,7 @@ REFUSED_BY_ATTENTION: dict[str, object] = {
 class TransformerArguments(TypedDict, total=False):
     """Keyword arguments of Megatron's TransformerConfig as plain values.
 
-    activation_func is a name ("silu"); mcore_rl.megatron replaces it by the function.
+    activation_func is a name ("silu", "quick_gelu"); mcore_rl.megatron replaces it by the function.
     """
 
     num_layers: int
@@ -57,6 +57,12 @@ class TransformerArguments(TypedDict, total=False):
     hidden_dropout: float
     init_method_std: float
     rotary_interleaved: bool
+    # Gates (activation(min(g, clamp)) * (clamp(u) + offset)), attention sinks and sliding windows.
+    activation_func_clamp_value: float
+    glu_linear_offset: float
+    softmax_type: str
+    window_size: tuple[int, int]
+    window_attn_skip_freq: list[int]
     # Experts.
     num_moe_experts: int
     moe_ffn_hidden_size: int
