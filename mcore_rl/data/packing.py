@@ -24,19 +24,26 @@ CHEAP_BINS = 8
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Cost of a sequence: `per_token` for each token, plus `per_pair` for each pair of tokens in causal attention.
+    """Cost of a sequence: `per_token` for each token, plus `per_pair` for each pair of tokens in causal attention, plus
+    `per_window_pair` for each pair of tokens in a sliding window of `window` tokens.
 
-    Only the ratio of the two matters.
+    Only the ratio of these matters.
     """
 
     per_token: float = 1.0
     per_pair: float = 0.0
+    per_window_pair: float = 0.0
+    window: int = 0
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
         """Return the costs of sequences. Units: tokens of equal work. Shapes: lengths integer [B] -> int64 [B]."""
         tokens = np.asarray(lengths).astype(np.float64)
         pairs = tokens * (tokens + 1) / 2
-        return np.rint(tokens + self.per_pair / self.per_token * pairs).astype(np.int64)
+        # Each token at a distance of at least `window` from the start lacks the tokens before its window.
+        hidden = np.maximum(tokens - self.window, 0)
+        seen = pairs - hidden * (hidden + 1) / 2
+        cost = self.per_pair / self.per_token * pairs + self.per_window_pair / self.per_token * seen
+        return np.rint(tokens + cost).astype(np.int64)
 
 
 TOKENS = SequenceCost()

@@ -17,7 +17,7 @@ size, k the experts per token; t = tp, s = tp with sequence parallelism (else 1)
 | dense MLP | fc1's output 2 f / t, fc2's input f / t | mlp |
 | router | scores and map, 5 to 9 bytes x experts / s; indices, 16 to 32 bytes x k / s | moe |
 | experts, of n dispatched tokens | input n h, fc1's output n 2 f / etp | moe |
-| experts, activation | n f / etp | moe, moe_act |
+| experts, activation | n f / etp; 6 n f / etp with a clamped gate | moe, moe_act |
 | shared expert | 3 f_shared / t | moe, shared_experts |
 
 n = k etp / s x plan.moe_imbalance (1 if ep is 1, because then a rank has all experts). Experts have no capacity limit,
@@ -124,7 +124,9 @@ def experts(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor
     dispatched = topk * layout.etp / s * (run.imbalance if layout.ep > 1 else 1.0)
     yield SavedTensor("moe", dispatched * (hidden * b + 4), ("moe",))
     yield SavedTensor("moe", dispatched * 2 * width / layout.etp * b, ("moe",))
-    yield SavedTensor("moe", dispatched * width / layout.etp * b, ("moe", "moe_act"))
+    # A clamped gate is a sequence of torch's operations, of which six save a tensor; other gates are one kernel.
+    gate = 6 if "activation_func_clamp_value" in sizes else 1
+    yield SavedTensor("moe", dispatched * gate * width / layout.etp * b, ("moe", "moe_act"))
     if shared := sizes.get("moe_shared_expert_intermediate_size"):
         yield SavedTensor("moe", 3 * shared / layout.tp * b, ("moe", "shared_experts"))
 

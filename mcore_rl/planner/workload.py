@@ -5,8 +5,9 @@ rollout.max_response_tokens. A micro-batch is one packed row of whole sequences.
 
 A token costs 2 FLOP per weight that multiplies it (none for embedding lookups; the output projection only where a token
 is predicted). Causal attention costs 2 x heads x (query size + value size) per preceding token, so half a sequence on
-average. A backward pass costs two forward passes; with LoRA adapters, one forward pass plus attention once more. Full
-recomputation adds a forward pass; selective recomputation of core_attn adds attention.
+average, less in layers with a sliding window. A backward pass costs two forward passes; with LoRA adapters, one forward
+pass plus attention once more. Full recomputation adds a forward pass; selective recomputation of core_attn adds
+attention.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float
     tables = vocabulary if arguments.tied_embeddings else 2 * vocabulary
     # Embedding lookups are no matrix products; the output projection runs for predicted tokens only.
     weights = size.active - tables + predicted * vocabulary
-    return 2 * weights + attention_flops(arguments.transformer) * mean_tokens / 2
+    return 2 * weights + attention_flops(arguments.transformer, mean_tokens)
 
 
 def step_flops(
@@ -111,7 +112,7 @@ def step_flops(
     """Count the FLOP of one training step."""
     predicted = batch.mean_response / batch.mean_tokens
     forward = forward_flops(arguments, size, batch.mean_tokens, predicted)
-    attention = attention_flops(arguments.transformer) * batch.mean_tokens / 2
+    attention = attention_flops(arguments.transformer, batch.mean_tokens)
     # Frozen weights have no gradient. The gradient of the adapters is small.
     passes = 2 * forward + attention if uses_lora(actor) else 3 * forward
     if actor.recompute == "full":

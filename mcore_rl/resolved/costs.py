@@ -18,7 +18,7 @@ def sequence_cost(hf_config: HFConfig) -> SequenceCost:
     The backward pass costs twice as much of both, and recomputation once more, so the ratio of the two also holds for
     a whole update. Per token: 2 FLOPs for every weight that is applied to it (all matrices except the embedding, and
     only the selected fraction of routed experts). Per pair: 2 for every element of the key (score) and of the value
-    (output), for each head in every layer.
+    (output), for each head in every layer; layers with a sliding window count the pairs in it.
     """
     sizes = model_arguments(hf_config).transformer
     chosen = sizes.get("moe_router_topk", 0) / (sizes.get("num_moe_experts") or 1)
@@ -29,14 +29,39 @@ def sequence_cost(hf_config: HFConfig) -> SequenceCost:
             numel = sum(prod(shape) for shape in row.shapes if len(shape) > 1)
             copies = (len(row.layers) if row.place == "layer" else 1) * (row.num_experts * chosen or 1)
             weights += numel * copies
-    return SequenceCost(per_token=2 * weights, per_pair=attention_flops(sizes))
+    per_pair, windowed = pair_flops(sizes), num_window_layers(sizes)
+    return SequenceCost(
+        per_token=2 * weights,
+        per_pair=(sizes["num_layers"] - windowed) * per_pair,
+        per_window_pair=windowed * per_pair,
+        window=sizes["window_size"][0] + 1 if windowed else 0,
+    )
 
 
-def attention_flops(sizes: TransformerArguments) -> float:
-    """Compute FLOPs of the forward pass of all layers per pair of query and key token."""
+def attention_flops(sizes: TransformerArguments, tokens: float) -> float:
+    """Compute FLOPs of the forward pass of all layers' attention per token of a sequence of `tokens` tokens: half of
+    them, on average, are visible keys; in a layer with a window of w < tokens keys, w - w^2 / (2 tokens)."""
+    windowed = num_window_layers(sizes)
+    keys = (sizes["num_layers"] - windowed) * tokens / 2
+    if windowed:
+        window = min(sizes["window_size"][0] + 1, tokens)
+        keys += windowed * (window - window * window / (2 * tokens))
+    return pair_flops(sizes) * keys
+
+
+def num_window_layers(sizes: TransformerArguments) -> int:
+    """Count the layers whose attention has a sliding window."""
+    if not sizes.get("window_size"):
+        return 0
+    # Megatron gives every layer the window if there is no pattern.
+    return sum(map(bool, sizes.get("window_attn_skip_freq", [1] * sizes["num_layers"])))
+
+
+def pair_flops(sizes: TransformerArguments) -> float:
+    """Compute FLOPs of the forward pass of one layer per pair of query and key token."""
     if sizes.get("multi_latent_attention"):
         # Queries and keys have a rotary part in addition, values do not.
         width = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"] + sizes["v_head_dim"]
     else:
         width = 2 * sizes["kv_channels"]
-    return float(2 * sizes["num_layers"] * sizes["num_attention_heads"] * width)
+    return float(2 * sizes["num_attention_heads"] * width)

@@ -207,6 +207,8 @@ def _norm(layers: Component) -> Component:
 
 
 def _attention(installed: Installed, engine: bool, request: BuildRequest) -> Component:
+    if installed.cuda:
+        _check_variant(engine, request)
     if engine:
         # TransformerEngine's layers exist on GPUs only, where the dtype auto is bfloat16.
         dtype = resolved_dtype(request.role.model.dtype, cuda=True)
@@ -222,6 +224,34 @@ def _attention(installed: Installed, engine: bool, request: BuildRequest) -> Com
         )
     whose = "transformers'" if request.layout.hf_tensors else "megatron's local"
     return Component("SDPA", f"torch's, sequence by sequence: {whose} attention takes no packed rows")
+
+
+def _check_variant(engine: bool, request: BuildRequest) -> None:
+    """Raise ConfigError for sinks and windows that the attention kernels of GPUs do not compute.
+
+    Source: TransformerEngine 2.11, get_attention_backend (softmax_type, qkv_format thd) and attn_forward_func_with_cp;
+    every backend of `attention.BACKENDS` supports windows.
+    """
+    sizes, checkpoint = request.sizes, request.role.checkpoint
+    if sizes.get("softmax_type", "vanilla") != "vanilla":
+        raise ConfigError(
+            f"{checkpoint}: no attention for packed rows on GPUs supports attention sinks (TransformerEngine 2.11 has "
+            "them for padded batches only); train this model on CPUs, or use a model without sinks"
+        )
+    if not sizes.get("window_size"):
+        return
+    if not engine:
+        raise ConfigError(
+            f"{checkpoint}: on GPUs sliding windows need TransformerEngine's layers, which are "
+            f"{'not used with adapters' if request.adapters else 'not installed or not used'}; install "
+            f"transformer-engine, set {request.role.key('lora.rank')}=0, or use a model without windows"
+        )
+    if request.layout.cp > 1:
+        key = request.role.key("parallel.cp")
+        raise ConfigError(
+            f"{key}={request.layout.cp}: TransformerEngine's ring of context-parallel ranks does not support sliding "
+            f"windows; set {key}=1"
+        )
 
 
 def _rope(engine: bool, request: BuildRequest) -> Component:

@@ -64,6 +64,12 @@ def role_layout(role: ModelRole, world_size: int, hf_config: HFConfig) -> TrainL
     if role.section.strategy != FSDP2:
         return layout
     _check_expert_layers(role, hf_config)
+    sizes = model_arguments(hf_config, role.checkpoint).transformer
+    if sizes.get("num_moe_experts") and sizes.get("add_bias_linear"):
+        raise ConfigError(
+            f"{role.key('strategy')}={FSDP2} does not support experts with biases ({role.checkpoint}); set "
+            f"{role.key('strategy')} to megatron"
+        )
     return replace(layout, shard_parameters=True, hf_tensors=True)
 
 
@@ -89,7 +95,8 @@ def train_layout(
     sizes = arguments.transformer
     etp = parallel.etp
     if etp is None:
-        etp = 1 if sizes.get("num_moe_experts") and parallel.ep > 1 else parallel.tp
+        whole = parallel.ep > 1 or sizes.get("add_bias_linear")
+        etp = 1 if sizes.get("num_moe_experts") and whole else parallel.tp
     # Checked again: the default of etp depends on the model, which validate() does not know.
     check_ranks_divide(parallel, world_size, etp, names)
     _check_tensor_axis(parallel, sizes, names)
@@ -147,6 +154,10 @@ def _check_expert_axes(parallel: ParallelConfig, sizes: TransformerArguments, et
         if etp != parallel.tp:
             raise ConfigError(f"{names.key('parallel.etp')}={etp}, but the model has no experts; leave it unset")
         return
+    if etp > 1 and sizes.get("add_bias_linear"):
+        raise ConfigError(
+            f"{names.key('parallel.etp')}={etp}: megatron (0.16.1) does not divide experts with biases; set it to 1"
+        )
     if experts % parallel.ep:
         raise ConfigError(f"{names.key('parallel.ep')}={parallel.ep} does not divide the model's {experts} experts")
     if sizes["moe_ffn_hidden_size"] % etp:

@@ -245,6 +245,24 @@ def _expert_parallel(_: int) -> None:
     _hidden(_model("qwen3_moe", {"ep": 2})).sum().backward()
 
 
+def _add_in_place(_: int) -> None:
+    from megatron.core.tensor_parallel import layers
+
+    for reduce in (layers.reduce_from_tensor_model_parallel_region, layers.reduce_scatter_to_sequence_parallel_region):
+        weight = torch.ones(2, requires_grad=True)
+        output = reduce(3 * weight, group=dist.group.WORLD)
+        output += 1
+        output.sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [3, 3]
+
+
+def test_expert_bias_can_be_added_in_place() -> None:
+    launch(_add_in_place, 1)
+    with pytest.raises(RankFailedError, match="is a view and is being modified inplace"):
+        launch(run_without, 1, ["expert_bias"], _add_in_place)
+
+
 def test_split_sizes_are_numbers_in_all_to_all() -> None:
     launch(_expert_parallel, 2)
     with pytest.raises(RankFailedError, match=r"TypeError|RuntimeError"):

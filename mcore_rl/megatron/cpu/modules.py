@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 
 from mcore_rl.megatron.cpu.registry import Fix, fix
 
@@ -58,6 +60,22 @@ def _router_gemm(this: Fix, module: ModuleType) -> None:
     # megatron.core imports the name from TransformerEngine, if that is installed.
     if "te_general_gemm" not in vars(module):
         this.patch(module, "te_general_gemm", None)
+
+
+@fix("expert_bias", "tensor_parallel.layers", on_cuda=True)
+def _expert_bias(this: Fix, module: ModuleType) -> None:
+    """Return the output of a row-parallel projection itself if its group has one rank. Otherwise it is the unchanged
+    input of a custom autograd function, to which MLP.forward adds an expert's bias in place: RuntimeError in
+    training."""
+    for name in ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"):
+        this.patch(module, name, _unless_alone(getattr(module, name)))
+
+
+def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def reduce_ranks(x: torch.Tensor, group: dist.ProcessGroup | None = None, **options: object) -> torch.Tensor:
+        return x if group is not None and group.size() == 1 else reduce(x, group=group, **options)
+
+    return reduce_ranks
 
 
 @fix("split_sizes", "transformer.moe.token_dispatcher")

@@ -24,18 +24,19 @@ def _attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention with the arguments of transformers' attention functions.
 
-    Shapes: query [1, heads, T, d], key and value [1, groups, T, d] -> [1, T, heads, d].
+    Shapes: query [1, heads, T, d], key and value [1, groups, T, d], sinks s_aux [heads] -> [1, T, heads, d].
     """
     assert attention_mask is None
-    assert sliding_window is None
     assert module.is_causal
     assert not dropout
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    return packed_attention(q, k, v, packed_seq_params.lengths, scale=scaling)[None], None
+    lengths = packed_seq_params.lengths
+    return packed_attention(q, k, v, lengths, scale=scaling, window=sliding_window, sinks=s_aux)[None], None
 
 
 AttentionInterface.register(PACKED, _attend)

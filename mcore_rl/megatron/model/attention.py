@@ -228,7 +228,6 @@ class SDPACoreAttention(MegatronModule):
             self.tp_group = pg_collection.tp
             heads = torch.empty(config.num_attention_heads // self.tp_group.size(), dtype=config.params_dtype)
             self.softmax_offset = torch.nn.Parameter(heads)
-            mark_sinks(self)
             config.init_method(self.softmax_offset)
 
     def forward(
@@ -280,5 +279,6 @@ def mark_sinks(attention: torch.nn.Module) -> None:
     """Mark the sinks of a core attention, if it has any, as a shard of this tensor-parallel rank. megatron-core 0.16.1
     does not, so that gradient norms would contain the sinks of rank 0 only."""
     sinks = getattr(attention, "softmax_offset", None)
-    if isinstance(sinks, torch.nn.Parameter):
+    # Layers of sharded parameters have the mark already.
+    if isinstance(sinks, torch.nn.Parameter) and not hasattr(sinks, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.schema import ModelConfig, resolved_dtype
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.model.attention import mark_sinks
 from mcore_rl.megatron.model.expert_rounding import round_experts
 from mcore_rl.megatron.model.layer_specs import decoder_specs, finish_latent_attention, mtp_specs
 from mcore_rl.megatron.model.output import ModelChunk, PolicyModel
@@ -112,6 +113,8 @@ def _transformer_config(spec: ResolvedModel, implementation: Implementation) -> 
     given |= _numeric_arguments(spec.role.model)
     given |= implementation.arguments()
     given |= recompute_arguments(spec, implementation)
+    # megatron-core 0.16.1: the fused gate clamps before it adds the bias, and supports no clamp with SiLU.
+    given["bias_activation_fusion"] = given.get("activation_func_clamp_value") is None
     if given.get("num_moe_experts"):
         given |= _EXPERT_ARGUMENTS
     if not spec.role.model.random_init:
@@ -159,7 +162,6 @@ def _numeric_arguments(model_config: ModelConfig) -> dict[str, object]:
         "calculate_per_token_loss": True,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "bias_activation_fusion": True,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         # Otherwise Megatron allocates weights on the current device, even if torch's default device is meta.
@@ -227,6 +229,7 @@ def _build_chunk(
             finish_latent_attention(module, config, arguments.latent_norm_epsilon)
         if isinstance(module, MoELayer):
             separate_experts(module)
+        mark_sinks(module)
     _move_to_device(model)
     if sharded:
         keep_rows(model, initialized=initialized)

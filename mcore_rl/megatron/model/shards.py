@@ -15,6 +15,7 @@ gathers them in bfloat16.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,10 +63,21 @@ def separate_experts(layer: MoELayer) -> None:
 
     It treats expert gradients separately only if ep > 1. With etp != tp it would sum them over the ranks that replicate
     dense weights, but these hold different shards of the experts.
+
+    It marks the bias of an expert's second projection like the bias of a dense one: replicated over the tensor-parallel
+    ranks, each with a part of the tokens. But these ranks hold other experts, or replicas whose gradients are summed
+    with the weights'. The gradient would be summed twice, and its norm counted on the first rank only (Megatron-LM
+    issue 6099).
     """
     if layer.config.expert_tensor_parallel_size != layer.config.tensor_model_parallel_size:
         for parameter in layer.experts.parameters():
             parameter.allreduce = False
+    if layer.config.add_bias_linear:
+        assert layer.config.expert_tensor_parallel_size == 1, "TransformerConfig requires it for experts with biases"
+        for name, parameter in layer.experts.named_parameters():
+            if re.search(r"linear_fc2\.bias\d*$", name):
+                parameter.sequence_parallel = False
+                parameter.tensor_model_parallel = True
 
 
 def shard_parameters(model: ModelChunk) -> None:

@@ -109,6 +109,14 @@ def test_sequence_cost_counts_causal_pairs():
     ]
 
 
+def test_sequence_cost_counts_pairs_in_windows():
+    lengths = np.array([0, 1, 3, 4, 50])
+    visible = [sum(min(place, 3) for place in range(1, length + 1)) for length in lengths]
+    assert SequenceCost(per_token=4.0, per_window_pair=2.0, window=3).of(lengths).tolist() == [
+        round(n + p / 2) for n, p in zip(lengths, visible, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
 def test_balance_long_tailed_responses_over_many_ranks(sigma):
     for seed in range(4):

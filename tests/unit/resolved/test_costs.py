@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from mcore_rl.resolved.costs import sequence_cost
+from mcore_rl.resolved.costs import attention_flops, sequence_cost
 from tests.tiny_models import tiny_model
 
 
@@ -31,3 +33,13 @@ def test_attention_flops_latent_attention_has_wider_keys() -> None:
     c = tiny_model("deepseek_v3").config
     widths = c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim
     assert sequence_cost(c.to_dict()).per_pair == 2 * c.num_hidden_layers * c.num_attention_heads * widths
+
+
+def test_attention_flops_window_layers_count_visible_keys() -> None:
+    sizes: Any = {"num_layers": 3, "num_attention_heads": 2, "kv_channels": 4}
+    windowed = sizes | {"window_size": (9, 0), "window_attn_skip_freq": [1, 0, 1]}
+    tokens = 1000
+    pairs = [sum(min(place, window) for place in range(1, tokens + 1)) for window in (10, tokens, 10)]
+    # The formula has no terms of one key per token.
+    assert attention_flops(windowed, tokens) == pytest.approx(2 * 2 * 8 * sum(pairs) / tokens, rel=2e-3)
+    assert attention_flops(windowed, 10) == attention_flops(sizes, 10)

@@ -234,3 +234,33 @@ def test_recompute_layers_must_divide_stages() -> None:
     assert _recompute("qwen3", layout=TrainLayout(2, pp=2), **full)["recompute_num_layers"] == 2
     with pytest.raises(ConfigError, match=r"actor\.recompute_layers=2 does not divide the 1 layers"):
         _recompute("qwen3", layout=TrainLayout(2, pp=2, pipeline_layout="Ettt|tL"), **full)
+
+
+SINKS = {"num_moe_experts": 8, "kv_channels": 64, "softmax_type": "learnable", "window_size": (127, 0)}
+WINDOWS = {"kv_channels": 64, "window_size": (127, 0)}
+
+
+@pytest.mark.parametrize(
+    ("installed", "request_", "message"),
+    [
+        (EVERYTHING, _request(SINKS), r"model\.hf_path: no attention .* supports attention sinks .* train .* on CPUs"),
+        (Installed(True, (9, 0)), _request(SINKS), r"model\.hf_path: no attention .* supports attention sinks"),
+        (Installed(True, (9, 0)), _request(WINDOWS, layout={"ep": 1}), "windows need TransformerEngine.*not installed"),
+        (
+            EVERYTHING,
+            _request(WINDOWS, layout={"ep": 1}, adapters=True),
+            r"not used with adapters; .*actor\.lora\.rank=0",
+        ),
+        (EVERYTHING, _request(WINDOWS, layout={"ep": 1, "cp": 2}), r"actor\.parallel\.cp=2: .*windows; set .*cp=1"),
+    ],
+)
+def test_choose_attention_variant_unsupported_on_gpus_is_rejected(
+    installed: Installed, request_: BuildRequest, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose(installed, request_)
+
+
+def test_choose_attention_variant_with_supporting_kernels_is_accepted() -> None:
+    assert choose(NOTHING, _request(SINKS)).attention.value == "SDPA"
+    assert choose(EVERYTHING, _request(WINDOWS, layout={"ep": 1})).attention.value == "FusedAttention"
