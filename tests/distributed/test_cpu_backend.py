@@ -8,7 +8,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,6 +277,20 @@ def test_latent_attention_needs_no_transformer_engine() -> None:
     launch(_latent_attention, 1)
     with pytest.raises(RankFailedError, match="isinstance"):
         launch(run_without, 1, ["latent_attention"], _latent_attention)
+
+
+def test_linear_attention_is_built_without_fla() -> None:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, perform_initialization=False, linear_conv_kernel_dim=2,
+        linear_key_head_dim=4, linear_value_head_dim=4, linear_num_key_heads=1, linear_num_value_heads=1,
+    )  # fmt: skip
+    one_rank = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+    GatedDeltaNet(config, GatedDeltaNetSubmodules(), 1, pg_collection=one_rank)
+    with without("linear_attention"), pytest.raises(ImportError, match="FLA is not installed"):
+        GatedDeltaNet(config, GatedDeltaNetSubmodules(), 1, pg_collection=one_rank)
 
 
 def test_every_fix_has_a_test() -> None:

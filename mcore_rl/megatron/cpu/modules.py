@@ -96,6 +96,12 @@ def _latent_attention(this: Fix, module: ModuleType) -> None:
     this.patch(module, "HAVE_TE", isinstance(module.TELinear, type))
 
 
+@fix("linear_attention", "ssm.gated_delta_net", on_cuda=True)
+def _linear_attention(this: Fix, module: ModuleType) -> None:
+    """Let the constructor of gated delta nets accept a missing fla, whose kernels only its own forward pass needs."""
+    this.patch(module, "HAVE_FLA", True)
+
+
 @fix("torch_adam", "optimizer")
 def _torch_adam(this: Fix, module: ModuleType) -> None:
     """Use torch's AdamW. If TransformerEngine or apex is installed, for example on a login node, the optimizer uses

@@ -22,8 +22,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from mcore_rl.megatron.model.attention import SDPACoreAttention
 from mcore_rl.megatron.model.head_norm import use_head_norms
+from mcore_rl.megatron.model.linear_attention.specs import gate_outputs, is_linear, use_linear_attention
 from mcore_rl.megatron.model.mtp import DetachedMTPLayer
-from mcore_rl.megatron.model.norm import LocalRMSNorm
+from mcore_rl.megatron.model.norm import local_norm
 from mcore_rl.megatron.model.routers import use_policy_router
 from mcore_rl.megatron.model.rows import fill_parameter
 
@@ -38,6 +39,7 @@ def decoder_specs(config: TransformerConfig, engine: bool, vp_stage: int | None)
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
     spec.layer_specs = [deepcopy(layer) for layer in spec.layer_specs]
+    use_linear_attention(spec.layer_specs, config, vp_stage)
     _replace_modules(spec, config, engine)
     return spec
 
@@ -45,13 +47,14 @@ def decoder_specs(config: TransformerConfig, engine: bool, vp_stage: int | None)
 def mtp_specs(
     config: TransformerConfig, spec: TransformerBlockSubmodules, engine: bool, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return the specification of the multi-token-prediction layers, built like the model's last layer.
+    """Return the specification of the multi-token-prediction layers, built like the model's last layer, but never with
+    linear attention.
 
     None if this chunk has none.
     """
     if not config.mtp_num_layers:
         return None
-    if not spec.layer_specs:
+    if not spec.layer_specs or is_linear(spec.layer_specs[-1].submodules.self_attention):
         # A pipeline stage may hold MTP layers without a decoder layer; megatron-core 0.16.1 assumes at least one.
         layers = get_gpt_decoder_layer_specs(config, engine, config.normalization, False)
         spec = TransformerBlockSubmodules(layer_specs=layers[-1:], layer_norm=spec.layer_norm)
@@ -61,7 +64,7 @@ def mtp_specs(
         layer.module = DetachedMTPLayer
         if not engine:
             parts = layer.submodules
-            parts.enorm = parts.hnorm = parts.layer_norm = LocalRMSNorm
+            parts.enorm = parts.hnorm = parts.layer_norm = local_norm(config)
     return mtp_spec
 
 
@@ -95,27 +98,32 @@ def _replace_modules(spec: TransformerBlockSubmodules, config: TransformerConfig
     if getattr(config, "qk_norm_over_heads", False):
         for layer in spec.layer_specs:
             use_head_norms(layer.submodules.self_attention.submodules, config)
+    if config.attention_output_gate:
+        gate_outputs(spec.layer_specs)
     if engine:
         return
-    spec.layer_norm = LocalRMSNorm
+    spec.layer_norm = local_norm(config)
     for layer in spec.layer_specs:
         _adapt_layer(layer.submodules, config)
 
 
 def _adapt_layer(parts: TransformerLayerSubmodules, config: TransformerConfig) -> None:
     """Replace the modules of a local layer."""
-    parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
+    norm = local_norm(config)
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    parts.sharded_state_dict_keys_map = _transformer_engine_keys(parts, config)
+    if is_linear(parts.self_attention):
+        return
     attention = parts.self_attention.submodules
     attention.core_attention = SDPACoreAttention
-    parts.sharded_state_dict_keys_map = _transformer_engine_keys(parts, config)
     if config.multi_latent_attention:
-        attention.q_layernorm = attention.kv_layernorm = LocalRMSNorm
+        attention.q_layernorm = attention.kv_layernorm = norm
         # megatron-core 0.16.1: with a column-parallel down-projection, whose output is gathered, the gradient of
         # the shared part of the key contains only one rank's heads. With a replicated projection and sequence
         # parallelism the gradient is summed over ranks.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     elif config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
 
 
 def _transformer_engine_keys(parts: TransformerLayerSubmodules, config: TransformerConfig) -> dict[str, str]:
@@ -129,7 +137,8 @@ def _transformer_engine_keys(parts: TransformerLayerSubmodules, config: Transfor
         for latent in ("q", "kv"):
             keys[f"self_attention.{latent}_layernorm."] = f"self_attention.linear_{latent}_up_proj.layer_norm_"
     else:
-        keys["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+        projection = "in_proj" if is_linear(parts.self_attention) else "linear_qkv"
+        keys["input_layernorm."] = f"self_attention.{projection}.layer_norm_"
     if not isinstance(getattr(parts.mlp, "submodules", None), MoESubmodules):
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return keys

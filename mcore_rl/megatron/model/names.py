@@ -4,6 +4,7 @@
 |---|---|
 | `decoder.layers.{local}` | `decoder.layers.{global}` |
 | `self_attention.linear_qkv.layer_norm_weight` (TransformerEngine fuses the norm) | `input_layernorm.weight` |
+| `self_attention.in_proj.layer_norm_weight` (linear attention) | `input_layernorm.weight` |
 | `self_attention.linear_q_up_proj.layer_norm_weight` | `self_attention.q_layernorm.weight`; `kv` likewise |
 | `mlp.linear_fc1.layer_norm_weight` | `pre_mlp_layernorm.weight` |
 | `mlp.experts.local_experts.{local}.linear_fc1.weight` (SequentialMLP) | `mlp.experts.linear_fc1.weight{global}` |
@@ -34,6 +35,7 @@ from mcore_rl.megatron.model.shards import local_shard, shard_of
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -45,6 +47,8 @@ _IN_LAYER = re.compile(
     r"|linear_q_proj|linear_(q|kv)_(down|up)_proj|kv_layernorm)"
     r"|mlp\.(linear_fc1|linear_fc2|router|shared_experts\.linear_fc[12]))\.(weight|bias)|mlp\.router\.expert_bias"
     r"|self_attention\.core_attention\.softmax_offset"
+    r"|self_attention\.(in_proj|conv1d|out_norm|out_proj)\.weight|self_attention\.(A_log|dt_bias)"
+    r"|mlp\.shared_experts\.gate_weight"
 )
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.transformer_layer\.(.+)")

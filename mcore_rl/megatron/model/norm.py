@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_rl.megatron.cpu.kernels import supports
@@ -20,9 +21,36 @@ class LocalRMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel
 
+    def factor(self) -> torch.Tensor:
+        """Return the factor of the normalized elements [hidden_size]."""
+        return self.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type != "cpu":
-            return super().forward(x)
+        if x.device.type != "cpu" or not supports(x):
+            return self.plain(x)
         from mcore_rl.megatron.cpu.kernels.norm import rms_norm
 
-        return rms_norm(x, self.weight, self.eps) if supports(x) else super().forward(x)
+        return rms_norm(x, self.factor(), self.eps)
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the norm with torch's own kernel."""
+        return F.rms_norm(x, self.normalized_shape, self.factor(), self.eps)
+
+
+class ZeroCenteredRMSNorm(LocalRMSNorm):
+    """RMSNorm whose factor is 1 + weight, like TransformerEngine's with layernorm_zero_centered_gamma."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+
+    def factor(self) -> torch.Tensor:
+        # In bfloat16 the sum would lose the last bits of the weight.
+        return 1 + self.weight.float()
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return super().plain(x.float()).to(x.dtype)
+
+
+def local_norm(config: TransformerConfig) -> type[LocalRMSNorm]:
+    """Return the class of the model's norms in local layers."""
+    return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else LocalRMSNorm

@@ -53,6 +53,8 @@ class TransformerArguments(TypedDict, total=False):
     add_bias_linear: bool
     add_qkv_bias: bool
     qk_layernorm: bool
+    layernorm_zero_centered_gamma: bool
+    attention_output_gate: bool
     attention_dropout: float
     hidden_dropout: float
     init_method_std: float
@@ -63,10 +65,19 @@ class TransformerArguments(TypedDict, total=False):
     softmax_type: str
     window_size: tuple[int, int]
     window_attn_skip_freq: list[int]
+    # Linear attention; linear_attention_freq is 1 for each layer that has it, else 0.
+    experimental_attention_variant: str
+    linear_attention_freq: list[int]
+    linear_conv_kernel_dim: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
     # Experts.
     num_moe_experts: int
     moe_ffn_hidden_size: int
     moe_shared_expert_intermediate_size: int
+    moe_shared_expert_gate: bool
     moe_layer_freq: list[int]
     moe_router_topk: int
     moe_router_score_function: str

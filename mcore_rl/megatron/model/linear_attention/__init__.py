@@ -1,0 +1,1 @@
+"""Linear attention: Megatron's gated delta net for packed rows, and the layers of a model that have it."""
