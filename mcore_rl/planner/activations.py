@@ -12,13 +12,16 @@ size, k the experts per token; t = tp, s = tp with sequence parallelism (else 1)
 | latent attention | both down projections before and after their norms, / s | |
 | latent attention, heads | q, k, v / t | mla_up_proj |
 | core attention | output q / t and a float32 log-sum per head | core_attn |
+| gate of attention outputs | output and float32 gate, q / t each | |
+| linear attention | output of its first projection, (2 keys + 2 values + 2 value heads) / t | |
+| linear attention, other tensors | see layers/linear_attention.py | always |
 | output projection | its input, q / t; the same tensor as the line above if the kernel writes the packed row | |
 | MLP input (dense, router, shared expert) | h / s | layernorm |
 | dense MLP | fc1's output 2 f / t, fc2's input f / t | mlp |
 | router | scores and map, 5 to 9 bytes x experts / s; indices, 16 to 32 bytes x k / s | moe |
 | experts, of n dispatched tokens | input n h, fc1's output n 2 f / etp | moe |
 | experts, activation | n f / etp; 6 n f / etp with a clamped gate | moe, moe_act |
-| shared expert | 3 f_shared / t | moe, shared_experts |
+| shared expert | 3 f_shared / t; with a gate, its output h / s | moe, shared_experts |
 
 n = k etp / s x plan.moe_imbalance (1 if ep is 1, because then a rank has all experts). Experts have no capacity limit,
 so no token is dropped. Full recomputation saves one hidden state of h / s per `actor.recompute_layers` layers and,
@@ -48,17 +51,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.megatron.step.logprobs import TILE_ELEMENTS
-from mcore_rl.planner.layers.execution import Execution, SavedTensor, core_attention
+from mcore_rl.planner.layers.execution import ALWAYS, Execution, SavedTensor, core_attention
+from mcore_rl.planner.layers.linear_attention import linear_attention
 from mcore_rl.planner.layers.transformers import transformers_layer
 from model_converters.families.parts.family import ModelArguments, TransformerArguments
 from model_converters.mapping.layout import TrainLayout
 
 
-def attention(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:
-    """Yield the tensors of a layer's attention and its norm."""
+def attention(sizes: TransformerArguments, run: Execution, *, linear: bool = False) -> Iterator[SavedTensor]:
+    """Yield the tensors of a layer's attention and its norm. linear: the layer has linear attention."""
     hidden, b = sizes["hidden_size"], run.element_bytes
     yield SavedTensor("norms", run.norm(hidden) / run.scatter)
     yield SavedTensor("attention", hidden * b / run.scatter, ("layernorm",))
+    if linear:
+        yield from linear_attention(sizes, run)
+        return
     yield from (_latent if sizes.get("multi_latent_attention") else _grouped)(sizes, run)
 
 
@@ -78,6 +85,8 @@ def _grouped(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTenso
     if not run.fused:
         yield SavedTensor("attention", 4 * head * b)
     yield from core_attention(q, heads, run)
+    if sizes.get("attention_output_gate"):
+        yield SavedTensor("attention", q * (b + 4))
 
 
 def _latent(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:
@@ -129,6 +138,8 @@ def experts(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor
     yield SavedTensor("moe", dispatched * gate * width / layout.etp * b, ("moe", "moe_act"))
     if shared := sizes.get("moe_shared_expert_intermediate_size"):
         yield SavedTensor("moe", 3 * shared / layout.tp * b, ("moe", "shared_experts"))
+    if sizes.get("moe_shared_expert_gate"):
+        yield SavedTensor("moe", (hidden * b + 4) / s, ("moe", "shared_experts"))
 
 
 def is_sparse(sizes: TransformerArguments, layer: int) -> bool:
@@ -140,16 +151,25 @@ def is_sparse(sizes: TransformerArguments, layer: int) -> bool:
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % int(frequency) == 0
 
 
-def layer_table(sizes: TransformerArguments, run: Execution, *, sparse: bool) -> list[SavedTensor]:
+def is_linear(sizes: TransformerArguments, layer: int) -> bool:
+    """Return True if the layer (global index) has linear attention."""
+    pattern = sizes.get("linear_attention_freq")
+    return bool(pattern and pattern[layer])
+
+
+def layer_table(
+    sizes: TransformerArguments, run: Execution, *, sparse: bool, linear: bool = False
+) -> list[SavedTensor]:
     """List the tensors that one layer saves without recomputation."""
     if run.transformers:
         return list(transformers_layer(sizes, run, sparse=sparse))
-    return [*attention(sizes, run), *(experts if sparse else dense_mlp)(sizes, run)]
+    return [*attention(sizes, run, linear=linear), *(experts if sparse else dense_mlp)(sizes, run)]
 
 
 def saved_bytes(table: Sequence[SavedTensor], run: Execution) -> dict[str, float]:
     """Sum the saved bytes per token of a layer by component, with selective recomputation."""
-    freed = set(run.section.recompute_modules) if run.section.recompute == "selective" else set()
+    chosen = run.section.recompute_modules if run.section.recompute == "selective" else []
+    freed = {*chosen, *ALWAYS}
     return _by_component(line for line in table if not freed & set(line.freed_by))
 
 
@@ -179,7 +199,9 @@ def chunk_activations(
     """
     sizes = arguments.transformer
     hidden = sizes["hidden_size"]
-    tables = [layer_table(sizes, run, sparse=is_sparse(sizes, layer)) for layer in layers]
+    tables = [
+        layer_table(sizes, run, sparse=is_sparse(sizes, layer), linear=is_linear(sizes, layer)) for layer in layers
+    ]
     saved: dict[str, float] = {"tokens": 8.0}
     recomputed = 0.0
     if run.section.recompute == "full":

@@ -5,9 +5,9 @@ rollout.max_response_tokens. A micro-batch is one packed row of whole sequences.
 
 A token costs 2 FLOP per weight that multiplies it (none for embedding lookups; the output projection only where a token
 is predicted). Causal attention costs 2 x heads x (query size + value size) per preceding token, so half a sequence on
-average, less in layers with a sliding window. A backward pass costs two forward passes; with LoRA adapters, one forward
-pass plus attention once more. Full recomputation adds a forward pass; selective recomputation of core_attn adds
-attention.
+average, less in layers with a sliding window. Linear attention has a fixed cost per token, and its backward pass
+recomputes it. A backward pass costs two forward passes; with LoRA adapters, one forward pass plus attention once more.
+Full recomputation adds a forward pass; selective recomputation of core_attn adds attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcore_rl.config.rules.models import uses_lora
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.engine import longest_sequence
 from mcore_rl.planner.model_size import ModelSize
-from mcore_rl.resolved.costs import attention_flops
+from mcore_rl.resolved.costs import attention_flops, linear_attention_flops
 from model_converters.families.parts.family import ModelArguments
 from model_converters.mapping.layout import TrainLayout
 
@@ -103,7 +103,8 @@ def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float
     tables = vocabulary if arguments.tied_embeddings else 2 * vocabulary
     # Embedding lookups are no matrix products; the output projection runs for predicted tokens only.
     weights = size.active - tables + predicted * vocabulary
-    return 2 * weights + attention_flops(arguments.transformer, mean_tokens)
+    attention = attention_flops(arguments.transformer, mean_tokens)
+    return 2 * weights + attention + linear_attention_flops(arguments.transformer)
 
 
 def step_flops(
@@ -113,8 +114,10 @@ def step_flops(
     predicted = batch.mean_response / batch.mean_tokens
     forward = forward_flops(arguments, size, batch.mean_tokens, predicted)
     attention = attention_flops(arguments.transformer, batch.mean_tokens)
+    linear = linear_attention_flops(arguments.transformer)
     # Frozen weights have no gradient. The gradient of the adapters is small.
-    passes = 2 * forward + attention if uses_lora(actor) else 3 * forward
+    passes = 2 * forward + attention + linear if uses_lora(actor) else 3 * forward
+    passes += linear  # recomputed in every backward pass
     if actor.recompute == "full":
         passes += forward
     elif actor.recompute == "selective" and "core_attn" in actor.recompute_modules:

@@ -121,6 +121,7 @@ class Implementation:
 
     layers: Component
     attention: Component
+    linear_attention: Component
     norm: Component
     rope: Component
     experts: Component
@@ -178,6 +179,7 @@ def choose(installed: Installed, request: BuildRequest) -> Implementation:
     return Implementation(
         layers=layers,
         attention=_attention(installed, engine, request),
+        linear_attention=_linear_attention(installed, request),
         norm=_norm(layers),
         rope=_rope(engine, request),
         experts=experts,
@@ -252,6 +254,24 @@ def _check_variant(engine: bool, request: BuildRequest) -> None:
             f"{key}={request.layout.cp}: TransformerEngine's ring of context-parallel ranks does not support sliding "
             f"windows; set {key}=1"
         )
+
+
+def _linear_attention(installed: Installed, request: BuildRequest) -> Component:
+    """Select the kernels of gated delta rules; mcore_rl.megatron.model.linear_attention follows the same rule."""
+    if not any(request.sizes.get("linear_attention_freq", [])):
+        return Component("none", "the model has no linear attention")
+    if request.layout.hf_tensors:
+        return Component("transformers", "comes with its layers")
+    if not installed.cuda:
+        return Component("torch", "chunk by chunk: the kernels of fla need a CUDA device")
+    if resolved_dtype(request.role.model.dtype, cuda=True) == "float32":
+        return Component("torch", "chunk by chunk: the kernels of fla take no float32")
+    if installed.linear_attention is None:
+        raise ConfigError(
+            f"{request.role.checkpoint}: the model has linear attention, which on GPUs needs the package "
+            "flash-linear-attention; install it on every host"
+        )
+    return Component("fla", f"flash-linear-attention {installed.linear_attention} is installed")
 
 
 def _rope(engine: bool, request: BuildRequest) -> Component:

@@ -15,6 +15,7 @@ from pathlib import Path
 from mcore_rl.errors import ConfigError
 
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+FLA = ("flash-linear-attention", "fla-core")
 FLASH_ATTENTION_3 = ("flash-attn-3", "flash_attn_3")
 TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch", "transformer_engine")
 
@@ -53,7 +54,7 @@ def has_module(name: str) -> bool:
 class Installed:
     """Properties of a machine that determine how models are built. Versions are None if the package is absent; `cudnn`
     also if it is not from a Python package. `capability` is the CUDA device's, `cuda_version` is torch's; None if
-    unknown. `gradient_fusion`: NVIDIA apex's kernel is installed."""
+    unknown. `gradient_fusion`: NVIDIA apex's kernel is installed. `linear_attention`: version of fla."""
 
     cuda: bool = False
     capability: tuple[int, int] | None = None
@@ -64,6 +65,7 @@ class Installed:
     gradient_fusion: bool = False
     deep_ep: bool = False
     cuda_version: tuple[int, ...] | None = None
+    linear_attention: str | None = None
 
 
 def here() -> Installed:
@@ -96,6 +98,7 @@ def look(*, cuda: bool) -> Installed:
         cudnn=_version("nvidia", CUDNN),
         gradient_fusion=has_module("fused_weight_gradient_mlp_cuda"),
         deep_ep=deep_ep(imported=cuda),
+        linear_attention=_version("fla", FLA),
     )
 
 
@@ -154,9 +157,14 @@ def _version(module: str, distributions: Sequence[str]) -> str | None:
 
 def planned_machine(*, cuda: bool) -> Installed:
     """Return the assumed properties of the machines of a plan, independent of this machine: with GPUs, the packages
-    that scripts/setup.sh installs, and deep_ep in case it is requested."""
+    that scripts/setup.sh installs, deep_ep in case it is requested, and fla in case a model needs it."""
     if not cuda:
         return Installed()
     return Installed(
-        cuda=True, transformer_engine="2.11.0", flash_attention="2.8.3", gradient_fusion=True, deep_ep=True
+        cuda=True,
+        transformer_engine="2.11.0",
+        flash_attention="2.8.3",
+        gradient_fusion=True,
+        deep_ep=True,
+        linear_attention="0.4.0",
     )

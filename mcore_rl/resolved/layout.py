@@ -100,6 +100,7 @@ def train_layout(
     # Checked again: the default of etp depends on the model, which validate() does not know.
     check_ranks_divide(parallel, world_size, etp, names)
     _check_tensor_axis(parallel, sizes, names)
+    _check_linear_attention(parallel, sizes, names)
     _check_expert_axes(parallel, sizes, etp, names)
     _check_sequence_parallel(parallel, sizes, names)
     with conversion_errors(f"{names.key('parallel')}."):
@@ -134,6 +135,9 @@ def _check_tensor_axis(parallel: ParallelConfig, sizes: TransformerArguments, na
         divided["units of the feed-forward layer"] = sizes["ffn_hidden_size"]
     if sizes.get("moe_shared_expert_intermediate_size"):
         divided["units of the shared experts"] = sizes["moe_shared_expert_intermediate_size"]
+    if sizes.get("linear_attention_freq"):
+        # Value heads are a multiple of key heads.
+        divided["key heads of linear attention"] = sizes["linear_num_key_heads"]
     for what, count in divided.items():
         if count % parallel.tp:
             raise ConfigError(f"{names.key('parallel.tp')}={parallel.tp} does not divide the model's {count} {what}")
@@ -143,6 +147,14 @@ def _check_tensor_axis(parallel: ParallelConfig, sizes: TransformerArguments, na
         raise ConfigError(
             f"{names.key('parallel.tp')}={parallel.tp} is neither a divisor nor a multiple of the model's "
             f"{groups} key/value heads"
+        )
+
+
+def _check_linear_attention(parallel: ParallelConfig, sizes: TransformerArguments, names: KeyNames) -> None:
+    if parallel.cp > 1 and any(sizes.get("linear_attention_freq", [])):
+        raise ConfigError(
+            f"{names.key('parallel.cp')}={parallel.cp}, but the model has linear attention, whose states megatron does "
+            "not pass between context-parallel ranks; set it to 1"
         )
 
 

@@ -19,6 +19,10 @@ class SavedTensor(NamedTuple):
     freed_by: tuple[str, ...] = ()
 
 
+ALWAYS = ("always",)
+"""Value of SavedTensor.freed_by for tensors that a layer recomputes whatever the configuration is."""
+
+
 @dataclass(frozen=True)
 class Execution:
     """Settings that decide which tensors a model saves, and which training state it has.

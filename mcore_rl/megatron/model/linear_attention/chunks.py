@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from mcore_rl.megatron.model.attention import upload
+from mcore_rl.resolved.costs import DELTA_RULE_CHUNK
 
-CHUNK = 64
-"""Tokens of a chunk, as in transformers and fla."""
+CHUNK = DELTA_RULE_CHUNK
 
 
 @dataclass(frozen=True)
