@@ -57,6 +57,30 @@ _SOFTMAX_EXPERTS: JsonObject = {
     "routed_scaling_factor": 1.3,
     "first_k_dense_replace": 1,
 }
+_GATED_SHARED_EXPERTS: JsonObject = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+_DELTA_NETS: JsonObject = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+_SECTIONED: JsonObject = {
+    **_DELTA_NETS,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
 _MORE_FIELDS: dict[str, JsonObject] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
     "deepseek_v2": {**_LATENT_ATTENTION, "q_lora_rank": None, **_SOFTMAX_EXPERTS},
@@ -77,6 +101,9 @@ _MORE_FIELDS: dict[str, JsonObject] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    "qwen3_next": {**_DELTA_NETS, **_GATED_SHARED_EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 1},
+    "qwen3_5_text": _SECTIONED,
+    "qwen3_5_moe_text": {**_SECTIONED, **_GATED_SHARED_EXPERTS},
     "glm4_moe": {**_SIGMOID_EXPERTS, "attention_bias": True, "use_qk_norm": True},
 }
 
@@ -125,7 +152,10 @@ def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: JsonVa
     model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean, deviation = (1.0, 0.3) if "norm" in name else (0.0, std)
+            # Norms start at 1, or at 0 if their factor is 1 + weight.
+            mean, deviation = (float(parameter.mean()), 0.3) if "norm" in name else (0.0, std)
+            if name.endswith(("A_log", "dt_bias")):
+                deviation = 0.5
             # A larger deviation makes the logits of tokens differ clearly.
             if "embed_tokens" in name or "lm_head" in name:
                 deviation = 0.4

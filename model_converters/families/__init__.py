@@ -13,7 +13,9 @@ from model_converters.families.mixtral import MIXTRAL
 from model_converters.families.parts.engine_fields import neutral_fields, refuse_for_engine
 from model_converters.families.parts.family import Family
 from model_converters.families.parts.hf_config import HFConfig
+from model_converters.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from model_converters.families.qwen3_moe import QWEN3_MOE
+from model_converters.families.qwen3_next import QWEN3_NEXT
 from model_converters.families.refusals import REFUSED
 
 FAMILIES: dict[str, Family] = {
@@ -29,7 +31,10 @@ FAMILIES: dict[str, Family] = {
         MIXTRAL,
         QWEN2,
         QWEN3,
+        QWEN3_5,
+        QWEN3_5_MOE,
         QWEN3_MOE,
+        QWEN3_NEXT,
     )
 }
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import Row
-from model_converters.mapping.transforms import GateUp, GroupedQKV, Heads, KeyValueHeads, Same, Transform
+from model_converters.mapping.transforms import GroupedQKV, Heads, KeyValueHeads, Same, Sections, Transform
 
 
 def trainer_rows(rows: Sequence[Row], layout: TrainLayout) -> list[Row]:
@@ -44,11 +44,10 @@ def _transforms(row: Row) -> list[Transform]:
     """Return the transform of each HF tensor of a row."""
     transform = row.transform
     if isinstance(transform, GroupedQKV):
-        query, key, _ = (shape[row.dim] for shape in row.shapes)
-        groups = transform.num_groups
-        heads = KeyValueHeads(num_heads=groups)
-        return [Heads(num_heads=query * groups // key), heads, heads]
-    if isinstance(transform, GateUp):
-        return [Same()] * transform.num_parts
+        heads = KeyValueHeads(num_heads=transform.num_groups)
+        return [Heads(num_heads=transform.num_heads(row.shapes, row.dim)), heads, heads]
+    if isinstance(transform, Sections):
+        whole: Transform = Heads(num_heads=transform.num_units) if transform.num_units else Same()
+        return [whole] * transform.num_parts
     assert len(row.hf) == 1, f"{row.mcore} consists of several tensors"
     return [transform]

@@ -11,6 +11,7 @@ slicing afterwards would give rank 0 all of gate and rank 1 all of up.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -98,26 +99,83 @@ class KeyValueHeads(Heads):
     """Heads of keys or values. With more engine ranks than heads, several ranks keep the same head."""
 
 
-@dataclass(frozen=True)
-class GateUp:
-    """Gated linear unit: a shard is [its rows of gate; its rows of up]."""
+class Section(NamedTuple):
+    """Indices of an HF tensor that are consecutive in the mcore tensor: `length` indices from `start` of each block.
 
-    num_parts: int = 2
+    The HF tensor `part` consists of `num_blocks` equal blocks; length 0: all indices of a block from `start`.
+    Example, the second index of each of two blocks of three: . x . . x .
+    """
+
+    part: int
+    num_blocks: int = 1
+    start: int = 0
+    length: int = 0
+
+    def per_block(self, shape: Shape, dim: int) -> int:
+        """Return the number of indices that the section has of each block."""
+        return self.length or shape[dim] // self.num_blocks - self.start
+
+    def size(self, shape: Shape, dim: int) -> int:
+        """Return the number of indices of the section."""
+        return self.num_blocks * self.per_block(shape, dim)
+
+    def segments(self, shape: Shape, dim: int, first: int, length: int, local_start: int) -> Iterator[Segment]:
+        """Yield the segments of the section's indices [first, first + length), which are local from `local_start`."""
+        block, each = shape[dim] // self.num_blocks, self.per_block(shape, dim)
+        if each == block:  # the blocks are consecutive
+            yield Segment(self.part, first, local_start, length)
+            return
+        for number in range(first // each, -(-(first + length) // each)):
+            low, high = max(number * each, first), min((number + 1) * each, first + length)
+            start = number * (block - each) + self.start + low
+            yield Segment(self.part, start, local_start + low - first, high - low)
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Concatenation of `sections`; a shard is [its share of the first section; its share of the second; ...].
+
+    num_units: number of units, such as heads, of every section that are never cut; 0: single indices.
+
+    Example, sections a (4 indices) and b (2 indices) on two shards: a0 a1 b0 | a2 a3 b1
+    """
+
+    sections: tuple[Section, ...]
+    num_units: int = 0
+
+    @property
+    def num_parts(self) -> int:
+        return 1 + max(section.part for section in self.sections)
 
     def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
-        return _indivisible(shapes[0][dim], num_shards)
+        return _indivisible(self.num_units or shapes[0][dim], num_shards)
 
     def local_length(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> int:
-        return 2 * (shapes[0][dim] // num_shards)
+        return sum(section.size(shapes[section.part], dim) // num_shards for section in self.sections)
 
     def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
-        length = shapes[0][dim] // num_shards
-        return (Segment(0, shard * length, 0, length), Segment(1, shard * length, length, length))
+        segments: list[Segment] = []
+        local_start = 0
+        for section in self.sections:
+            shape = shapes[section.part]
+            length = section.size(shape, dim) // num_shards
+            segments += section.segments(shape, dim, shard * length, length, local_start)
+            local_start += length
+        return tuple(segments)
+
+
+@dataclass(frozen=True)
+class GateUp(Sections):
+    """Gated linear unit: a shard is [its rows of gate; its rows of up]."""
+
+    sections: tuple[Section, ...] = (Section(0), Section(1))
 
 
 @dataclass(frozen=True)
 class GroupedQKV:
     """Fused attention projection: for each query group [q heads of the group; k head; v head], cut into equal shards.
+
+    gated: the first HF tensor has [query; output gate] of each head, and a group has [q heads; gates; k head; v head].
 
     Example, 4 heads in 2 groups: two shards are q0 q1 k0 v0 | q2 q3 k1 v1, four are q0 q1 | k0 v0 | q2 q3 | k1 v1. If a
     group is divided, Megatron gathers its activations before attention.
@@ -125,6 +183,12 @@ class GroupedQKV:
 
     num_groups: int
     num_parts: int = 3
+    gated: bool = False
+
+    def num_heads(self, shapes: tuple[Shape, ...], dim: int) -> int:
+        """Return the number of query heads."""
+        per_group = shapes[0][dim] // shapes[1][dim]
+        return self.num_groups * (per_group // 2 if self.gated else per_group)
 
     def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
         if num_shards <= self.num_groups:
@@ -138,19 +202,28 @@ class GroupedQKV:
         return sum(shape[dim] for shape in shapes) // num_shards
 
     def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
-        # Walk over the groups that overlap the shard [first, last) and intersect q, k and v of each group with it.
-        per_group = [shape[dim] // self.num_groups for shape in shapes]
+        # Walk over the groups that overlap the shard [first, last) and intersect the sections of each group with it.
+        sections = self._sections(shapes, dim)
+        per_group = [section.size(shapes[section.part], dim) // self.num_groups for section in sections]
         length = self.local_length(shapes, dim, num_shards)
         first, last = shard * length, (shard + 1) * length
-        segments = []
+        segments: list[Segment] = []
         for group in range(first // sum(per_group), -(-last // sum(per_group))):
             begin = group * sum(per_group)
-            for part, rows in enumerate(per_group):
+            for section, rows in zip(sections, per_group, strict=True):
                 low, high = max(begin, first), min(begin + rows, last)
                 if low < high:
-                    segments.append(Segment(part, group * rows + low - begin, low - first, high - low))
+                    inside = group * rows + low - begin
+                    segments += section.segments(shapes[section.part], dim, inside, high - low, low - first)
                 begin += rows
         return tuple(segments)
+
+    def _sections(self, shapes: tuple[Shape, ...], dim: int) -> tuple[Section, ...]:
+        """Return the sections of a group, with the indices of all groups."""
+        if not self.gated:
+            return Section(0), Section(1), Section(2)
+        heads, head_dim = self.num_heads(shapes, dim), shapes[1][dim] // self.num_groups
+        return Section(0, heads, 0, head_dim), Section(0, heads, head_dim, head_dim), Section(1), Section(2)
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ def _refusal(row: Row, num_shards: int) -> str:
         return f"{padded}, padded, is not a multiple of {{axis}} {num_shards}" if padded % num_shards else ""
     if isinstance(row.transform, GroupedQKV) and num_shards > row.transform.num_groups:
         groups = row.transform.num_groups
-        heads = row.shapes[0][row.dim] * groups // row.shapes[1][row.dim]
+        heads = row.transform.num_heads(row.shapes, row.dim)
         if num_shards % groups:
             return f"{groups} is neither a multiple nor a divisor of {{axis}} {num_shards}"
         return f"{heads} is not a multiple of {{axis}} {num_shards}" if heads % num_shards else ""

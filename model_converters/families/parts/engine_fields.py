@@ -148,7 +148,7 @@ def _refuse_unread(family: Family, config: HFConfig, engine: str) -> None:
 
 def _refuse_rotation(family: Family, config: HFConfig) -> None:
     name, found = rope_section(config)
-    for key in ROTATION_INSIDE:
+    for key in (key for key in ROTATION_INSIDE if key not in family.own_fields):
         # vLLM reacts to the presence of mrope_section, whatever its value.
         if found.get(key) or (key == "mrope_section" and key in found):
             raise ConversionError(

@@ -45,6 +45,16 @@ def expert_rows(
     ]
 
 
+def gated_shared_rows(hidden: int, intermediate: int, layers: Sequence[int]) -> list[Row]:
+    """Return the rows of a shared expert of size `intermediate`, whose output a sigmoid of each token scales."""
+    mcore, hf = "decoder.layers.{l}.mlp.shared_experts.", "model.layers.{l}.mlp.shared_expert"
+    split_by = "shared_expert_intermediate_size"
+    return [
+        *gated_rows((mcore, f"{hf}."), hidden, intermediate, layers, split_by=split_by),
+        whole_row(f"{mcore}gate_weight", f"{hf}_gate.weight", (1, hidden), layers),
+    ]
+
+
 def softmax_experts(
     config: HFConfig,
     num_experts: int,

@@ -162,8 +162,8 @@ class Family:
     engine_fields: fields that inference engines need in config.json and that transformers omits or writes as null.
     transformers_type: model_type under which transformers registers the family, if different.
     architecture: class name in transformers, by which inference engines select their implementation.
-    own_fields: fields of parts.engine_fields.NEUTRAL that transformers and engines interpret in the same way for this
-    family, so they are not overridden.
+    own_fields: fields of parts.engine_fields.NEUTRAL and ROTATION_INSIDE that transformers and engines interpret in the
+    same way for this family, so they are neither overridden nor rejected.
     absent_for_engines: fields whose mere presence, even as null, changes an engine's model.
     unread_by_engines: field -> engines that ignore it for this family.
     refused_by_engines: engine -> reason why it cannot compute this family like transformers.
@@ -205,15 +205,21 @@ class Family:
 
 
 def grouped_attention(
-    config: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False, bias_of_qkv_only: bool = False
+    config: HFConfig,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    bias_of_qkv_only: bool = False,
+    layer_types: tuple[str, ...] = hf_config.FULL_ATTENTION,
 ) -> TransformerArguments:
     """Read the arguments of grouped-query attention and reject unsupported attention settings.
 
     qkv_bias: whether q, k and v have biases.
     qk_norm: whether query and key heads have RMS norms.
     bias_of_qkv_only: attention_bias of this family applies to q, k and v but not to o_proj.
+    layer_types: supported values in the list layer_types.
     """
-    hf_config.refuse_unsupported(config)
+    hf_config.refuse_unsupported(config, layer_types)
     if flag(config, "attention_bias") and not bias_of_qkv_only:
         raise ConversionError("config.json: attention_bias is not supported: it also adds a bias to o_proj")
     num_heads = integer(config, "num_attention_heads")
@@ -260,9 +266,12 @@ def attention_rows(attention: TransformerArguments, layers: Sequence[int]) -> li
     """Return the rows of the norms before attention and MLP, of all attention projections, and of q and k norms."""
     mcore, hf, hidden = "decoder.layers.{l}.", "model.layers.{l}.", attention["hidden_size"]
     num_groups, head_dim = attention["num_query_groups"], attention["kv_channels"]
-    q_rows, kv_rows = attention["num_attention_heads"] * head_dim, num_groups * head_dim
+    output_columns, kv_rows = attention["num_attention_heads"] * head_dim, num_groups * head_dim
+    # With an output gate, q_proj has a query and a gate for each head.
+    gated = attention.get("attention_output_gate", False)
+    q_rows = output_columns * (2 if gated else 1)
     row = partial(Row, axis="tp", layers=tuple(layers))
-    qkv = partial(row, transform=GroupedQKV(num_groups), split_by="num_key_value_heads")
+    qkv = partial(row, transform=GroupedQKV(num_groups, gated=gated), split_by="num_key_value_heads")
     rows = [
         whole_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", (hidden,), layers),
         qkv(
@@ -275,7 +284,7 @@ def attention_rows(attention: TransformerArguments, layers: Sequence[int]) -> li
         row(
             mcore=f"{mcore}self_attention.linear_proj.weight",
             hf=(f"{hf}self_attn.o_proj.weight",),
-            shapes=((hidden, q_rows),),
+            shapes=((hidden, output_columns),),
             transform=Same(),
             dim=1,
             split_by="num_attention_heads * head_dim",

@@ -244,11 +244,17 @@ def fp8_block(config: HFConfig) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def refuse_unsupported(config: HFConfig) -> None:
+FULL_ATTENTION = ("full_attention",)
+"""Values of layer_types for attention to all tokens."""
+
+
+def refuse_unsupported(config: HFConfig, layer_types: tuple[str, ...] = FULL_ATTENTION) -> None:
     """Reject settings that no family supports.
 
     These are quantisation other than FP8 blocks, activations other than SiLU, sizes that differ between layers, and
     attention that is not causal or not over all tokens.
+
+    layer_types: supported values in the list layer_types.
 
     Raises: ConversionError.
     """
@@ -261,18 +267,19 @@ def refuse_unsupported(config: HFConfig) -> None:
     if activation != "silu":
         raise ConversionError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
     require(config, "per_layer_config", None, {}, reason="all layers of a table have the same sizes")
-    _refuse_sliding_window(config)
+    _refuse_sliding_window(config, layer_types)
 
 
-def _refuse_sliding_window(config: HFConfig) -> None:
+def _refuse_sliding_window(config: HFConfig, supported: tuple[str, ...]) -> None:
     """Reject models in which any layer attends to a window instead of all tokens."""
     layer_types = config.get("layer_types")
     if layer_types is not None:
         if not isinstance(layer_types, list | tuple) or not all(isinstance(kind, str) for kind in layer_types):
             raise ConversionError(f"config.json: layer_types is {_shown(layer_types)}; it must be a list of names")
-        others = sorted(set(layer_types) - {"full_attention"})
+        others = sorted(set(layer_types) - set(supported))
         if others:
-            raise ConversionError(f"config.json: layer_types {others} are not supported, only 'full_attention'")
+            names = " and ".join(map(repr, supported))
+            raise ConversionError(f"config.json: layer_types {others} are not supported, only {names}")
     # Some families of transformers ignore layer_types. If sliding_window is absent, families with a window use their
     # own default; null means full attention.
     window = config.get("sliding_window", 4096)

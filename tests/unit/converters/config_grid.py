@@ -96,6 +96,16 @@ _LATENT: dict[str, list[object]] = {
     "v_head_dim": [None, 0, 8],
     "rope_interleave": [ABSENT, None, False, True, 0],
 }
+_NETS: dict[str, list[object]] = {
+    "full_attention_interval": [ABSENT, 0, "x", 1, 2, 4],
+    "layer_types": [None, ["linear_attention", "full_attention"], ["full_attention"] * 2, ["full_attention"] * 3],
+    "linear_conv_kernel_dim": [None, 0, "x", 3],
+    "linear_key_head_dim": [None, 0, "x", 4],
+    "linear_value_head_dim": [None, 0, "x", 4],
+    "linear_num_key_heads": [None, 0, "x", 3, 4],
+    "linear_num_value_heads": [None, 0, "x", 3, 8],
+    "shared_expert_intermediate_size": [ABSENT, None, "x", 24],
+}
 _YARN_VALUES: dict[str, list[object]] = {
     "rope_theta": [ABSENT, None, 0, "x", 5e5],
     "factor": [ABSENT, None, "x", 1, 8],
@@ -138,11 +148,12 @@ _BASE = {"num_hidden_layers": 2, "intermediate_size": 24}
 
 def changes(kind: str) -> Iterator[Change]:
     """Yield changes to a tiny configuration: one setting, or a few that belong together."""
-    experts = _EXPERTS if kind not in ("llama", "qwen2", "qwen3") else {}
+    experts = _EXPERTS if kind not in ("llama", "qwen2", "qwen3", "qwen3_5_text") else {}
     experts = experts | _OF_KIND.get(kind, {})
     latent = _LATENT if kind.startswith("deepseek") else {}
+    nets = _NETS if "linear_num_key_heads" in tiny_fields(kind) else {}
     yield {}
-    yield from ({key: value} for key, values in {**_VALUES, **experts, **latent}.items() for value in values)
+    yield from ({key: value} for table in (_VALUES, experts, latent, nets) for key in table for value in table[key])
     for base, table in ((YARN, _YARN_VALUES), (LLAMA3, _LLAMA3_VALUES)):
         for key, values in table.items():
             yield from ({"rope_parameters": _changed(base, {key: value})} for value in values)
@@ -168,12 +179,13 @@ def facts_of_transformers(fields: dict[str, object]) -> dict[str, object]:
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model, model.state_dict()).items()}
     if config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
-    layer = trunk.layers[-1]
+    # A layer of a hybrid model may have linear attention.
+    layer = next(layer for layer in reversed(trunk.layers) if hasattr(layer, "self_attn"))
     attention, whole_window = layer.self_attn, config.model_type in ("mixtral", "qwen3_moe")
     return {
         "shapes": shapes,
         "tied": config.tie_word_embeddings,
-        "epsilon": layer.input_layernorm.variance_epsilon,
+        "epsilon": _epsilon(layer.input_layernorm),
         "latent epsilon": attention.kv_a_layernorm.variance_epsilon if hasattr(attention, "kv_a_layernorm") else None,
         "activation": type(layer.mlp.act_fn if hasattr(layer.mlp, "act_fn") else layer.mlp.experts.act_fn).__name__,
         "attention scale": attention.scaling,
@@ -184,6 +196,10 @@ def facts_of_transformers(fields: dict[str, object]) -> dict[str, object]:
         or bool(getattr(config, "rope_interleave", False)),
         "routing": _routing(layer.mlp.gate) if hasattr(layer.mlp, "gate") else None,
     }
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 def _routing(gate: Any) -> dict[str, object]:

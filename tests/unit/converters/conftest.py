@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from model_converters.mapping.layout import Coordinates, TrainLayout
+from tests.unit.converters import hybrid_models
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -115,6 +116,7 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
         "moe_layer_interval": 2,
     },
     "kimi_k2": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "kimi_k2", "num_nextn_predict_layers": 0},
+    **hybrid_models.CONFIGS,
 }
 LLAMA_PARTS, MIXTRAL_PARTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
@@ -148,13 +150,19 @@ def local_mcore() -> Callable[[Tensors, dict, TrainLayout, int], Tensors]:
 def _random_hf(config: dict[str, object], seed: int = 0) -> Tensors:
     """Return random HF tensors of a model of any family, built without the table."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, layers, mtp = config["hidden_size"], config["num_hidden_layers"], _mtp_layers(config)
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    mtp = () if _has_nets(config) else _mtp_layers(config)
     shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     for layer in range(layers + len(mtp)):
-        named = _attention_shapes(config) | _mlp_shapes(config, layer)
+        named = _attention_shapes(config, layer) | _mlp_shapes(config, layer)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in named.items()}
+    if _has_nets(config) and _mtp_layers(config):
+        named = _attention_shapes(config, layers - 1) | _mlp_shapes(config, layers - 1)
+        shapes |= {f"mtp.layers.0.{name}": shape for name, shape in named.items()}
+        shapes |= {f"mtp.{name}.weight": (hidden,) for name in hybrid_models.MTP_NAMES}
+        shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
     for layer in mtp:
         for name in ("enorm", "hnorm", "shared_head.norm"):
             shapes[f"model.layers.{layer}.{name}.weight"] = (hidden,)
@@ -168,17 +176,24 @@ def _random_hf(config: dict[str, object], seed: int = 0) -> Tensors:
 
 def _mtp_layers(config: dict[str, object]) -> range:
     layers = config["num_hidden_layers"]
-    return range(layers, layers + config.get("num_nextn_predict_layers", 0))
+    count = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", 0))
+    return range(layers, layers + count)
 
 
-def _attention_shapes(config: dict[str, object]) -> Shapes:
+def _has_nets(config: dict[str, object]) -> bool:
+    return "linear_num_key_heads" in config
+
+
+def _attention_shapes(config: dict[str, object], layer: int) -> Shapes:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     norms = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    if _has_nets(config) and config["layer_types"][layer] == "linear_attention":
+        return norms | hybrid_models.net_shapes(config["model_type"], hidden)
     if "kv_lora_rank" not in config:
         d, groups = config["head_dim"], config["num_key_value_heads"]
         has_bias = config["attention_bias"] or config["model_type"] == "qwen2"
         has_norms = config.get("use_qk_norm") or config["model_type"].startswith(("qwen3", "minimax"))
-        rows = {"q": heads * d, "k": groups * d, "v": groups * d}
+        rows = {"q": heads * d * (2 if _has_nets(config) else 1), "k": groups * d, "v": groups * d}
         norm_sizes = rows if config["model_type"] == "minimax_m2" else {"q": d, "k": d}
         return {
             **norms,
@@ -206,14 +221,14 @@ def _mlp_shapes(config: dict[str, object], layer: int) -> Shapes:
     kind = config["model_type"]
     mixtral = kind in ("mixtral", "minimax_m2")
     block, (gate, up, down) = ("block_sparse_moe.", MIXTRAL_PARTS) if mixtral else ("mlp.", LLAMA_PARTS)
-    hidden, widths = config["hidden_size"], {block: config["intermediate_size"]}
+    hidden, widths = config["hidden_size"], {block: config.get("intermediate_size")}
     number_keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     counts = [config[key] for key in number_keys if key in config]
     dense = layer < config.get("first_k_dense_replace", 0) or layer in config.get("mlp_only_layers", ())
     dense |= kind == "ernie4_5_moe" and layer % 2 == 0  # moe_layer_interval 2 counts from 1
     shapes: Shapes = {}
     if counts and not dense:
-        size = config.get("moe_intermediate_size", config["intermediate_size"])
+        size = config.get("moe_intermediate_size", config.get("intermediate_size"))
         widths = {f"{block}experts.{expert}.": size for expert in range(counts[0])}
         shapes[f"{block}gate.weight"] = (counts[0], hidden)
         shared = config.get("n_shared_experts", config.get("moe_num_shared_experts"))
@@ -224,6 +239,9 @@ def _mlp_shapes(config: dict[str, object], layer: int) -> Shapes:
         if name:
             shape = (1, counts[0]) if kind == "ernie4_5_moe" else (counts[0],)
             shapes[f"{name}e_score_correction_bias"] = shape
+        if "shared_expert_intermediate_size" in config:
+            widths["mlp.shared_expert."] = config["shared_expert_intermediate_size"]
+            shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     for prefix, width in widths.items():
         shapes[f"{prefix}{gate}.weight"] = shapes[f"{prefix}{up}.weight"] = (width, hidden)
         shapes[f"{prefix}{down}.weight"] = (hidden, width)
@@ -243,6 +261,9 @@ def _local_mcore(hf: Tensors, config: dict[str, object], layout: TrainLayout, ra
         if not config["tie_word_embeddings"] or layout.pp > 1:
             head = hf.get("lm_head.weight", hf["model.embed_tokens.weight"])
             local["output_layer.weight"] = _vocabulary(head, at.tp, layout.tp)
+        if _has_nets(config) and _mtp_layers(config):
+            local |= _separate_mtp(hf, config, layout, at)
+            return local
         for depth, layer in enumerate(_mtp_layers(config)):
             ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{layer}."
             copy = hf[f"{theirs}embed_tokens.weight"]
@@ -253,6 +274,17 @@ def _local_mcore(hf: Tensors, config: dict[str, object], layout: TrainLayout, ra
             local[f"{ours}final_layernorm.weight"] = hf[f"{theirs}shared_head.norm.weight"]
             local |= _local_layer(hf, config, theirs, f"{ours}transformer_layer.", layout, at)
     return local
+
+
+def _separate_mtp(hf: Tensors, config: dict[str, object], layout: TrainLayout, at: Coordinates) -> Tensors:
+    """Return the tensors of the layer that HF stores under mtp., without copies of embedding and head."""
+    embedding = _vocabulary(hf["model.embed_tokens.weight"], at.tp, layout.tp)
+    return {
+        "embedding.word_embeddings.weight": embedding,
+        **{f"mtp.layers.0.{ours}.weight": hf[f"mtp.{name}.weight"] for name, ours in hybrid_models.MTP_NAMES.items()},
+        "mtp.layers.0.eh_proj.weight": _part(hf["mtp.fc.weight"], 0, at.tp, layout.tp),
+        **_local_layer(hf, config, "mtp.layers.0.", "mtp.layers.0.transformer_layer.", layout, at),
+    }
 
 
 def _part(tensor: torch.Tensor, dim: int, index: int, size: int) -> torch.Tensor:
@@ -274,7 +306,9 @@ def _local_layer(
         f"{ours}pre_mlp_layernorm.weight": hf[f"{theirs}post_attention_layernorm.weight"],
     }
     attention = (f"{theirs}self_attn.", f"{ours}self_attention.", layout, at)
-    if f"{theirs}self_attn.kv_b_proj.weight" in hf:
+    if f"{theirs}linear_attn.conv1d.weight" in hf:
+        local |= hybrid_models.local_net(hf, f"{theirs}linear_attn.", f"{ours}self_attention.", layout, at)
+    elif f"{theirs}self_attn.kv_b_proj.weight" in hf:
         local |= _latent_attention(hf, *attention)
     else:
         local |= _grouped_attention(hf, config, *attention)
@@ -307,6 +341,9 @@ def _grouped_attention(
     for kind in ("weight", "bias"):
         if f"{theirs}q_proj.{kind}" in hf:
             parts = [hf[f"{theirs}{part}_proj.{kind}"].unflatten(0, (groups, -1)) for part in "qkv"]
+            if _has_nets(config):  # each head has [query; gate]
+                queries_and_gates = parts[0].unflatten(1, (-1, 2, config["head_dim"]))
+                parts[:1] = [part.flatten(1, 2) for part in queries_and_gates.unbind(2)]
             local[f"{ours}linear_qkv.{kind}"] = _part(torch.cat(parts, 1).flatten(0, 1), 0, at.tp, layout.tp)
     for part in "qk":
         norm = hf.get(f"{theirs}{part}_norm.weight")
@@ -329,6 +366,10 @@ def _mlp(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, at: Coordinat
     if f"{theirs}shared_experts.gate_proj.weight" in hf:
         shared = ("shared_experts.", "shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight")
         local |= gated(*shared, at.tp, layout.tp)
+    if f"{theirs}shared_expert_gate.weight" in hf:
+        shared = ("shared_expert.", "shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight")
+        local |= gated(*shared, at.tp, layout.tp)
+        local[f"{ours}shared_experts.gate_weight"] = hf[f"{theirs}shared_expert_gate.weight"]
     for prefix in ("gate.", "moe_statics.", ""):
         if f"{theirs}{prefix}e_score_correction_bias" in hf:
             local[f"{ours}router.expert_bias"] = hf[f"{theirs}{prefix}e_score_correction_bias"]

@@ -21,7 +21,7 @@ from tests.plans import assert_tiled
 from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, tiny_config, tiny_model, write_tiny_model
 from tests.unit.converters.hf_models import bound_rows
 
-DENSE = ("llama", "qwen2", "qwen3")
+DENSE = ("llama", "qwen2", "qwen3", "qwen3_5_text")
 MODELS = [
     ("llama", {"rope_parameters": LLAMA3}),
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -39,6 +39,9 @@ MODELS = [
     ("minimax_m2", {}),
     ("ernie4_5_moe", {"moe_layer_interval": 2}),
     ("ernie4_5_moe", {"tie_word_embeddings": True, "moe_layer_end_index": 2, "moe_num_shared_experts": 0}),
+    ("qwen3_next", {"mlp_only_layers": [1]}),
+    ("qwen3_5_text", {"tie_word_embeddings": True}),
+    ("qwen3_5_moe_text", {}),
     ("glm4_moe", {"tie_word_embeddings": True, "attention_bias": False, "use_qk_norm": False}),
 ]
 
@@ -161,7 +164,7 @@ def test_description_refused_fields_are_rejected_by_name(family, family_configs)
 
 
 def test_family_for_unknown_type_lists_supported_types():
-    with pytest.raises(ConversionError, match=r"'gemma' is not supported; known: .*qwen3, qwen3_moe"):
+    with pytest.raises(ConversionError, match=r"'gemma' is not supported; known: .*qwen3, .*qwen3_moe"):
         family_for({"model_type": "gemma"})
 
 

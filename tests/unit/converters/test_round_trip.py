@@ -38,8 +38,11 @@ def grid():
     yield {"world_size": 8, "tp": 2, "pp": 2, "cp": 2, "ep": 4}, True
 
 
-SPARSE = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe")
-ALL = ("llama", "deepseek_v2", "kimi_k2", "qwen2", "qwen3", *SPARSE)
+SPARSE = (
+    *("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "qwen3_next"),
+    "qwen3_5_moe_text",
+)
+ALL = ("llama", "deepseek_v2", "kimi_k2", "qwen2", "qwen3", "qwen3_5_text", *SPARSE)
 
 
 def cases():

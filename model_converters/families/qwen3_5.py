@@ -1,0 +1,56 @@
+"""Qwen3.5 and 3.6, text: gated delta nets and gated attention, with dense MLPs or routed experts.
+
+Source: transformers models/qwen3_5, models/qwen3_5_moe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from model_converters.families.parts import delta_net, family
+from model_converters.families.parts.hf_config import HFConfig, integer
+from model_converters.families.parts.hybrid import OWN_FIELDS, hybrid_arguments, hybrid_table
+from model_converters.mapping.table import Row
+
+
+def _rows(config: HFConfig, *, sparse: bool) -> list[Row]:
+    return hybrid_table(config, [sparse] * integer(config, "num_hidden_layers"), separate=True)
+
+
+def _model_arguments(config: HFConfig, *, sparse: bool) -> family.ModelArguments:
+    return hybrid_arguments(config, [sparse] * integer(config, "num_hidden_layers"))
+
+
+_COVERS = (
+    "gated delta nets, grouped queries with QK norms and output gate, partial rotation, zero-centred norms, "
+    "multi-token prediction (kept by conversions and trained on request)"
+)
+QWEN3_5 = family.Family(
+    "qwen3_5_text",
+    partial(_rows, sparse=False),
+    partial(_model_arguments, sparse=False),
+    defaults={**delta_net.DEFAULTS, "num_key_value_heads": 4},
+    architecture="Qwen3_5ForCausalLM",
+    own_fields=OWN_FIELDS,
+    description=family.Description(
+        models="Qwen3.5 0.8B to 27B, Qwen3.6-27B (text)",
+        covers=f"{_COVERS}, tied or untied embeddings",
+        refused=delta_net.REFUSED,
+        vllm_cpu="runs",
+    ),
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    build_rows=partial(_rows, sparse=True),
+    build_arguments=partial(_model_arguments, sparse=True),
+    defaults={**delta_net.DEFAULTS, "num_key_value_heads": 2},
+    architecture="Qwen3_5MoeForCausalLM",
+    description=replace(
+        QWEN3_5.description,
+        models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B (text)",
+        covers=f"{_COVERS}, routed experts, gated shared expert",
+        refused={**delta_net.REFUSED, "num_experts_per_tok": 1},
+    ),
+)
