@@ -14,13 +14,14 @@ from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.families.parts.hf_config import flag, fp8_block, read_hf_config, weights_dtype
 from model_converters.families.parts.quantization import refuse_tensors
-from model_converters.hf import tensor_kinds
+from model_converters.hf import stacked, tensor_kinds
 from model_converters.hf.adapter_reader import LoraAdapter, LowRankUpdate
 from model_converters.hf.computed_tensor import ComputedTensor
 from model_converters.hf.index import read_headers
 from model_converters.hf.shards import StoredTensor, TensorFiles
 from model_converters.hf.unlisted_files import find_unlisted
 from model_converters.hf.writer import HFWriter
+from model_converters.mapping.table import bind
 from model_converters.mapping.transforms import Shape
 
 __all__ = ["HFCheckpoint", "HFWriter"]
@@ -34,6 +35,7 @@ class HFCheckpoint:
 
     - FP8 weights are dequantised in float32 and rounded once to the target's dtype; `shapes` does not contain scales.
     - `lora`, the directory of a PEFT adapter, is merged the same way: base + scale * B A.
+    - Tensors that stack the experts of a layer are read as one tensor per expert; `shapes` contains the latter.
     - Saved rotary frequencies are compared with config.json; `shapes` does not contain them.
     - `unlisted` describes the weight files that are ignored.
 
@@ -53,8 +55,7 @@ class HFCheckpoint:
         # Before the tensors are split: an unlisted file may also contain scales and buffers.
         self.unlisted = find_unlisted(self.directory, listed)
         refuse_tensors(listed, self.directory)
-        tensor_kinds.refuse_fused_experts(listed, self.directory)
-        tensors, buffers = tensor_kinds.split_buffers(listed)
+        tensors, buffers = tensor_kinds.split_buffers(self._unstacked(listed))
         self._stored, self._scales = tensor_kinds.split_scales(tensors, self.block, self.directory)
         tensor_kinds.require_floating(self._stored)
         self.shapes: dict[str, Shape] = {name: stored.shape for name, stored in self._stored.items()}
@@ -67,6 +68,16 @@ class HFCheckpoint:
         self._files = TensorFiles()
         if buffers:
             self._check_buffers(buffers)
+
+    def _unstacked(self, listed: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Replace tensors with all experts of a layer by the table's tensors of single experts."""
+        if not stacked.has_stacked_experts(listed):
+            return listed
+        try:
+            rows = [row for row in self.family.rows(self.config) if row.stored]
+            return stacked.unstack(listed, bind(rows, self.config, torch.bfloat16))
+        except ConversionError as error:
+            raise ConversionError(f"{self.directory}: {error}") from None
 
     def _check_buffers(self, buffers: dict[str, StoredTensor]) -> None:
         try:

@@ -19,24 +19,8 @@ from model_converters.hf.quant import FP8, SCALE_SUFFIX, Block, scale_shape
 from model_converters.hf.shards import StoredTensor
 
 _FREQUENCIES = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-_FUSED = re.compile(r".*\.experts\.(gate_up_proj|gate_proj|up_proj|down_proj)(\.weight|_bias)?")
-"""Tensors with all experts of a layer: the in-memory format of transformers 5, saved on request."""
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 _OTHER_FLOAT8 = (torch.float8_e5m2, torch.float8_e8m0fnu)
-
-
-def refuse_fused_experts(stored: Mapping[str, StoredTensor], directory: Path) -> None:
-    """Reject directories with fused experts.
-
-    Raises: ConversionError naming the first such tensor.
-    """
-    fused = [name for name in stored if _FUSED.fullmatch(name)]
-    if fused:
-        shape = list(stored[fused[0]].shape)
-        raise ConversionError(
-            f"{directory}: {fused[0]} {shape} and {len(fused) - 1} more tensors hold all experts of a layer; only one "
-            "tensor per expert is supported: save the model with save_pretrained(..., save_original_format=True)"
-        )
 
 
 def require_floating(tensors: Mapping[str, StoredTensor]) -> None:

@@ -33,10 +33,15 @@ def separate_rows(rows: Sequence[Row]) -> list[Row]:
     return [
         # No rank holds a tied head, whose HF name is the embedding's.
         replace(
-            row, mcore=row.mcore if row.copy_of_embedding else name, hf=(name,), shapes=(shape,), transform=transform
+            row,
+            mcore=row.mcore if row.copy_of_embedding else name,
+            hf=(name,),
+            shapes=(shape,),
+            transform=transform,
+            stored=row.stored[part : part + 1],
         )
         for row in rows
-        for name, shape, transform in zip(row.hf, row.shapes, _transforms(row), strict=True)
+        for part, (name, shape, transform) in enumerate(zip(row.hf, row.shapes, _transforms(row), strict=True))
     ]
 
 

@@ -17,6 +17,24 @@ FINAL_NORM = "decoder.final_layernorm.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Place of an HF tensor (a part of a row) in a tensor of checkpoints that stack the experts of a layer.
+
+    `name` [num_experts, rows, columns] has one matrix per expert; the part is its rows start, start + step and so on,
+    as many as the part has. In a row without experts, `name` [rows, columns] is the matrix. Vectors have no columns.
+
+    rows: rows of the matrix that are stored under `name`, for all parts together.
+    transposed: the matrices are stored as [columns, rows]. Shapes cannot show this if both are equal.
+    """
+
+    name: str
+    rows: int
+    start: int = 0
+    step: int = 1
+    transposed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One row of the weight table, used for loading and export.
 
@@ -32,6 +50,8 @@ class Row:
     whole_in_engines: every rank of an inference engine holds the whole tensor, although `axis` divides it here.
     repeats: HF tensor that this row's HF tensor must equal. Two rows then share one mcore tensor: it is loaded through
     either row and exported to both. A checkpoint may lack this row's HF tensor (see mtp.resolve_copies).
+    stored: place of each HF tensor in checkpoints that contain the named tensors instead; () if there are none. The
+    index of a checkpoint decides (see hf/stacked.py). The names have the placeholder `{l}`.
     """
 
     mcore: str
@@ -50,6 +70,7 @@ class Row:
     fp8: bool = False
     whole_in_engines: bool = False
     repeats: str = ""
+    stored: tuple[Stored, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +84,31 @@ class BoundRow:
     group: str
     layer: int | None
     expert: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """An HF tensor `part` of a bound row, and its place in a stacked tensor `name`, of `shape`, of a checkpoint."""
+
+    part: str
+    part_shape: Shape
+    name: str
+    shape: Shape
+    expert: int | None
+    place: Stored
+
+
+def stored_parts(bound: BoundRow) -> list[StoredPart]:
+    """Return the places of a row's HF tensors in a checkpoint with stacked experts; [] if the row declares none."""
+    parts = []
+    for name, shape, place in zip(bound.hf, bound.row.shapes, bound.row.stored, strict=bool(bound.row.stored)):
+        matrix = (place.rows, *shape[1:])
+        whole = matrix[::-1] if place.transposed else matrix
+        if bound.expert is not None:
+            whole = (bound.row.num_experts, *whole)
+        stacked = _fill(place.name, bound.layer, None)
+        parts.append(StoredPart(name, shape, stacked, whole, bound.expert, place))
+    return parts
 
 
 def is_parameter(bound: BoundRow) -> bool:

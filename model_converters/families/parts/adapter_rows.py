@@ -104,7 +104,7 @@ def _factors(row: Row, parts: tuple[int, ...], rank: int) -> list[Row]:
     shapes = [row.shapes[part] for part in parts]
     name = row.mcore.removesuffix(_WEIGHT)
     names = {side: tuple(f"{PREFIX}{module}.lora_{side}.weight" for module in modules) for side in "AB"}
-    factor = replace(row, fp8=False, redundant=())
+    factor = replace(row, fp8=False, redundant=(), stored=())
     a = replace(factor, mcore=name + A, hf=names["A"], shapes=tuple((rank, columns) for _, columns in shapes))
     b = replace(factor, mcore=name + B, hf=names["B"], shapes=tuple((rows, rank) for rows, _ in shapes))
     # Row-parallel: A is divided along its columns like W, and B is whole on every rank.

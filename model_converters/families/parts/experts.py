@@ -15,7 +15,7 @@ from model_converters.families.parts import family
 from model_converters.families.parts.family import TransformerArguments, gated_rows, mlp_rows, whole_row
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number, require
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
-from model_converters.mapping.table import Row
+from model_converters.mapping.table import Row, Stored
 from model_converters.mapping.transforms import Shape
 
 
@@ -36,13 +36,34 @@ def expert_rows(
 ) -> list[Row]:
     """Return the rows of routers and routed experts."""
     mcore, hf = "decoder.layers.{l}.mlp.", f"model.layers.{{l}}.{names.block}."
-    prefixes = (f"{mcore}experts.", f"{hf}experts.{{e}}.")
-    split_by, parts = names.size_key, names.parts
-    return [
-        # Every rank computes the scores of all experts for its tokens.
-        whole_row(f"{mcore}router.weight", f"{hf}gate.weight", (num_experts, hidden), layers),
-        *gated_rows(prefixes, hidden, intermediate, layers, split_by=split_by, parts=parts, num_experts=num_experts),
-    ]
+    # Every rank computes the scores of all experts for its tokens.
+    router = whole_row(f"{mcore}router.weight", f"{hf}gate.weight", (num_experts, hidden), layers)
+    projections = gated_rows(
+        (f"{mcore}experts.", f"{hf}experts.{{e}}."),
+        hidden,
+        intermediate,
+        layers,
+        split_by=names.size_key,
+        parts=names.parts,
+        num_experts=num_experts,
+        stored=_stacked_in_memory(hidden, intermediate),
+    )
+    if router.hf[0] != _ROUTER_IN_MEMORY:
+        router = replace(router, stored=(Stored(name=_ROUTER_IN_MEMORY, rows=num_experts),))
+    return [router, *projections]
+
+
+_BLOCK_IN_MEMORY = "model.layers.{l}.mlp."
+"""Prefix of routers and experts in the models of transformers 5, for all families with experts."""
+_ROUTER_IN_MEMORY = f"{_BLOCK_IN_MEMORY}gate.weight"
+
+
+def _stacked_in_memory(hidden: int, intermediate: int) -> tuple[Stored, ...]:
+    """Return the places of gate, up and down projection in the models of transformers 5, which
+    save_pretrained(save_original_format=False) writes. Source: transformers integrations/moe.py."""
+    gate = Stored(name=f"{_BLOCK_IN_MEMORY}experts.gate_up_proj", rows=2 * intermediate)
+    down = Stored(name=f"{_BLOCK_IN_MEMORY}experts.down_proj", rows=hidden)
+    return gate, replace(gate, start=intermediate), down
 
 
 def gated_shared_rows(hidden: int, intermediate: int, layers: Sequence[int]) -> list[Row]:

@@ -11,7 +11,7 @@ from model_converters.errors import ConversionError
 from model_converters.families.parts import hf_config
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number
 from model_converters.families.parts.rotary import RotarySettings, rotary
-from model_converters.mapping.table import FINAL_NORM, Axis, Place, Row
+from model_converters.mapping.table import FINAL_NORM, Axis, Place, Row, Stored
 from model_converters.mapping.transforms import GateUp, GroupedQKV, Heads, KeyValueHeads, Same, Shape, Vocabulary
 
 REFUSED_BY_ALL: dict[str, object] = {"dual_chunk_attention_config": {"chunk_size": 262144}, "is_causal": False}
@@ -338,8 +338,10 @@ def gated_rows(
     split_by: str,
     parts: tuple[str, str, str] = PARTS,
     num_experts: int = 0,
+    stored: tuple[Stored, ...] = (),
 ) -> list[Row]:
-    """Return the rows of a gated MLP, or of one per expert, under (mcore, HF) prefixes."""
+    """Return the rows of a gated MLP, or of one per expert, under (mcore, HF) prefixes. `stored`: see Row; the places
+    of gate, up and down projection."""
     mcore, hf = prefixes
     gate, up, down = (f"{hf}{part}.weight" for part in parts)
     wide, narrow = (intermediate, hidden), (hidden, intermediate)
@@ -347,9 +349,22 @@ def gated_rows(
     suffix = "{e}" if num_experts else ""
     row = partial(Row, axis=axis, split_by=split_by, layers=tuple(layers), num_experts=num_experts, fp8=True)
     return [
-        row(mcore=f"{mcore}linear_fc1.weight{suffix}", hf=(gate, up), shapes=(wide, wide), transform=GateUp()),
+        row(
+            mcore=f"{mcore}linear_fc1.weight{suffix}",
+            hf=(gate, up),
+            shapes=(wide, wide),
+            transform=GateUp(),
+            stored=stored[:2],
+        ),
         # Row-parallel: its columns are divided like the rows of gate and up.
-        row(mcore=f"{mcore}linear_fc2.weight{suffix}", hf=(down,), shapes=(narrow,), transform=Same(), dim=1),
+        row(
+            mcore=f"{mcore}linear_fc2.weight{suffix}",
+            hf=(down,),
+            shapes=(narrow,),
+            transform=Same(),
+            dim=1,
+            stored=stored[2:],
+        ),
     ]
 
 

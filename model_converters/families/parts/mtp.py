@@ -174,6 +174,7 @@ def _moved(row: Row, mcore: str, hf: str) -> Row:
         row,
         mcore=row.mcore.replace("decoder.layers.{l}.", mcore),
         hf=tuple(name.replace("model.layers.{l}.", hf) for name in row.hf),
+        stored=tuple(replace(part, name=part.name.replace("model.layers.{l}.", hf)) for part in row.stored),
         place="mtp",
         layers=(),
     )

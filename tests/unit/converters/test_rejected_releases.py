@@ -1,4 +1,4 @@
-"""Unsupported releases: the message names the quantisation method, the fused tensor or the rotation field."""
+"""Unsupported releases: the message names the quantisation method or the rotation field."""
 
 from __future__ import annotations
 
@@ -84,13 +84,6 @@ def test_tensors_of_a_method_that_config_json_omits_are_named(dense_config, tmp_
     }.items():
         tensors = {f"model.layers.0.self_attn.{name}": torch.zeros(4, dtype=torch.uint8)}
         rejected(dense_config, tensors, tmp_path, rf"model\.layers\.0\.self_attn\.{name} belongs to {method} weights")
-
-
-def test_fused_experts_are_rejected_by_the_tensors_name(moe_config, tmp_path):
-    for part in ("gate_up_proj", "down_proj", "gate_up_proj_bias"):
-        name = f"model.layers.0.mlp.experts.{part}"
-        message = rf"{name} \[8, 8, 12\] and .* more tensors hold all experts of a layer"
-        rejected(moe_config, {name: torch.zeros(8, 8, 12), "lm_head.weight": torch.zeros(2)}, tmp_path, message)
 
 
 def test_rope_variant_is_rejected_by_its_field(dense_config):
