@@ -56,6 +56,12 @@ def checkpoint_tensors(model: Any, named: dict[str, torch.Tensor]) -> dict[str, 
     return dict(revert_weight_conversion(model, named))
 
 
+def correction_biases(model: Any) -> dict[str, torch.Tensor]:
+    """Correction biases of routers by name: buffers, in ERNIE 4.5 parameters without gradient."""
+    named = (*model.named_buffers(), *model.named_parameters())
+    return {name: bias.detach() for name, bias in named if name.endswith("correction_bias")}
+
+
 def reference_logits(directory: Path | str, sequences: list[list[int]]) -> list[torch.Tensor]:
     """Logits of transformers' own model, one [S, V] per sequence, float32, unpacked."""
     from transformers import AutoModelForCausalLM

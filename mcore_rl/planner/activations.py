@@ -8,7 +8,7 @@ size, k the experts per token; t = tp, s = tp with sequence parallelism (else 1)
 |---|---|---|
 | norms (two) | h / s and a scale, for each | |
 | attention input | h / s | layernorm |
-| grouped queries | qkv (q + 2 kv) / t, rotated q and k (q + kv) / t; with norms of q and k: q / t once more | |
+| grouped queries | qkv (q + 2 kv) / t, rotated q and k (q + kv) / t; with norms of q and k (for each head, or over all heads): q / t once more | |
 | latent attention | both down projections before and after their norms, / s | |
 | latent attention, heads | q, k, v / t | mla_up_proj |
 | core attention | output q / t and a float32 log-sum per head | core_attn |
@@ -80,6 +80,9 @@ def _grouped(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTenso
         copied = kv if run.norm(1) - 4 != b else 0
         norms = run.norm(head) / head * (q + copied) - 4 * (q + copied) / head + 4 * (heads + groups)
         yield SavedTensor("norms", norms)
+    if sizes.get("qk_norm_over_heads"):
+        # The two norms save their inputs, and the scale of a token. Keys are a part of the fused qkv tensor.
+        yield SavedTensor("norms", q * b + 8)
     yield SavedTensor("attention", (q + kv) * b)
     # Unfused rotary embeddings save cosines and sines, for queries and for keys.
     if not run.fused:

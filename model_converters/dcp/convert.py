@@ -149,6 +149,9 @@ def _plan(
 
 def _print_notes(source: HFCheckpoint, dropped: Sequence[str], dropped_copies: Sequence[str]) -> None:
     notes = list(source.unlisted.notes)
+    if source.ignored:
+        others = f" and {len(source.ignored) - 1} others" if len(source.ignored) > 1 else ""
+        notes.append(f"{source.ignored[0]}{others} are dropped: transformers does not read them either")
     if dropped:
         notes.append(f"{len(dropped)} tensors of multi-token prediction are dropped")
     notes += [f"{name} is dropped: the main model's tensor replaces it" for name in dropped_copies]

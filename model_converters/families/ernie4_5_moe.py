@@ -94,6 +94,7 @@ ERNIE4_5_MOE = family.Family(
         "tie_word_embeddings": True,
     },
     architecture="Ernie4_5_MoeForCausalLM",
+    ignored_tensors=("model.mtp_",),
     refused_by_engines={
         "sglang": "SGLang 0.5.23 keeps the correction bias of routers, and computes their scores, in the model's dtype "
         "instead of float32"

@@ -37,7 +37,8 @@ class HFCheckpoint:
     - `lora`, the directory of a PEFT adapter, is merged the same way: base + scale * B A.
     - Tensors that stack the experts of a layer are read as one tensor per expert; `shapes` contains the latter.
     - Saved rotary frequencies are compared with config.json; `shapes` does not contain them.
-    - `unlisted` describes the weight files that are ignored.
+    - `unlisted` describes the weight files that are ignored; `ignored` names the tensors that transformers' class
+      does not read, which `shapes` does not contain either.
 
     Raises: ConversionError naming the file, for a missing config.json, an unsupported model_type or quantisation, a
     missing or truncated shard, an index that does not fit its shards, unlisted files with other tensors, FP8 weights
@@ -55,6 +56,8 @@ class HFCheckpoint:
         # Before the tensors are split: an unlisted file may also contain scales and buffers.
         self.unlisted = find_unlisted(self.directory, listed)
         refuse_tensors(listed, self.directory)
+        self.ignored = sorted(name for name in listed if name.startswith(self.family.ignored_tensors))
+        listed = {name: stored for name, stored in listed.items() if name not in self.ignored}
         tensors, buffers = tensor_kinds.split_buffers(self._unstacked(listed))
         self._stored, self._scales = tensor_kinds.split_scales(tensors, self.block, self.directory)
         tensor_kinds.require_floating(self._stored)

@@ -16,7 +16,7 @@ from mcore_rl.config.models import ActorConfig, ParallelConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.data.trajectories import compact_temperatures
 from mcore_rl.types import RankShare, TrajectoryBuffers
-from tests.tiny_models import VOCABULARY, checkpoint_tensors
+from tests.tiny_models import VOCABULARY, checkpoint_tensors, correction_biases
 
 PROMPTS = [3, 5, 2, 7, 4, 3, 6, 2, 1]
 RESPONSES = [9, 4, 14, 1, 8, 6, 3, 11, 5]
@@ -217,8 +217,7 @@ def reference_gradients(directory: str | Path, samples: list[int]) -> tuple[floa
     loss, _ = reference_loss(model, samples, old)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    fixed = {name: bias for name, bias in model.named_buffers() if name.endswith("correction_bias")}
-    return float(loss.detach()), checkpoint_tensors(model, gradients | fixed)
+    return float(loss.detach()), checkpoint_tensors(model, gradients | correction_biases(model))
 
 
 def hf_pieces(actor: Any, tensors: dict[str, torch.Tensor] | None = None) -> list[Any]:

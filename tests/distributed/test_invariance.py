@@ -32,6 +32,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "moe": ("qwen3_moe", {}),
     "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
+    "minimax": ("minimax_m2", {}),
+    "ernie": ("ernie4_5_moe", {}),
+}
+# Norms over all heads: every rank has a part of the weight, of whose gradient no other rank has a share.
+DIVIDED_NORMS: dict[int, list[Case]] = {
+    2: [Case("minimax", {"tp": 2})],
+    4: [Case("minimax", {"tp": 2, "shard_parameters": True})],
 }
 USUAL = ("v3",)
 # Relative to the tensor's largest entry; float32 sums in a different order. A factor of an axis, a lost or doubled
@@ -75,6 +82,7 @@ def _cases(num_ranks: int) -> list[Case]:
             cases.append(Case(model, tokens=ONE_MICROBATCH))
     if SIMULATED and not EVERY_TEST:
         cases = [case for case in cases if num_ranks == 2 and case.parallel.keys() <= {"tp", "ep", "etp"}]
+    cases += [case for case in DIVIDED_NORMS.get(num_ranks, []) if case not in cases and not SIMULATED]
     return cases + [Case(model, layout | SHARDED) for model, layout in _sharded(num_ranks)]
 
 

@@ -17,7 +17,7 @@ from mcore_rl.config.models import ActorConfig, ParallelConfig
 from tests.distributed import policy_batch
 from tests.distributed.built import build
 from tests.distributed.launch import launch
-from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, checkpoint_tensors, write_tiny_model
+from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, checkpoint_tensors, correction_biases, write_tiny_model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
@@ -144,8 +144,7 @@ def _reference(directory: str) -> dict[str, Any]:
     (total / count).backward()
     named = {name: parameter.grad for name, parameter in model.named_parameters()}
     # It has no gradient and must be unchanged.
-    weights = (*model.named_buffers(), *model.named_parameters())
-    named |= {name: bias.detach() for name, bias in weights if name.endswith("correction_bias")}
+    named |= correction_biases(model)
     gradients = checkpoint_tensors(model, named)
     return {"logits": logits, "gradients": {name: gradient.numpy() for name, gradient in gradients.items()}}
 

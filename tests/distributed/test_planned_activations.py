@@ -19,6 +19,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3": WIDE,
     "qwen3_moe": WIDE,
     "deepseek_v3": WIDE,
+    "minimax_m2": WIDE,
+    "ernie4_5_moe": WIDE,
 }
 CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
     1: [
@@ -41,12 +43,17 @@ CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
         ("deepseek_v3", {}, "selective", ["shared_experts"]),
         ("deepseek_v3", {}, "selective", ["mla_up_proj"]),
         ("deepseek_v3", {}, "full", []),
+        ("minimax_m2", {}, "none", []),
+        ("minimax_m2", {"strategy": "fsdp2"}, "none", []),
+        ("ernie4_5_moe", {}, "none", []),
+        ("ernie4_5_moe", {"strategy": "fsdp2"}, "none", []),
     ],
     2: [
         ("qwen3", {"tp": 2}, "none", []),
         ("qwen3_moe", {"tp": 2}, "none", []),
         ("qwen3_moe", {"ep": 2}, "none", []),
         ("deepseek_v3", {"tp": 2}, "none", []),
+        ("minimax_m2", {"tp": 2}, "none", []),
     ],
 }
 

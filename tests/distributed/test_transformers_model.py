@@ -35,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe": ("qwen3_moe", {"num_experts": 3, "num_local_experts": 3}),
     "mixtral": ("mixtral", {}),
     "glm": ("glm4_moe", GROUPS | {"num_nextn_predict_layers": 0}),
+    "minimax": ("minimax_m2", {}),
+    "ernie": ("ernie4_5_moe", {}),
     "v2": ("deepseek_v2", {}),
     "v3": ("deepseek_v3", GROUPS | {"rope_parameters": YARN}),
 }
@@ -45,6 +47,8 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "mixtral": ("mixtral", SMALL, {}),
         "glm": ("glm", SMALL, {}),
         "v2": ("v2", SMALL, {}),
+        "minimax": ("minimax", SMALL, {}),
+        "ernie": ("ernie", SMALL, {}),
         "v3": ("v3", SMALL, {}),
     },
     2: {

@@ -22,8 +22,12 @@ class TransformersRouter(PolicyRouter):
         self.set_layer_number(layer_number)
         self.weight = replaced.weight
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, hidden_states: torch.Tensor, correction_bias: torch.Tensor | None = None
+    ) -> tuple[None, torch.Tensor, torch.Tensor]:
         """Route the tokens. Returns no logits, the weights and the indices of the chosen experts.
+
+        correction_bias: ignored; MiniMax-M2's layer passes its own buffer, which expert_bias replaces.
 
         Shapes: hidden_states [..., h] with t tokens -> weights and indices [t, k].
         """

@@ -8,7 +8,7 @@ for the block with experts of all families. E experts with I units and hidden si
 | `mlp.experts.gate_up_proj` [E, 2 I, h] | gate and up projection of every expert, [I, h] each |
 | `mlp.experts.down_proj` [E, h, I] | down projection of every expert, [h, I] |
 | `mlp.gate.weight` [E, h] | the router (`block_sparse_moe.gate.weight` in Mixtral) |
-| `mlp.gate.expert_bias` [E] | `mlp.gate.e_score_correction_bias` |
+| `mlp.gate.expert_bias` [E] | `mlp.gate.e_score_correction_bias`, or another name and shape of the family's table |
 
 All others have the names of the checkpoint. Rows [first, end) of a stacked parameter are whole experts.
 """

@@ -26,6 +26,8 @@ def _grouped(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTenso
     heads, groups, head = sizes["num_attention_heads"], sizes["num_query_groups"], sizes["kv_channels"]
     if sizes.get("qk_layernorm"):
         yield SavedTensor("norms", (heads + groups) * run.norm(head))
+    if sizes.get("qk_norm_over_heads"):
+        yield SavedTensor("norms", run.norm(heads * head) + run.norm(groups * head))
     # Rotated q and k, with v; unrotated q and k are not saved.
     yield SavedTensor("attention", (heads + 2 * groups) * head * run.element_bytes)
     yield from core_attention(heads * head, heads, run)

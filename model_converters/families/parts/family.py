@@ -166,6 +166,7 @@ class Family:
     same way for this family, so they are neither overridden nor rejected.
     absent_for_engines: fields whose mere presence, even as null, changes an engine's model.
     unread_by_engines: field -> engines that ignore it for this family.
+    ignored_tensors: prefixes of tensors in published checkpoints that transformers' class does not read.
     refused_by_engines: engine -> reason why it cannot compute this family like transformers.
     engine_values: function from config.json to the fields that engines must read with another value.
     """
@@ -182,6 +183,7 @@ class Family:
     own_fields: frozenset[str] = frozenset()
     absent_for_engines: frozenset[str] = frozenset()
     unread_by_engines: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    ignored_tensors: tuple[str, ...] = ()
     refused_by_engines: Mapping[str, str] = field(default_factory=dict)
     engine_values: Callable[[HFConfig], dict[str, object]] = lambda config: {}
 

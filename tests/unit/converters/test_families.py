@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES, family_for
 from model_converters.families.parts.family import REFUSED_BY_ALL
+from model_converters.families.refusals import REFUSED
+from model_converters.hf.io import HFCheckpoint
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_plan
@@ -166,6 +169,27 @@ def test_description_refused_fields_are_rejected_by_name(family, family_configs)
 def test_family_for_unknown_type_lists_supported_types():
     with pytest.raises(ConversionError, match=r"'gemma' is not supported; known: .*qwen3, .*qwen3_moe"):
         family_for({"model_type": "gemma"})
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_family_for_refused_type_names_missing_features(model_type):
+    with pytest.raises(ConversionError) as raised:
+        family_for({"model_type": model_type, "text_config": {"model_type": "qwen3"}})
+    message = str(raised.value)
+    assert f"model_type '{model_type}' ({REFUSED[model_type].models}) is not supported; missing: " in message
+    assert all(feature in message for feature in REFUSED[model_type].missing)
+    assert "\n" not in message
+
+
+def test_ernie_checkpoint_drops_the_prediction_block_of_releases(tmp_path):
+    directory = write_tiny_model(tmp_path / "hf", "ernie4_5_moe", tie_word_embeddings=True)
+    tensors = load_file(directory / "model.safetensors")
+    released = {"model.mtp_block.0.mlp.up_proj.weight": torch.ones(2, 2), "model.mtp_emb_norm.0.weight": torch.ones(2)}
+    save_file(tensors | released, directory / "model.safetensors", metadata={"format": "pt"})
+    export_through(directory, tmp_path / "out", TrainLayout(2, tp=2))
+    with HFCheckpoint(directory) as checkpoint, HFCheckpoint(tmp_path / "out") as exported:
+        assert checkpoint.ignored == sorted(released)
+        assert exported.shapes.keys() == tensors.keys()
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,69 @@ DEEPSEEK_V2_LITE: dict[str, object] = {
     "topk_method": "greedy",
     "vocab_size": 102400,
 }
+# Sizes of MiniMaxAI/MiniMax-M2, baidu/ERNIE-4.5-21B-A3B-PT and baidu/ERNIE-4.5-300B-A47B-PT. Those of the first two
+# are the defaults of transformers' configuration classes.
+MINIMAX_M2: dict[str, object] = {
+    "model_type": "minimax_m2",
+    "attention_dropout": 0.0,
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+ERNIE_21B: dict[str, object] = {
+    "model_type": "ernie4_5_moe",
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_layer_interval": 1,
+    "moe_layer_start_index": 1,
+    "moe_norm_min": 1e-12,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+    "vocab_size": 103424,
+}
+ERNIE_300B: dict[str, object] = ERNIE_21B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "moe_intermediate_size": 3584,
+    "moe_k": 8,
+    "moe_layer_start_index": 3,
+    "moe_num_shared_experts": 0,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 54,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 HUB = {
     "deepseek-ai--DeepSeek-V3": {},
@@ -106,6 +169,9 @@ HUB = {
 BILLIONS = {
     "DeepSeek-V3": 684.490,  # multi-token prediction included, with its copies of embedding and head
     "DeepSeek-V2-Lite": 15.706,
+    "MiniMax-M2": 228.690,
+    "ERNIE-4.5-21B-A3B": 21.825,
+    "ERNIE-4.5-300B-A47B": 299.484,
     "deepseek-ai--DeepSeek-V3": 684.490,
     "deepseek-ai--DeepSeek-R1": 684.490,
     "moonshotai--Kimi-K2-Instruct": 1026.408,
@@ -125,7 +191,13 @@ OTHER_BILLIONS = {
 
 
 def published(name: str) -> dict[str, object]:
-    known = {"DeepSeek-V3": DEEPSEEK_V3, "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE}
+    known = {
+        "DeepSeek-V3": DEEPSEEK_V3,
+        "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
+        "MiniMax-M2": MINIMAX_M2,
+        "ERNIE-4.5-21B-A3B": ERNIE_21B,
+        "ERNIE-4.5-300B-A47B": ERNIE_300B,
+    }
     if name in known:
         return dict(known[name])
     if not SHARED.is_dir():
