@@ -8,7 +8,7 @@ size, k the experts per token; t = tp, s = tp with sequence parallelism (else 1)
 |---|---|---|
 | norms (two) | h / s and a scale, for each | |
 | attention input | h / s | layernorm |
-| grouped queries | qkv (q + 2 kv) / t, rotated q and k (q + kv) / t; with norms of q and k (for each head, or over all heads): q / t once more | |
+| grouped queries | qkv (q + 2 kv) / t, rotated q and k (q + kv) / t; with norms of q and k: q / t once more | |
 | latent attention | both down projections before and after their norms, / s | |
 | latent attention, heads | q, k, v / t | mla_up_proj |
 | core attention | output q / t and a float32 log-sum per head | core_attn |

@@ -78,6 +78,7 @@ MINIMAX_M2 = family.Family(
     _model_arguments,
     defaults={"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6},
     architecture="MiniMaxM2ForCausalLM",
+    unread_by_engines={"tie_word_embeddings": family.VLLM | family.SGLANG},
     engine_values=_engine_values,
     description=family.Description(
         models="MiniMax-M2, M2.1, M2.5",
