@@ -21,7 +21,7 @@ from mcore_rl.config.sampling import SamplingConfig
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.staleness import StalenessConfig
 
-TOOL_FORMATS = ("hermes", "qwen3_coder", "deepseek", "kimi", "mistral", "llama3", "glm45")
+TOOL_FORMATS = ("hermes", "qwen3_coder", "deepseek", "kimi", "mistral", "harmony", "llama3", "glm45")
 """Formats of tool calls that can be parsed (implemented in rollout.tools.formats)."""
 
 

@@ -6,11 +6,11 @@ ends at the first end tag.
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+
+from mcore_rl.rollout.tools.strict_json import DECODER, check_characters, json_value
 
 THINK_OPEN, THINK_CLOSE = r"<think>|\[THINK\]", r"</think>|\[/THINK\]"
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -49,6 +49,7 @@ class Format:
 
     marks: patterns that all occur in chat templates with this format. opening: pattern of the beginning of a call.
     closes: True if calls have an end tag. wrappers: pattern of tags around a group of calls, which are not content.
+    think_open, think_close: patterns of the tags around reasoning.
     """
 
     marks: tuple[str, ...]
@@ -56,42 +57,10 @@ class Format:
     decode: Decoder
     closes: bool = True
     wrappers: str | None = None
+    think_open: str = THINK_OPEN
+    think_close: str = THINK_CLOSE
 
 
-def json_value(text: str) -> object:
-    """Parse JSON. Raises: ValueError, also for NaN, infinities, and half of a surrogate pair."""
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-        _check_characters(text, value)
-        return value
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(text: str) -> float:
-    """Convert a number. Rejects numbers such as 1e999, which json parses as infinity."""
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text[:20]} is beyond the range of a float")
-    return value
-
-
-def _check_characters(text: str, value: object) -> None:
-    """Raise ValueError for half of a surrogate pair, which neither files nor tokenizers accept."""
-    if _HALF.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"\\u{ord(error.object[error.start]):04x} is half of a character") from None
-
-
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")
-# By default, Python's decoder accepts NaN and Infinity, which are not JSON, and reads 1e999 as infinity.
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 # Possessive quantifiers (*+, ++) never backtrack: malformed text must not take quadratic time.
 _BLANKS = re.compile(r"\s*+")
 
@@ -105,8 +74,8 @@ def _json_at(text: str, start: int, name: str | None = None, call_id: str = "") 
     """Parse a JSON value and return it with its end. Raises: UnreadableError."""
     end = start
     try:
-        value, end = _decoder.raw_decode(text, start)
-        _check_characters(text[start:end], value)
+        value, end = DECODER.raw_decode(text, start)
+        check_characters(text[start:end], value)
         return value, end
     except RecursionError:
         problem = "it is nested too deeply"
@@ -339,6 +308,26 @@ def _llama_call(text: str, place: int) -> RawCall | None:
         return RawCall(text[place:end], error.name, reason=error.reason) if meant else None
 
 
+_HARMONY = re.compile(
+    r"functions\.(?P<name>[\w.-]+)(?:<\|channel\|>commentary)?\s*+(?:<\|constrain\|>)?\w*+<\|message\|>\s*+"
+)
+
+
+def _harmony(text: str, begin: int, place: int) -> tuple[list[RawCall], int]:
+    """Read a message to a tool, gpt-oss's call. <|call|> ends it and is the model's end token, so it may be absent."""
+    name = None
+    try:
+        if (head := _HARMONY.match(text, place)) is None:
+            raise UnreadableError("the call is not to=functions.NAME, <|message|> and arguments", place)
+        name = head["name"]
+        value, end = _json_at(text, head.end(), name)
+        call = _with_arguments(name, value, end)
+    except UnreadableError as error:
+        return [RawCall(text[begin:], name, reason=error.reason)], len(text)
+    end += len("<|call|>") if text.startswith("<|call|>", end) else 0
+    return [replace(call, text=text[begin:end])], end
+
+
 FORMATS = {
     "qwen3_coder": Format((r"<function=",), r"<tool_call>", _closed("</tool_call>", _qwen3_coder)),
     "glm45": Format((r"<arg_key>",), r"<tool_call>", _closed("</tool_call>", _glm45)),
@@ -355,6 +344,16 @@ FORMATS = {
         wrappers=r"<\|tool_calls_section_begin\|>|<\|tool_calls_section_end\|>",
     ),
     "mistral": Format((r"\[TOOL_CALLS\]",), r"\[TOOL_CALLS\]", _mistral, closes=False),
+    "harmony": Format(
+        (r"<\|channel\|>commentary", r"functions\."),
+        # The recipient is in the channel, as models write it, or before it, as the chat template does.
+        r"(?:<\|channel\|>commentary\s*+)?to=(?=functions)",
+        _harmony,
+        closes=False,
+        wrappers=r"<\|start\|>assistant|<\|channel\|>(?:final|commentary)\s*+<\|message\|>|<\|(?:end|return)\|>",
+        think_open=r"<\|channel\|>analysis\s*+<\|message\|>",
+        think_close=r"<\|end\|>",
+    ),
     "hermes": Format(
         (r"<tool_call>", r"\\?[\"']name\\?[\"']", r"\\?[\"']?arguments\\?[\"']?"),
         r"<tool_call>",

@@ -14,7 +14,7 @@ from typing import cast
 from mcore_rl.config.functions import FORM, describe, load_function, names_function
 from mcore_rl.data.json_text import to_plain
 from mcore_rl.errors import ConfigError, McoreRLError
-from mcore_rl.rollout.tools.formats import FORMATS, THINK_CLOSE, THINK_OPEN, Format, RawCall, format_of_template
+from mcore_rl.rollout.tools.formats import FORMATS, Format, RawCall, format_of_template
 from mcore_rl.rollout.tools.schemas import ArgumentChecker, Schema, name_of
 
 KEY = "rollout.tool_parser"
@@ -149,9 +149,9 @@ def _chosen(spec: str, chat_template: str | None) -> str:
 
 def _read(form: Format, text: str, prompt: str) -> tuple[str, str, list[RawCall]]:
     """Split a text into content, reasoning and calls, in one pass."""
-    opening, close = re.compile(f"(?P<thought>{THINK_OPEN})|(?:{form.opening})"), re.compile(THINK_CLOSE)
+    opening, close = re.compile(f"(?P<thought>{form.think_open})|(?:{form.opening})"), re.compile(form.think_close)
     content, reasoning, calls = list[str](), list[str](), list[RawCall]()
-    thinks = re.search(rf"(?:{THINK_OPEN})\s*+\Z", prompt) is not None
+    thinks = re.search(rf"(?:{form.think_open})\s*+\Z", prompt) is not None
     place = stretches = 0
     while True:
         if thinks:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.functions import describe
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.tools.formats import json_value
+from mcore_rl.rollout.tools.strict_json import json_value
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator

@@ -82,7 +82,7 @@ class OpenAIFunctionCallSchema(BaseModel):
         parsed_schema: OpenAIFunctionParsedSchema,
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
         """Return the call, with empty arguments if they are not a JSON object, and whether they were invalid."""
-        from mcore_rl.rollout.tools.formats import json_value
+        from mcore_rl.rollout.tools.strict_json import json_value
 
         try:
             arguments = json_value(parsed_schema.arguments)

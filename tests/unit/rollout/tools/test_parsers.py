@@ -287,6 +287,38 @@ def test_parse_malformed_call_keeps_text_and_arguments(form: str) -> None:
     assert (call.text, call.arguments) == (whole, {"q": "a", "z": z})
 
 
+HARMONY_THOUGHT = "<|channel|>analysis<|message|>hm to=functions.look<|message|>{}<|end|><|start|>assistant"
+HARMONY_CALL = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize("end", ["", "<|call|>"])
+@pytest.mark.parametrize("head", [HARMONY_CALL, " to=functions.look<|channel|>commentary json<|message|>"])
+def test_parse_harmony_channels_are_reasoning_content_and_call(head: str, end: str) -> None:
+    """A call ends the generation; its end token is not in the text, or is written by a template."""
+    preamble = "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant"
+    text = f"{HARMONY_THOUGHT}{preamble}{head}{json.dumps(FIRST)}{end}"
+    message = parser("harmony").parse(text, prompt="<|start|>assistant")
+    assert message == ParsedMessage("Let me look.", "hm to=functions.look<|message|>{}", (ToolCall("look", FIRST),))
+    final = parser("harmony").parse(f"{HARMONY_THOUGHT}<|channel|>final<|message|>Done: <think> is text.<|return|>")
+    assert (final.content, final.calls) == ("Done: <think> is text.", ())
+
+
+def test_parse_harmony_call_that_is_cut_or_malformed_has_no_arguments() -> None:
+    whole = HARMONY_THOUGHT + HARMONY_CALL + json.dumps(FIRST)
+    for end in range(len(whole)):
+        assert calls_of(parser("harmony").parse(whole[:end])) == [], whole[:end]
+    for text, reason in (
+        (HARMONY_CALL + BAD, "not valid JSON"),
+        (HARMONY_CALL + "[1]", 'no JSON object "arguments"'),
+        ("<|channel|>commentary to=functions <|message|>{}", "not to=functions.NAME"),
+        (HARMONY_CALL.replace("look", "nope") + "{}", "no such tool"),
+        (HARMONY_CALL + '{"n": 1}', "'q' is a required property"),
+    ):
+        message = parser("harmony").parse(text)
+        assert (calls_of(message), len(message.calls)) == ([], 1)
+        assert reason in reasons_of(message)[0]
+
+
 def test_parse_invalid_kimi_id_is_malformed() -> None:
     one = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
     for wrong in ("look", "functions.look", ":0", "functions.[EOS]look:0", "functions.look:0:x", "look 1:0"):
@@ -317,6 +349,7 @@ TEMPLATES = {
     "deepseek": "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>'",
     "kimi": "{{ tool_call['id'] }}<|tool_call_argument_begin|>{{ tool_call['function']['arguments'] | tojson }}",
     "mistral": '"[TOOL_CALLS]" + tool_call["function"]["name"]',
+    "harmony": '{{- "functions." + tool_call.name + "<|channel|>commentary " }}{{- "json<|message|>" }}',
     "llama3": "'<|start_header_id|>' ... {{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": ' }}",
     None: "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}{% endfor %}",
 }
