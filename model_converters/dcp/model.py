@@ -15,7 +15,7 @@ from model_converters.errors import ConversionError, listing
 from model_converters.families.parts.adapter_rows import PREFIX
 from model_converters.hf.writer import plan_bytes
 from model_converters.mapping.placement import Piece, TensorPlan, local_shape, segments_of
-from model_converters.mapping.table import BoundRow
+from model_converters.mapping.table import BoundRow, exported_parts
 from model_converters.mapping.transforms import Shape
 
 # Keys of trainer state next to the model's weights (megatron-core 0.16.1; `reference` is written by mcore-rl).
@@ -113,7 +113,8 @@ class McoreCheckpoint:
             self.problems[name] = problem
             return
         whole = Piece(0, row.mcore, part, dim, 0, shape[dim] if shape else 1, 0)
-        self.plans.append(TensorPlan(name, shape, self.dtype(name), row.group, (whole,)))
+        stored = exported_parts(row)[part]
+        self.plans.append(TensorPlan(name, shape, self.dtype(name), row.group, (whole,), stored))
 
     def _problem(self, shape: Shape, parts: Sequence[_StoredBlock]) -> str | None:
         if sum(part.target.volume for part in parts) != prod(shape):

@@ -1,4 +1,5 @@
-"""Tensors whose values are computed while they are read: dequantised FP8 weights and weights with a LoRA update.
+"""Tensors whose values are computed while they are read: dequantised FP8 and MXFP4 weights, weights with a LoRA
+update, and parts of stacked experts that are not contiguous in the file.
 
 Values are computed in float32 and rounded once, to the target's dtype, in tiles of a grid that is fixed to the whole
 tensor. Temporaries therefore have the size of a tile, and every layout gets the same bits.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -15,34 +17,39 @@ from model_converters.errors import ConversionError
 from model_converters.hf.adapter_reader import LowRankUpdate, UpdateWindow
 from model_converters.hf.quant import TILE_COLUMNS, TILE_ROWS, Block, ScaleWindow
 from model_converters.hf.shards import StoredTensor, TensorFiles
+from model_converters.hf.stacked import RowReader, StackedPart
 
 
 @dataclass(frozen=True)
 class ComputedTensor:
-    """A matrix in a file with the scales of its FP8 blocks, a LoRA update, or both."""
+    """A matrix in a file with the scales of its FP8 blocks, a LoRA update, or both; or a vector or matrix in a tensor
+    of stacked experts."""
 
     name: str
-    weight: StoredTensor
+    weight: StoredTensor | StackedPart
     scales: StoredTensor | None
     block: Block | None
     update: LowRankUpdate | None
 
     def read_into(self, files: TensorFiles, out: torch.Tensor, *, row: int, column: int) -> None:
-        """Fill `out` with the window of its shape that starts at element (row, column).
+        """Fill `out` with the window of its shape that starts at element (row, column). A vector is one column.
 
         Raises: ConversionError if a file cannot be read or the scales are corrupt.
         """
+        out = out.unsqueeze(1) if out.dim() == 1 else out
+        fill_rows = self._row_reader(files)
         scales = self._scale_window(files, out, row, column)
         update = None if self.update is None else UpdateWindow(self.update, row, column, tuple(out.shape))
         # Only LoRA products depend on the grid. Without an update, use taller tiles for narrow windows.
         height = TILE_ROWS if update is not None else TILE_ROWS * max(1, TILE_COLUMNS // max(out.shape[1], 1))
-        read = torch.empty(min(height, out.shape[0]), self.weight.shape[1], dtype=self.weight.dtype)
+        width = prod(self.weight.shape[1:])
+        read = torch.empty(min(height, out.shape[0]), width, dtype=self.weight.dtype)
         buffer = torch.empty(height * min(TILE_COLUMNS, out.shape[1]))
         for rows in _bands(row, out.shape[0], height):
             # Read whole rows even for a few columns: one large read is faster than many small ones, and the pages
             # that the disk returns contain the other columns anyway.
             stored = read[: len(rows)]
-            files.fill_rows(self.name, self.weight, stored, first=rows.start)
+            fill_rows(stored, rows.start)
             for columns in _bands(column, out.shape[1], TILE_COLUMNS):
                 values = buffer[: len(rows) * len(columns)].view(len(rows), len(columns))
                 part = stored[:, columns.start : columns.stop].contiguous()
@@ -53,6 +60,12 @@ class ComputedTensor:
                 if update is not None:
                     update.add_to(values, row=rows.start, column=columns.start)
                 out[rows.start - row : rows.stop - row, columns.start - column : columns.stop - column] = values
+
+    def _row_reader(self, files: TensorFiles) -> RowReader:
+        if isinstance(self.weight, StackedPart):
+            return self.weight.row_reader(files)
+        weight = self.weight
+        return lambda out, first: files.fill_rows(self.name, weight, out, first=first)
 
     def _scale_window(self, files: TensorFiles, out: torch.Tensor, row: int, column: int) -> ScaleWindow | None:
         if self.scales is None or self.block is None:

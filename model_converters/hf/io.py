@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -55,27 +54,31 @@ class HFCheckpoint:
         listed = read_headers(self.directory)
         # Before the tensors are split: an unlisted file may also contain scales and buffers.
         self.unlisted = find_unlisted(self.directory, listed)
-        refuse_tensors(listed, self.directory)
         self.ignored = sorted(name for name in listed if name.startswith(self.family.ignored_tensors))
         listed = {name: stored for name, stored in listed.items() if name not in self.ignored}
-        tensors, buffers = tensor_kinds.split_buffers(self._unstacked(listed))
+        listed, self._parts = self._unstacked(listed)
+        refuse_tensors(listed, self.directory)
+        tensors, buffers = tensor_kinds.split_buffers(listed)
         self._stored, self._scales = tensor_kinds.split_scales(tensors, self.block, self.directory)
         tensor_kinds.require_floating(self._stored)
         self.shapes: dict[str, Shape] = {name: stored.shape for name, stored in self._stored.items()}
+        self.shapes |= {name: part.shape for name, part in self._parts.items()}
         self._replaced: dict[str, torch.dtype] = {}
         updates = self._merge(lora) if lora is not None else {}
         self._computed = {
-            name: ComputedTensor(name, self._stored[name], self._scales.get(name), self.block, updates.get(name))
-            for name in {*self._scales, *updates}
+            name: ComputedTensor(name, self._find(name), self._scales.get(name), self.block, updates.get(name))
+            for name in {*self._scales, *self._parts, *updates}
         }
         self._files = TensorFiles()
         if buffers:
             self._check_buffers(buffers)
 
-    def _unstacked(self, listed: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    def _unstacked(
+        self, listed: dict[str, StoredTensor]
+    ) -> tuple[dict[str, StoredTensor], dict[str, stacked.StackedPart]]:
         """Replace tensors with all experts of a layer by the table's tensors of single experts."""
         if not stacked.has_stacked_experts(listed):
-            return listed
+            return listed, {}
         try:
             rows = [row for row in self.family.rows(self.config) if row.stored]
             return stacked.unstack(listed, bind(rows, self.config, torch.bfloat16))
@@ -98,6 +101,7 @@ class HFCheckpoint:
         for name in adapter.replaced:
             self._replaced[name] = self.dtype(name)
         self._stored |= adapter.replaced
+        self._parts = {name: part for name, part in self._parts.items() if name not in adapter.replaced}
         # A replacement is not FP8: the scales of the base tensor do not apply to it.
         self._scales = {name: scales for name, scales in self._scales.items() if name not in adapter.replaced}
         return adapter.updates
@@ -127,7 +131,7 @@ class HFCheckpoint:
     def stored(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Read the stored (tensor, scales of its FP8 blocks or None) without dequantising or merging."""
         scales = self._scales.get(name)
-        return self._files.read(name, self._find(name)), self._files.read(name, scales) if scales else None
+        return self._files.read(name, self._stored[name]), self._files.read(name, scales) if scales else None
 
     def stored_scales(self) -> dict[str, torch.Tensor]:
         """Read the scales of all FP8 weights in their stored dtype."""
@@ -154,21 +158,10 @@ class HFCheckpoint:
             out = torch.empty(shape, dtype=self.dtype(name))
             self.read_into(name, out, dim=dim, start=start, rows=rows)
             return out
-        whole = self._mapped(stored).to(self.dtype(name))
+        whole = self._files.mapped(self._stored[name]).to(self.dtype(name))
         if length is None or not stored.shape:
             return whole
         return _part(whole, dim, start, length, rows)
-
-    def _mapped(self, stored: StoredTensor) -> torch.Tensor:
-        if stored.num_bytes == 0:
-            return torch.empty(stored.shape, dtype=stored.dtype)
-        # The offset of a mapping must be a multiple of the page size.
-        skipped = stored.offset % mmap.ALLOCATIONGRANULARITY
-        descriptor, num_bytes = self._files.descriptor(stored.file), skipped + stored.num_bytes
-        # Copy on write: torch wants writable memory, but writes must not reach the file.
-        mapped = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY, offset=stored.offset - skipped)
-        whole = torch.frombuffer(mapped, dtype=stored.dtype, count=prod(stored.shape), offset=skipped)
-        return whole.view(stored.shape)
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor into new memory."""
@@ -185,27 +178,28 @@ class HFCheckpoint:
         A slice that is contiguous in the file is read directly into `out` if that is contiguous CPU memory of the same
         dtype, without mapping the file or copying twice.
         """
-        stored = self._find(name)
+        found = self._find(name)
         # Rows of whole columns are one slice along dim 0, which may be contiguous in the file.
-        if rows is not None and out.shape[dim] == stored.shape[dim]:
+        if rows is not None and out.shape[dim] == found.shape[dim]:
             dim, start, rows = 0, rows[0], None
-        _check_slice(name, stored, out, dim, start, rows)
+        _check_slice(name, found, out, dim, start, rows)
         if name in self._computed:
             row, column = (start, 0) if dim == 0 else (rows[0] if rows else 0, start)
             self._computed[name].read_into(self._files, out, row=row, column=column)
             return
+        stored = self._stored[name]
         if not (out.dtype == stored.dtype and out.device.type == "cpu" and out.is_contiguous()):
             out.copy_(self.view(name, dim, start, out.shape[dim] if out.dim() else 1, rows))
             return
         # The slice is contiguous in the file if all dimensions before `dim` have size 1.
         if prod(stored.shape[:dim]) != 1 and tuple(out.shape) != stored.shape:
-            out.copy_(_part(self._mapped(stored), dim, start, out.shape[dim], rows))
+            out.copy_(_part(self._files.mapped(stored), dim, start, out.shape[dim], rows))
             return
         skipped = start * prod(stored.shape[dim + 1 :]) * stored.dtype.itemsize
         self._files.fill(name, stored, out, skipped=skipped)
 
-    def _find(self, name: str) -> StoredTensor:
-        stored = self._stored.get(name)
+    def _find(self, name: str) -> StoredTensor | stacked.StackedPart:
+        stored = self._stored.get(name) or self._parts.get(name)
         if stored is None:
             raise ConversionError(f"{self.directory} has no tensor {name}")
         return stored
@@ -217,7 +211,12 @@ def _part(whole: torch.Tensor, dim: int, start: int, length: int, rows: tuple[in
 
 
 def _check_slice(
-    name: str, stored: StoredTensor, out: torch.Tensor, dim: int, start: int, rows: tuple[int, int] | None
+    name: str,
+    stored: StoredTensor | stacked.StackedPart,
+    out: torch.Tensor,
+    dim: int,
+    start: int,
+    rows: tuple[int, int] | None,
 ) -> None:
     fits = out.dim() == len(stored.shape)
     if fits and out.dim():

@@ -8,6 +8,7 @@ Source: https://github.com/huggingface/safetensors, section "Format".
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -234,6 +235,18 @@ class TensorFiles:
         out = torch.empty(stored.shape, dtype=stored.dtype)
         self.fill(name, stored, out)
         return out
+
+    def mapped(self, stored: StoredTensor) -> torch.Tensor:
+        """Return a whole tensor as a view of the privately mapped file."""
+        if stored.num_bytes == 0:
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        # The offset of a mapping must be a multiple of the page size.
+        skipped = stored.offset % mmap.ALLOCATIONGRANULARITY
+        descriptor, num_bytes = self.descriptor(stored.file), skipped + stored.num_bytes
+        # Copy on write: torch wants writable memory, but writes must not reach the file.
+        mapped = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY, offset=stored.offset - skipped)
+        whole = torch.frombuffer(mapped, dtype=stored.dtype, count=prod(stored.shape), offset=skipped)
+        return whole.view(stored.shape)
 
     def fill_rows(self, name: str, stored: StoredTensor, out: torch.Tensor, *, first: int) -> None:
         """Fill `out` with rows of a matrix, starting at row `first`."""

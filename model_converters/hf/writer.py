@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -22,7 +24,10 @@ from model_converters.hf.index import INDEX_NAME, SINGLE_NAME
 from model_converters.hf.quant import FP8
 from model_converters.hf.shards import StoredTensor, TensorFiles, as_bytes, layout_shard, split_files, write_exactly
 from model_converters.hf.side_files import copy_side_files
+from model_converters.hf.stacked import matrix_of, rows_of
 from model_converters.mapping.placement import Piece, TensorPlan
+from model_converters.mapping.table import StoredPart
+from model_converters.mapping.transforms import Shape
 
 
 def plan_bytes(plan: TensorPlan) -> int:
@@ -49,7 +54,8 @@ class HFWriter:
         self.partial = self.directory.with_name(f".{self.directory.name}.partial")
         self._plans: dict[str, TensorPlan] = {}
         self._stored: dict[str, StoredTensor] = {}
-        self._files = TensorFiles(os.O_WRONLY)
+        """Tensors of the files, by their names there."""
+        self._files = TensorFiles(os.O_RDWR)
         self._written: dict[str, set[tuple[int, int]]] = {}
         self._owner = False
 
@@ -92,6 +98,33 @@ class HFWriter:
         full.
         """
         self._check_piece(plan, piece, tensor)
+        if plan.stored is not None:
+            self._write_part(plan.stored, piece, tensor)
+        else:
+            self._write_piece(plan, piece, tensor)
+        self._written.setdefault(plan.hf_name, set()).add(_place(piece))
+
+    def _write_part(self, part: StoredPart, piece: Piece, tensor: torch.Tensor) -> None:
+        """Write a piece of a part of stacked experts, which may be scattered over the matrix of the expert."""
+        stored = matrix_of(self._stored[part.name], part)
+        matrix = torch.empty(stored.shape, dtype=stored.dtype)
+        target = rows_of(matrix, part)
+        target = target.narrow(piece.dim, piece.start, piece.length)
+        target = target if piece.rows is None else target[slice(*piece.rows)]
+        try:
+            descriptor = self._files.descriptor(stored.file)
+            # Another process may write the other parts of this matrix.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX, stored.num_bytes, stored.offset)
+            try:
+                self._files.fill(part.name, stored, matrix)
+                target.copy_(tensor.detach())
+                write_exactly(descriptor, as_bytes(matrix), stored.offset)
+            finally:
+                fcntl.lockf(descriptor, fcntl.LOCK_UN, stored.num_bytes, stored.offset)
+        except OSError as error:
+            raise ConversionError(f"{stored.file} cannot be written: {error.strerror}") from error
+
+    def _write_piece(self, plan: TensorPlan, piece: Piece, tensor: torch.Tensor) -> None:
         stored = self._stored[plan.hf_name]
         data = as_bytes(tensor.detach().to(device="cpu", dtype=plan.dtype).contiguous())
         whole = not plan.shape or piece.length == plan.shape[piece.dim]
@@ -111,7 +144,6 @@ class HFWriter:
                 write_exactly(descriptor, data[run * run_bytes : (run + 1) * run_bytes], first + run * stride)
         except OSError as error:
             raise ConversionError(f"{stored.file} cannot be written: {error.strerror}") from error
-        self._written.setdefault(plan.hf_name, set()).add(_place(piece))
 
     def close(self) -> None:
         """Fsync this process's pieces and record their names for the owner. The owner calls finish instead."""
@@ -167,12 +199,12 @@ class HFWriter:
             raise ConversionError(f"{self.directory}: the plan names a tensor twice")
         if not plans:
             raise ConversionError(f"{self.directory}: the plan contains no tensor")
-        groups = split_files(plans, plan_bytes, self.max_shard_bytes)
+        groups = split_files(_file_tensors(plans), lambda tensor: tensor.num_bytes, self.max_shard_bytes)
         headers = {}
         for number, group in enumerate(groups, start=1):
             name = SINGLE_NAME if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             file = self.partial / name
-            headers[file], stored = layout_shard(file, [(plan.hf_name, plan.dtype, plan.shape) for plan in group])
+            headers[file], stored = layout_shard(file, [(each.name, each.dtype, each.shape) for each in group])
             self._stored.update(stored)
         return headers
 
@@ -218,6 +250,33 @@ class HFWriter:
         if config is not None:
             exported = exported_config(config, self._plans.values())
             write_json(self.partial / "config.json", {**exported, **missing_engine_fields(config)})
+
+
+class _FileTensor(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def _file_tensors(plans: Sequence[TensorPlan]) -> list[_FileTensor]:
+    """Return the tensors of the files: the planned ones, with each stacked tensor in the place of its first part.
+
+    Raises: ConversionError for a stacked tensor of which some parts are not planned.
+    """
+    tensors: dict[str, _FileTensor] = {}
+    planned: Counter[str] = Counter()
+    for plan in plans:
+        name, shape = (plan.hf_name, plan.shape) if plan.stored is None else (plan.stored.name, plan.stored.shape)
+        tensors.setdefault(name, _FileTensor(name, plan.dtype, shape))
+        planned[name] += prod(plan.shape)
+    incomplete = [name for name, tensor in tensors.items() if planned[name] != prod(tensor.shape)]
+    if incomplete:
+        raise ConversionError(f"the plan lacks experts of {listing(incomplete)}")
+    return list(tensors.values())
 
 
 def _place(piece: Piece) -> tuple[int, int]:

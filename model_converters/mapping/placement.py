@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from model_converters.errors import ConversionError, LayoutError
+from model_converters.errors import LayoutError
 from model_converters.mapping.layout import Coordinates, TrainLayout
-from model_converters.mapping.table import FINAL_NORM, BoundRow, Row, is_sharded
+from model_converters.mapping.table import FINAL_NORM, BoundRow, Row, StoredPart, is_sharded
 from model_converters.mapping.transforms import Segment, Shape
 
 
@@ -36,13 +36,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One HF tensor and the pieces that tile it exactly once, sorted by start and rows."""
+    """One HF tensor and the pieces that tile it exactly once, sorted by start and rows.
+
+    stored: its place in a stacked tensor, if an export contains that instead.
+    """
 
     hf_name: str
     shape: Shape
     dtype: torch.dtype
     group: str
     pieces: tuple[Piece, ...]
+    stored: StoredPart | None = None
 
     def piece_shape(self, piece: Piece) -> Shape:
         return box_shape(self.shape, piece.dim, piece.length, piece.rows)
@@ -101,7 +105,7 @@ class Placement:
                 yield Holding(ranks, ShardPart(shard, num_shards))
                 continue
             # Tensor-parallel ranks hold the same part of a tensor that they do not divide.
-            copies = self.layout.tp if bound.row.axis == "none" else 1
+            copies = self.layout.tp if bound.row.axis == "none" and bound.expert is None else 1
             num_parts = len(ranks) // copies
             for part in range(num_parts):
                 holders = ranks[part * copies : (part + 1) * copies]
@@ -117,8 +121,6 @@ class Placement:
         if bound.expert is not None:
             # Each expert-parallel rank holds a consecutive range of experts.
             ep = bound.expert // (row.num_experts // layout.ep)
-            if row.axis == "none":
-                raise ConversionError(f"{bound.mcore}: an expert weight without an etp dimension is not supported")
             for shard in range(layout.etp):
                 yield layout.expert_holders(stage, ep, shard), shard, layout.etp
         elif row.axis == "none":
@@ -184,6 +186,8 @@ class Placement:
         for row in rows:
             if row.num_experts % layout.ep:
                 problems.add(f"{row.num_experts} experts are not a multiple of ep {layout.ep}")
+            if row.num_experts and row.axis == "none" and layout.etp > 1:
+                problems.add(f"etp {layout.etp} does not divide {row.mcore}; set etp to 1")
             size = {"tp": layout.tp, "etp": layout.etp, "none": 1}[row.axis]
             refusal = row.transform.refusal(row.shapes, row.dim, size) if size > 1 else ""
             if refusal:

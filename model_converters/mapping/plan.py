@@ -19,7 +19,7 @@ from model_converters.mapping.placement import (
     held_segments,
     held_shape,
 )
-from model_converters.mapping.table import BoundRow
+from model_converters.mapping.table import BoundRow, exported_parts
 from model_converters.mapping.transforms import Shape
 
 
@@ -66,8 +66,8 @@ def export_plan(bound: Sequence[BoundRow], layout: TrainLayout) -> list[TensorPl
             rank = writers.pick(holding.ranks, prod(held_shape(row.row, holding.held)) * row.dtype.itemsize)
             for part, start, local_start, length, rows in held_segments(row.row, holding.held):
                 pieces[part].append(Piece(rank, row.mcore, part, row.row.dim, start, length, local_start, rows))
-        for name, shape, tiles in zip(row.hf, row.row.shapes, pieces, strict=True):
-            plans.append(TensorPlan(name, shape, row.dtype, row.group, tuple(tiles)))
+        for name, shape, tiles, stored in zip(row.hf, row.row.shapes, pieces, exported_parts(row), strict=True):
+            plans.append(TensorPlan(name, shape, row.dtype, row.group, tuple(tiles), stored))
     return plans
 
 

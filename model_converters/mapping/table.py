@@ -25,6 +25,8 @@ class Stored:
 
     rows: rows of the matrix that are stored under `name`, for all parts together.
     transposed: the matrices are stored as [columns, rows]. Shapes cannot show this if both are equal.
+    mxfp4: MXFP4 releases store codes `<name>_blocks` [num_experts, rows, columns / 32, 16] and exponents
+    `<name>_scales` [num_experts, rows, columns / 32] instead, never transposed.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Stored:
     start: int = 0
     step: int = 1
     transposed: bool = False
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class Row:
     either row and exported to both. A checkpoint may lack this row's HF tensor (see mtp.resolve_copies).
     stored: place of each HF tensor in checkpoints that contain the named tensors instead; () if there are none. The
     index of a checkpoint decides (see hf/stacked.py). The names have the placeholder `{l}`.
+    stacked_release: whether exports contain the tensors of `stored`, as releases do.
     """
 
     mcore: str
@@ -71,6 +75,7 @@ class Row:
     whole_in_engines: bool = False
     repeats: str = ""
     stored: tuple[Stored, ...] = ()
+    stacked_release: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,11 @@ def stored_parts(bound: BoundRow) -> list[StoredPart]:
         stacked = _fill(place.name, bound.layer, None)
         parts.append(StoredPart(name, shape, stacked, whole, bound.expert, place))
     return parts
+
+
+def exported_parts(bound: BoundRow) -> list[StoredPart | None]:
+    """Return the place of each HF tensor of a row in the stacked tensors of exports; None if it is exported itself."""
+    return [*stored_parts(bound)] if bound.row.stacked_release else [None] * len(bound.hf)
 
 
 def is_parameter(bound: BoundRow) -> bool:

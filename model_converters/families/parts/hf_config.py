@@ -220,13 +220,13 @@ _FP8_FREE = {"weight_block_size", "modules_to_not_convert", "ignored_layers", "d
 
 
 def fp8_block(config: HFConfig) -> tuple[int, int] | None:
-    """Return the block size (rows, columns) of FP8 weights; None if the model is not quantised.
+    """Return the block size (rows, columns) of FP8 weights; None if the model has none.
 
-    Raises: ConversionError naming any other kind of quantisation.
+    Raises: ConversionError naming any other kind of quantisation, except MXFP4 (see refuse_unsupported).
     """
     refuse_nested(config)
     quantised = section(config, "quantization_config")
-    if not quantised:
+    if not quantised or has_mxfp4(config):
         return None
     refused, remedy = f"config.json: quantization_config ({method_of(quantised)})", REMEDY
     if quantised.get("quant_method") != "fp8":
@@ -248,8 +248,13 @@ FULL_ATTENTION = ("full_attention",)
 """Values of layer_types for attention to all tokens."""
 
 
-def refuse_unsupported(config: HFConfig, layer_types: tuple[str, ...] = FULL_ATTENTION) -> None:
-    """Reject settings that no family supports.
+def has_mxfp4(config: HFConfig) -> bool:
+    """Return whether config.json describes MXFP4 weights, which HFCheckpoint reads if the table has their places."""
+    return section(config, "quantization_config").get("quant_method") == "mxfp4"
+
+
+def refuse_unsupported(config: HFConfig, layer_types: tuple[str, ...] = FULL_ATTENTION, *, mxfp4: bool = False) -> None:
+    """Reject settings that no family supports, and MXFP4 weights unless `mxfp4`.
 
     These are quantisation other than FP8 blocks, activations other than SiLU, sizes that differ between layers, and
     attention that is not causal or not over all tokens.
@@ -259,6 +264,8 @@ def refuse_unsupported(config: HFConfig, layer_types: tuple[str, ...] = FULL_ATT
     Raises: ConversionError.
     """
     fp8_block(config)
+    if has_mxfp4(config) and not mxfp4:
+        raise ConversionError(f"config.json: quantization_config (mxfp4) is not supported for this family; {REMEDY}")
     require(config, "is_causal", True, reason="attention is causal; otherwise transformers attends in both directions")
     reason = "with it inference engines attend to chunks of the text; transformers and megatron attend to all tokens"
     require(config, "dual_chunk_attention_config", None, reason=reason)
