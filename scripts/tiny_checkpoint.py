@@ -104,6 +104,15 @@ _MORE_FIELDS: dict[str, JsonObject] = {
     "qwen3_next": {**_DELTA_NETS, **_GATED_SHARED_EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 1},
     "qwen3_5_text": _SECTIONED,
     "qwen3_5_moe_text": {**_SECTIONED, **_GATED_SHARED_EXPERTS},
+    # Square experts, as in the releases: shapes do not show their orientation.
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "sliding_window": 8,
+        "swiglu_limit": 1.0,
+        "attention_bias": True,
+    },
     "glm4_moe": {**_SIGMOID_EXPERTS, "attention_bias": True, "use_qk_norm": True},
 }
 

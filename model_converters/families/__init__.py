@@ -8,6 +8,7 @@ from model_converters.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from model_converters.families.dense import LLAMA, QWEN2, QWEN3
 from model_converters.families.ernie4_5_moe import ERNIE4_5_MOE
 from model_converters.families.glm4_moe import GLM4_MOE
+from model_converters.families.gpt_oss import GPT_OSS
 from model_converters.families.minimax_m2 import MINIMAX_M2
 from model_converters.families.mixtral import MIXTRAL
 from model_converters.families.parts.engine_fields import neutral_fields, refuse_for_engine
@@ -25,6 +26,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V3,
         ERNIE4_5_MOE,
         GLM4_MOE,
+        GPT_OSS,
         KIMI_K2,
         LLAMA,
         MINIMAX_M2,

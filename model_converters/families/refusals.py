@@ -22,18 +22,7 @@ _SPARSE_ATTENTION = (
     "attention to the index_topk tokens that an indexer chooses (tensors self_attn.indexer.*): megatron-core 0.16.1's "
     "own (experimental_attention_variant 'dsa') refuses packed sequences and needs CUDA's fast_hadamard_transform"
 )
-# megatron-core 0.16.1 has arguments for this arithmetic: softmax_type, window_size, window_attn_skip_freq,
-# glu_linear_offset, activation_func_clamp_value, add_bias_linear. The missing parts are in this project.
-_SINKS = (
-    "attention sinks (tensor self_attn.sinks) and sliding windows (layer_types, sliding_window) for packed sequences "
-    "without TransformerEngine"
-)
-_BIASES = "rows for the biases of router, experts and o_proj (attention_bias); the clamped gate (swiglu_limit)"
-_TRANSPOSED_EXPERTS = (
-    "a transform for experts stored as one transposed tensor, gate and up interleaved (mlp.experts.gate_up_proj)"
-)
 _STACKED_EXPERTS = "rows for experts stored as one tensor (feed_forward.experts.gate_up_proj)"
-_MXFP4 = "a reader of MXFP4 blocks (quantization_config)"
 
 _COMPRESSED_ATTENTION = (
     "attention over compressed keys and values that all heads share, of two kinds (layer_types), with an output "
@@ -45,7 +34,6 @@ _STATE_SPACE = (
     "layers of Mamba-2 (hybrid_override_pattern): megatron-core 0.16.1 has them in another model class, and they need "
     "mamba_ssm"
 )
-_LOCAL_LAYERS = "attention to a window of tokens in some layers (layer_types, sliding_window) for packed sequences"
 _TWO_ROTATIONS = "another rotation in these layers (rope_parameters per layer type)"
 _SANDWICH = (
     "norms before and after attention and MLP (post_feedforward_layernorm), with weight 1 + w, and embeddings that are "
@@ -61,11 +49,10 @@ _NORM_AFTER_ROTATION = "norms of queries and keys after their rotation (use_qk_n
 REFUSED: Mapping[str, Refusal] = {
     "deepseek_v32": Refusal("DeepSeek-V3.2", (_SPARSE_ATTENTION,)),
     "deepseek_v4": Refusal("DeepSeek-V4", (_HYPER_CONNECTIONS, _COMPRESSED_ATTENTION, _HASH_ROUTING)),
-    "gemma3_text": Refusal("Gemma 3 (text)", (_SANDWICH, _LOCAL_LAYERS, _TWO_ROTATIONS)),
-    "gemma4": Refusal("Gemma 4", (_SANDWICH, _LOCAL_LAYERS, _TWO_ROTATIONS, _INPUTS_OF_LAYERS)),
-    "gemma4_text": Refusal("Gemma 4 (text)", (_SANDWICH, _LOCAL_LAYERS, _TWO_ROTATIONS, _INPUTS_OF_LAYERS)),
+    "gemma3_text": Refusal("Gemma 3 (text)", (_SANDWICH, _TWO_ROTATIONS)),
+    "gemma4": Refusal("Gemma 4", (_SANDWICH, _TWO_ROTATIONS, _INPUTS_OF_LAYERS)),
+    "gemma4_text": Refusal("Gemma 4 (text)", (_SANDWICH, _TWO_ROTATIONS, _INPUTS_OF_LAYERS)),
     "glm_moe_dsa": Refusal("GLM-5", (_SPARSE_ATTENTION,)),
-    "gpt_oss": Refusal("gpt-oss-20b, gpt-oss-120b", (_SINKS, _BIASES, _TRANSPOSED_EXPERTS, _MXFP4)),
     "llama4": Refusal("Llama 4 Scout, Maverick", (_CHUNKED_ATTENTION, _NORM_AFTER_ROTATION, _STACKED_EXPERTS)),
     "llama4_text": Refusal("Llama 4 (text)", (_CHUNKED_ATTENTION, _NORM_AFTER_ROTATION, _STACKED_EXPERTS)),
     "nemotron_h": Refusal("Nemotron-H, Nemotron 3", (_STATE_SPACE,)),

@@ -1,7 +1,7 @@
 """MXFP4 values: 4-bit codes (E2M1) in blocks of 32 with one power of two per block.
 
-A byte has two codes, the first one in its low bits. value = code * 2^(exponent - 127). All values are exact in bfloat16,
-except those above its range, which are infinite.
+A byte has two codes, the first one in its low bits. value = code * 2^(exponent - 127). All values are exact in
+bfloat16, except those above its range, which are infinite.
 Source: OCP Microscaling Formats (MX) 1.0; transformers integrations/mxfp4.py, convert_moe_packed_tensors.
 """
 

@@ -45,6 +45,8 @@ MODELS = [
     ("qwen3_next", {"mlp_only_layers": [1]}),
     ("qwen3_5_text", {"tie_word_embeddings": True}),
     ("qwen3_5_moe_text", {}),
+    ("gpt_oss", {}),
+    ("gpt_oss", {"tie_word_embeddings": True, "intermediate_size": 48}),
     ("glm4_moe", {"tie_word_embeddings": True, "attention_bias": False, "use_qk_norm": False}),
 ]
 

@@ -188,6 +188,7 @@ OTHER_BILLIONS = {
     "mistralai--Mixtral-8x7B-v0.1": 46.703,
     "mistralai--Mixtral-8x22B-v0.1": 140.621,
 }
+STACKED_BILLIONS = {"openai--gpt-oss-20b": 20.915, "openai--gpt-oss-120b": 116.829}
 
 
 def published(name: str) -> dict[str, object]:
@@ -213,7 +214,7 @@ def meaning(config: Mapping[str, object]) -> object:
         return str(error)
 
 
-@pytest.mark.parametrize(("name", "billions"), (BILLIONS | OTHER_BILLIONS).items())
+@pytest.mark.parametrize(("name", "billions"), (BILLIONS | OTHER_BILLIONS | STACKED_BILLIONS).items())
 def test_published_config_has_published_parameter_count(name, billions):
     config = published(name)
     bound = bound_rows(config, torch.bfloat16)
