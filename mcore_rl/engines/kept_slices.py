@@ -2,7 +2,7 @@
 
 The loaders get meta tensors of the full shape and copy views of them into parameters. A dispatch mode intercepts these
 copies: offset and strides of a view show which box of the HF tensor it is. A copy of a concatenation is a copy of each
-of its parts.
+of its parts, and a copy of a contiguous clone one of the cloned view.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.engines.held_weights import Held
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.slices.shard_map import Box, ShardMap
+from mcore_rl.weights.slices.shard_map import Box
 
 Shape = tuple[int, ...]
 _COPY = torch.ops.aten.copy_.default
 _CAT = torch.ops.aten.cat.default
+_CLONE = torch.ops.aten.clone.default
+_ZERO = torch.ops.aten.zero_.default
 
 
 @dataclass(frozen=True)
@@ -141,11 +143,6 @@ class SliceLoader(ABC):
             raise WeightSyncError(f"the update lacks all or part of {', '.join(missing[:8])}")
 
 
-def whole_tensors(shard_map: ShardMap) -> dict[str, torch.Tensor]:
-    """Return a meta tensor for each HF tensor that an engine loads."""
-    return {box.hf_name: torch.empty(box.shape, dtype=box.dtype, device="meta") for box in shard_map.tensors()}
-
-
 def record(
     model: LoadsWeights, places: Mapping[int, tuple[str, str]], whole: Mapping[str, torch.Tensor], engine: str
 ) -> list[KeptSlice]:
@@ -201,6 +198,10 @@ class _Recorder(TorchDispatchMode):
         if func is _CAT and isinstance(result, torch.Tensor) and result.is_meta and result.is_contiguous():
             dim = args[1] % result.dim() if len(args) > 1 else 0
             self._concatenations[storage_key(result)] = _Concatenation(result, dim, args[0])
+        if func is _CLONE and isinstance(result, torch.Tensor) and result.is_meta and result.is_contiguous():
+            self._concatenations[storage_key(result)] = _Concatenation(result, 0, [args[0]])
+        if func is _ZERO:
+            self._sources.pop(storage_key(args[0]), None)  # its values are no longer the trainer's
         return result
 
     def _record_copy(self, target: torch.Tensor, view: torch.Tensor) -> None:

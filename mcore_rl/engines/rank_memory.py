@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from mcore_rl.engines.kept_slices import SliceLoader, whole_tensors
+from mcore_rl.engines.kept_slices import SliceLoader
+from mcore_rl.engines.stacked_slices import loaded_tensors, unstacked
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.processes.device_memory import device_memory
 from mcore_rl.types import DeviceMemory
@@ -56,7 +57,7 @@ class RankMemory:
         shard_map = plan.shard_map  # of this engine's layout
         boxes = shard_map.boxes(self.rank)
         with self._loader.context():
-            kept = self._loader.record(whole_tensors(shard_map))
+            kept = unstacked(self._loader.record(loaded_tensors(shard_map)), shard_map.rows)
             require_planned({each.name: (each.start, each.size) for each in kept}, boxes, self.rank)
             self._loader.keep(kept)
         self._boxes = boxes

@@ -25,7 +25,6 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from mcore_rl.engines.kept_slices import whole_tensors
 from mcore_rl.engines.rank_memory import RankMemory
 from mcore_rl.engines.sglang.devices.interface import Device
 from mcore_rl.engines.sglang.devices.memory import kv_caches
@@ -36,6 +35,7 @@ from mcore_rl.engines.sglang.sampler import install
 from mcore_rl.engines.sglang.schedules import BatchSchedule, OverlapSchedule
 from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.sglang.weights import ParameterLoader
+from mcore_rl.engines.stacked_slices import loaded_tensors
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.shard_map import model_shard_map
@@ -106,7 +106,7 @@ class SteppedScheduler(RankMemory):
         self._loader = ParameterLoader(self._scheduler.tp_worker.model_runner.model, device.torch_device)
         if arguments.load_format == "dummy":  # updates will follow
             dtype = getattr(torch, arguments.dtype)
-            self._loader.record(whole_tensors(model_shard_map(arguments.model_path, dtype, self._layout)))
+            self._loader.record(loaded_tensors(model_shard_map(arguments.model_path, dtype, self._layout)))
         self._memory = device.memory(self._scheduler, self)
 
     @property

@@ -106,9 +106,10 @@ class ShardMap:
         #   owned    complete experts (expert_parallel): only the owner keeps this one
         owner = -1
         how = "divided" if is_divided(bound.row) else "whole"
-        if bound.expert is not None:
-            how = "owned" if self.layout.expert_parallel else "experts"
-            owner = self.owner(bound) if self.layout.expert_parallel else -1
+        if bound.expert is not None and self.layout.expert_parallel:
+            how, owner = "owned", self.owner(bound)
+        elif bound.expert is not None and is_divided(bound.row):
+            how = "experts"
         key = (self._stages(bound), how, owner)
         if key not in self._consumers:
             self._consumers[key] = self._assign(*key)

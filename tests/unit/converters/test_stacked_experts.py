@@ -81,7 +81,7 @@ def test_stacked_experts_of_another_shape_are_rejected(moe_config, random_hf, tm
 def test_expert_that_is_stored_twice_is_rejected(moe_config, random_hf, tmp_path):
     hf = random_hf(moe_config)
     both = hf | stacked_experts(hf, "model.layers.0.mlp.", 8)
-    message = rf"experts\.0\.gate_proj\.weight is stored twice"
+    message = r"experts\.0\.gate_proj\.weight is stored twice"
     with pytest.raises(ConversionError, match=message):
         HFCheckpoint(write_hf(tmp_path, moe_config, both))
 

@@ -55,6 +55,7 @@ LOADS: dict[str, tuple[tuple[int, ...], Load, list[str]]] = {
     ),
     "one row": ((1, 6), lambda w, p: p.copy_(torch.cat([w["q"], w["k"]])[4:5]), ["k"]),
     "into a part": ((8, 9), lambda w, p: p[1:7, 2:8].copy_(torch.cat([w["q"], w["k"]])), ["q", "k"]),
+    "a contiguous clone": ((3, 4), lambda w, p: p.copy_(w["q"][:, 2:5].t().contiguous()), ["q"]),
     "with an empty part": ((4, 6), lambda w, p: p.copy_(torch.cat([w["q"][:0], w["q"]])), ["q"]),
 }  # fmt: skip
 
@@ -70,6 +71,7 @@ COMPUTED: dict[str, tuple[tuple[int, ...], Load]] = {
     "a computed part": ((6, 6), lambda w, p: p.copy_(torch.cat([w["q"], w["k"] + 1]))),
     "a part of zeros": ((6, 6), lambda w, p: p.copy_(torch.cat([w["q"], torch.zeros(2, 6, device="meta")]))),
     "a computed concatenation": ((6, 6), lambda w, p: p.copy_(torch.cat([w["q"], w["k"]]).neg())),
+    "a tensor set to zero": ((4, 6), lambda w, p: p.copy_(w["q"].zero_())),
     "rows with gaps": ((3, 6), lambda w, p: p.copy_(torch.cat([w["q"], w["k"]])[::2])),
 }
 
