@@ -21,6 +21,14 @@ _DEFAULTS = {
     "head_dim": 64,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
     "rope_theta": 150000.0,
     "sliding_window": 128,
     "swiglu_alpha": 1.702,
@@ -46,8 +54,9 @@ def _attention(config: HFConfig) -> family.TransformerArguments:
 def _windows(config: HFConfig) -> family.TransformerArguments:
     """Return the arguments of sliding windows; empty if every layer attends to all tokens."""
     num_layers = integer(config, "num_hidden_layers")
-    # Absent or null: the first layer has a window, and every second one after it.
-    kinds = config.get("layer_types") or [(_WINDOW, _FULL)[layer % 2] for layer in range(num_layers)]
+    kinds = config.get("layer_types")
+    if kinds is None:  # the first layer has a window, and every second one after it
+        kinds = [(_WINDOW, _FULL)[layer % 2] for layer in range(num_layers)]
     if not isinstance(kinds, list | tuple) or not {*kinds} <= {_WINDOW, _FULL} or len(kinds) != num_layers:
         raise ConversionError(
             f"config.json: layer_types {kinds!r} is not supported; it must have {_WINDOW!r} or {_FULL!r} for each of "
@@ -148,7 +157,7 @@ GPT_OSS = family.Family(
     _rows,
     _model_arguments,
     defaults=_DEFAULTS,
-    nullable=("head_dim", "num_key_value_heads", "sliding_window"),
+    nullable=("sliding_window",),
     architecture="GptOssForCausalLM",
     own_fields=frozenset({"sliding_window", "swiglu_limit"}),
     description=family.Description(

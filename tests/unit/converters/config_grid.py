@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model_converters.families import FAMILIES
 from model_converters.families.parts.rotary import inverse_frequencies
-from model_converters.mapping.table import bind
+from model_converters.mapping.table import bind, exported_parts
 from tests.tiny_models import GROUPS, LLAMA3, YARN, checkpoint_tensors, tiny_fields
 
 ABSENT: Any = object()
@@ -86,6 +86,18 @@ _OF_KIND: dict[str, dict[str, list[object]]] = {
         "moe_layer_interval": [*_WRONG, 2],
         "moe_norm_min": [ABSENT, None, 1e-12, 1e-6],
         "use_bias": [ABSENT, None, True, False, 0],
+    },
+    "gpt_oss": {
+        "swiglu_limit": [*_WRONG, 2.0],
+        "swiglu_alpha": [ABSENT, None, "x", 1.5, 1.702],
+        "sliding_window": [*_WRONG, 1, 3],
+        "layer_types": [
+            ABSENT,
+            [],
+            ["full_attention"] * 2,
+            ["full_attention", "sliding_attention"],
+            ["chunked_attention"] * 2,
+        ],
     },
     "minimax_m2": {"rotary_dim": [*_WRONG, 4, 12], "attn_type_list": [None, [1, 1], [0, 1], 3]},
 }
@@ -187,15 +199,26 @@ def facts_of_transformers(fields: dict[str, object]) -> dict[str, object]:
         "tied": config.tie_word_embeddings,
         "epsilon": _epsilon(layer.input_layernorm),
         "latent epsilon": attention.kv_a_layernorm.variance_epsilon if hasattr(attention, "kv_a_layernorm") else None,
-        "activation": type(layer.mlp.act_fn if hasattr(layer.mlp, "act_fn") else layer.mlp.experts.act_fn).__name__,
+        "activation": _activation(layer.mlp if hasattr(layer.mlp, "act_fn") else layer.mlp.experts),
         "attention scale": attention.scaling,
-        "window": config.sliding_window if whole_window else getattr(attention, "sliding_window", None),
+        "windows": [
+            config.sliding_window if whole_window else getattr(getattr(each, "self_attn", None), "sliding_window", None)
+            for each in trunk.layers
+        ],
         "frequencies": trunk.rotary_emb.inv_freq,
         "cosine scale": float(trunk.rotary_emb.attention_scaling),
         "neighbours paired": config.model_type in ("deepseek_v2", "ernie4_5_moe")
         or bool(getattr(config, "rope_interleave", False)),
-        "routing": _routing(layer.mlp.gate) if hasattr(layer.mlp, "gate") else None,
+        "routing": _routing(layer.mlp.gate) if hasattr(layer.mlp, "gate") else _router(layer.mlp),
     }
+
+
+def _router(mlp: Any) -> dict[str, object] | None:
+    return _routing(mlp.router) if hasattr(mlp, "router") else None
+
+
+def _activation(module: Any) -> object:
+    return type(module.act_fn).__name__ if hasattr(module, "act_fn") else (module.alpha, module.limit)
 
 
 def _epsilon(norm: Any) -> float:
@@ -221,11 +244,13 @@ def facts_of_ours(fields: dict[str, object]) -> dict[str, object]:
     sizes = arguments.transformer
     bound = bind(family.rows(fields), fields, torch.float32)
     shapes = {
-        name: shape
+        name if part is None else part.name: shape if part is None else part.shape
         for row in bound
         if not row.row.copy_of_embedding
-        for name, shape in zip(row.hf, row.row.shapes, strict=True)
+        for name, shape, part in zip(row.hf, row.row.shapes, exported_parts(row), strict=True)
     }
+    windows = sizes.get("window_attn_skip_freq", [0] * sizes["num_layers"])
+    activations = {"silu": "SiLUActivation", "quick_gelu": (1.702, sizes.get("activation_func_clamp_value"))}
     latent = sizes.get("multi_latent_attention", False)
     head_dim = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"] if latent else sizes["kv_channels"]
     frequencies, cosine_scale, score_scale = _rotation(arguments, head_dim)
@@ -234,9 +259,9 @@ def facts_of_ours(fields: dict[str, object]) -> dict[str, object]:
         "tied": arguments.tied_embeddings,
         "epsilon": sizes["layernorm_epsilon"],
         "latent epsilon": arguments.latent_norm_epsilon,
-        "activation": {"silu": "SiLUActivation"}[sizes["activation_func"]],
+        "activation": activations[sizes["activation_func"]],
         "attention scale": score_scale,
-        "window": None,
+        "windows": [sizes["window_size"][0] + 1 if window else None for window in windows],
         "frequencies": frequencies,
         "cosine scale": cosine_scale,
         "neighbours paired": latent or sizes.get("rotary_interleaved", False),

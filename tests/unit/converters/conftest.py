@@ -115,6 +115,16 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
         "moe_layer_end_index": 3,
         "moe_layer_interval": 2,
     },
+    "gpt_oss": {
+        **DENSE,
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "intermediate_size": 12,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "kimi_k2": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "kimi_k2", "num_nextn_predict_layers": 0},
     **hybrid_models.CONFIGS,
 }
