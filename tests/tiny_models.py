@@ -50,10 +50,26 @@ def write_tiny_classifier(directory: Path | str, kind: str, **changes: Any) -> P
 
 def checkpoint_tensors(model: Any, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights or gradients by the names of `model`'s modules -> by those of its checkpoint: transformers 5 fuses a
-    layer's experts in memory, and takes them apart here as when it saves them."""
+    layer's experts in memory, and takes them apart here as when it saves them. Experts of families whose checkpoints
+    stack them get the table's names of single experts."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return dict(revert_weight_conversion(model, named))
+    from model_converters.families import FAMILIES
+    from model_converters.hf.stacked import rows_of
+    from model_converters.mapping.table import bind, exported_parts
+
+    tensors, config = dict(revert_weight_conversion(model, named)), model.config.to_dict()
+    if config["model_type"] not in FAMILIES:
+        return tensors
+    stacked = [
+        part
+        for bound in bind(FAMILIES[config["model_type"]].rows(config), config, torch.float32)
+        for part in exported_parts(bound)
+        if part is not None
+    ]
+    parts = {part.part: rows_of(tensors[part.name][part.expert], part).contiguous() for part in stacked}
+    whole = {part.name for part in stacked}
+    return {name: tensor for name, tensor in tensors.items() if name not in whole} | parts
 
 
 def correction_biases(model: Any) -> dict[str, torch.Tensor]:

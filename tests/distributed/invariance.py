@@ -39,7 +39,7 @@ def layouts(num_ranks: int, hf_config: dict[str, Any]) -> list[dict[str, int]]:
     for tp, pp, cp, ep, etp in itertools.product(powers, repeat=5):
         for vpp in (1, 2):
             sizes = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
-            if hf_config.get("num_experts") is None and hf_config.get("n_routed_experts") is None:
+            if all(hf_config.get(key) is None for key in ("num_experts", "n_routed_experts", "num_local_experts")):
                 if etp != tp:
                     continue
                 del sizes["etp"]

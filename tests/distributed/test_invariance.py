@@ -1,7 +1,8 @@
 """The same update in every layout: starting from one distributed checkpoint, the loss, the log-probabilities and
 entropies of all tokens, the gradients, and the parameters after two optimizer steps equal those of one rank.
 
-The model has experts and latent attention. Layouts: on 2 ranks data parallelism alone, and a choice that uses every
+The model has experts and latent attention; one layout of a second model has sinks, windows and biases of experts, whose
+gradients megatron-core sums or counts twice. Layouts: on 2 ranks data parallelism alone, and a choice that uses every
 axis; on 4 a choice that combines every two axes; on 8 one layout that uses every axis; on 2 and 4 one with sharded
 parameters. MCORE_RL_EVERY_TEST=1 runs all layouts on up to 4 ranks, also with sharded parameters, and a choice on 8
 ranks for three models. With simulated TransformerEngine, without that variable: the layouts in which its layers differ,
@@ -34,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
     "minimax": ("minimax_m2", {}),
     "ernie": ("ernie4_5_moe", {}),
+    "oss": ("gpt_oss", {}),
 }
 # Norms over all heads: every rank has a part of the weight, of whose gradient no other rank has a share.
 DIVIDED_NORMS: dict[int, list[Case]] = {
@@ -80,6 +82,8 @@ def _cases(num_ranks: int) -> list[Case]:
         cases += [Case(model, layout) for layout in chosen]
         if num_ranks == 2:
             cases.append(Case(model, tokens=ONE_MICROBATCH))
+    if num_ranks == 2 and not EVERY_TEST:
+        cases.append(Case("oss", {"tp": 2, "ep": 2}))
     if SIMULATED and not EVERY_TEST:
         cases = [case for case in cases if num_ranks == 2 and case.parallel.keys() <= {"tp", "ep", "etp"}]
     cases += [case for case in DIVIDED_NORMS.get(num_ranks, []) if case not in cases and not SIMULATED]

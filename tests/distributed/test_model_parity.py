@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         {"rope_parameters": YARN, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     ),
+    "oss": ("gpt_oss", {"pad_token_id": None}),
     "glm": ("glm4_moe", {}),
     "glm groups": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, **GROUPS}),
     # Norms over all heads, of which every tensor-parallel rank has a part.
@@ -73,6 +74,10 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "v3 tp2 ep2": ("v3 yarn groups", {"tp": 2, "ep": 2}),
         "v3 no q latent tp2": ("v3 no q latent", {"tp": 2}),
         "v2 tp2 ep2": ("v2", {"tp": 2, "ep": 2}),
+        "oss tp2": ("oss", {"tp": 2}),
+        "oss pp2": ("oss", {"pp": 2}),
+        "oss ep2": ("oss", {"ep": 2}),
+        "oss tp2 ep2": ("oss", {"tp": 2, "ep": 2}),
         "glm tp2": ("glm", {"tp": 2}),
         "glm pp2": ("glm", {"pp": 2}),
         "glm ep2": ("glm", {"ep": 2}),

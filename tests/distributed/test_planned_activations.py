@@ -21,6 +21,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": WIDE,
     "minimax_m2": WIDE,
     "ernie4_5_moe": WIDE,
+    "gpt_oss": WIDE,
 }
 CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
     1: [
@@ -47,6 +48,9 @@ CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
         ("minimax_m2", {"strategy": "fsdp2"}, "none", []),
         ("ernie4_5_moe", {}, "none", []),
         ("ernie4_5_moe", {"strategy": "fsdp2"}, "none", []),
+        ("gpt_oss", {}, "none", []),
+        ("gpt_oss", {}, "selective", ["core_attn"]),
+        ("gpt_oss", {}, "selective", ["moe"]),
     ],
     2: [
         ("qwen3", {"tp": 2}, "none", []),
@@ -54,6 +58,7 @@ CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
         ("qwen3_moe", {"ep": 2}, "none", []),
         ("deepseek_v3", {"tp": 2}, "none", []),
         ("minimax_m2", {"tp": 2}, "none", []),
+        ("gpt_oss", {"tp": 2}, "none", []),
     ],
 }
 

@@ -39,6 +39,10 @@ MODES: dict[str, list[dict[str, Any]]] = {
         _selective("shared_experts"),
         _selective("mla_up_proj", "shared_experts", "mlp", "layernorm"),
     ],
+    "gpt_oss": [
+        FULL,
+        _selective("core_attn", "moe"),
+    ],
 }
 CASES = [(kind, index) for kind, modes in MODES.items() for index in range(len(modes))]
 

@@ -15,6 +15,7 @@ from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
 
 DENSE, SPARSE, LATENT = tiny_fields("qwen3"), tiny_fields("qwen3_moe"), tiny_fields("deepseek_v3")
+BIASED = tiny_fields("gpt_oss")
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,7 @@ DENSE, SPARSE, LATENT = tiny_fields("qwen3"), tiny_fields("qwen3_moe"), tiny_fie
         (SPARSE, 3, {"ep": 3}, r"actor\.parallel\.ep=3 does not divide the model's 8 experts"),
         (SPARSE, 2, {"ep": 4}, r"actor\.parallel\.ep"),
         (SPARSE, 10, {"tp": 2, "etp": 5}, r"actor\.parallel\.etp=5"),
+        (BIASED, 2, {"tp": 2, "etp": 2}, r"actor\.parallel\.etp=2: megatron .* experts with biases; set it to 1"),
         (DENSE | {"num_attention_heads": 6}, 3, {"tp": 3}, r"actor\.parallel\.tp=3.*2 key/value heads"),
         (SPARSE, 8, {"tp": 8}, r"actor\.parallel\.tp=8.*4 attention heads"),
         (DENSE, 2, {"ep": 2}, r"actor\.parallel\.ep=2.*no experts"),
@@ -62,12 +64,19 @@ def test_train_layout_misfit_names_the_key(
         (SPARSE, 2, {"tp": 2}, 2),
         (DENSE, 2, {"tp": 2}, 2),
         (SPARSE, 4, {"ep": 2}, 1),
+        (BIASED, 2, {"tp": 2}, 1),
     ],
 )
 def test_train_layout_etp_default_depends_on_ep(
     model: dict[str, Any], world_size: int, sizes: dict[str, int], etp: int
 ) -> None:
     assert train_layout(ParallelConfig(**sizes), world_size, model).etp == etp
+
+
+def test_role_layout_fsdp2_with_biased_experts_is_rejected() -> None:
+    role = ModelRole.policy(ActorConfig(strategy="fsdp2"), ModelConfig(hf_path=""))
+    with pytest.raises(ConfigError, match=r"actor\.strategy=fsdp2 .* experts with biases .*set actor\.strategy"):
+        role_layout(role, 2, BIASED)
 
 
 def test_train_layout_vpp_of_one_is_none() -> None:
