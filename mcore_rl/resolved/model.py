@@ -108,12 +108,19 @@ def policy_config(role: ModelRole) -> tuple[dict[str, object], int]:
 
 
 def check_policy_engines(engines: EngineRole, algorithm: AlgorithmConfig, spec: ResolvedModel) -> None:
-    """Check the policy's engines: check_engine_model, and the trainer's layout beside rollout.quantization.
+    """Check the policy's engines: check_engine_model, whether weights can be sent to them, and the trainer's layout
+    beside rollout.quantization.
 
     Raises: ConfigError naming the field, matrix or key.
     """
     check_engine_model(engines, algorithm, spec.hf_config)
     if not is_supervised(algorithm):
+        if any(row.stacked_release for row in family_for(spec.hf_config).rows(spec.hf_config)):
+            raise ConfigError(
+                f"{engines.checkpoint}={engines.model.hf_path}: weights of {spec.hf_config['model_type']} cannot be "
+                "sent to engines, whose loaders take all experts of a layer in one tensor; set "
+                "algorithm.policy_loss.name=sft, or use another model"
+            )
         check_trained_groups(engines, spec.role, spec.hf_config, spec.layout.etp)
 
 

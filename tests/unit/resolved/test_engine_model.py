@@ -11,7 +11,13 @@ import pytest
 from mcore_rl.config import Config, load_config
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.model import check_engine_model, overridden_fields, policy_config
+from mcore_rl.resolved.model import (
+    ResolvedModel,
+    check_engine_model,
+    check_policy_engines,
+    overridden_fields,
+    policy_config,
+)
 from tests.tiny_models import tiny_fields
 
 
@@ -52,6 +58,16 @@ def test_run_whose_engine_computes_another_model_is_rejected(
         checked(config)
     config.algorithm.policy_loss.name = "sft"  # has no engine
     checked(config)
+
+
+def test_policy_with_stacked_release_is_rejected_beside_engines(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "gpt_oss", {})
+    spec = ResolvedModel.policy(ModelRole.policy(config.actor, config.model), 1)
+    engines = EngineRole.rollout(config.rollout, config.model)
+    with pytest.raises(ConfigError, match=r"^model\.hf_path=.*gpt_oss cannot be sent .*policy_loss\.name=sft"):
+        check_policy_engines(engines, config.algorithm, spec)
+    config.algorithm.policy_loss.name = "sft"
+    check_policy_engines(engines, config.algorithm, spec)
 
 
 def test_engine_that_reads_the_field_accepts_it(tmp_path: Path) -> None:
