@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mcore_rl.engines.held_weights import Held
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.shard_map import Box
+from mcore_rl.weights.slices.stacked_parts import StackedParts, StridedSlice
 
 Shape = tuple[int, ...]
 _COPY = torch.ops.aten.copy_.default
@@ -141,6 +142,17 @@ class SliceLoader(ABC):
         missing = sorted({each.name for each, numel in self._missing.items() if numel})
         if missing:
             raise WeightSyncError(f"the update lacks all or part of {', '.join(missing[:8])}")
+
+
+def unstacked(kept: Iterable[KeptSlice], parts: StackedParts) -> list[KeptSlice]:
+    """Replace slices of stacked experts by slices of single experts."""
+    return [
+        KeptSlice(name, start, size, each.module, each.parameter, offset, strides)
+        for each in kept
+        for name, start, size, strides, offset in parts.slices(
+            StridedSlice(each.name, each.start, each.size, each.strides, each.offset)
+        )
+    ]
 
 
 def record(

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mcore_rl.engines.kept_slices import SliceLoader
-from mcore_rl.engines.stacked_slices import loaded_tensors, unstacked
+from mcore_rl.engines.kept_slices import SliceLoader, unstacked
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.processes.device_memory import device_memory
 from mcore_rl.types import DeviceMemory
@@ -16,6 +15,7 @@ from mcore_rl.weights.connection import Connection, connect_engine_rank
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.shard_map import Box
+from mcore_rl.weights.slices.stacked_parts import StackedParts, loaded_tensors
 from mcore_rl.weights.transports.hosts import this_host
 from mcore_rl.weights.transports.nccl_group import nccl_version
 from mcore_rl.weights.transports.segments import device_uuid
@@ -57,7 +57,7 @@ class RankMemory:
         shard_map = plan.shard_map  # of this engine's layout
         boxes = shard_map.boxes(self.rank)
         with self._loader.context():
-            kept = unstacked(self._loader.record(loaded_tensors(shard_map)), shard_map.rows)
+            kept = unstacked(self._loader.record(loaded_tensors(shard_map)), StackedParts(shard_map.rows))
             require_planned({each.name: (each.start, each.size) for each in kept}, boxes, self.rank)
             self._loader.keep(kept)
         self._boxes = boxes

@@ -35,10 +35,10 @@ from mcore_rl.engines.sglang.sampler import install
 from mcore_rl.engines.sglang.schedules import BatchSchedule, OverlapSchedule
 from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.sglang.weights import ParameterLoader
-from mcore_rl.engines.stacked_slices import loaded_tensors
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.shard_map import model_shard_map
+from mcore_rl.weights.slices.stacked_parts import loaded_tensors
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 
 _UNUSED = ("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")

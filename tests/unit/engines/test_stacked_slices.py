@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mcore_rl.engines.kept_slices import record, storage_key
-from mcore_rl.engines.stacked_slices import loaded_tensors, unstacked
+from mcore_rl.engines.kept_slices import record, storage_key, unstacked
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.shard_map import ShardMap
+from mcore_rl.weights.slices.stacked_parts import StackedParts, loaded_tensors
 from model_converters.families import family_for
 from model_converters.mapping.table import bind, exported_parts
 from tests.tiny_models import tiny_fields
@@ -54,7 +54,7 @@ def test_unstacked_slices_fill_the_engines_parameters(expert_parallel: bool, ran
 
     model = FusedExperts(rank, layout)
     places = {storage_key(tensor): ("experts", name) for name, tensor in model.parameters.items()}
-    kept = unstacked(record(model, places, whole, "The engine"), shard_map.rows)
+    kept = unstacked(record(model, places, whole, "The engine"), StackedParts(shard_map.rows))
     boxes = {name: box for name, box in shard_map.boxes(rank).items() if name.startswith(PREFIX)}
     assert {each.name: (each.start, each.size) for each in kept} == boxes
 

@@ -1,4 +1,4 @@
-"""Slices of stacked experts, as engines load them, converted to slices of the tensors of single experts.
+"""Slices of stacked experts, as engines load them, as slices of the tensors of single experts.
 
 Releases of some families store all experts of a layer in one tensor, and the engines' loaders expect this tensor
 (Row.stacked_release). Updates contain the tensors of single experts. A part has every step-th row of an expert's
@@ -7,13 +7,24 @@ matrix, so the memory of a stacked slice is described by offset and strides of i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
-from mcore_rl.engines.kept_slices import KeptSlice
 from mcore_rl.weights.slices.shard_map import ShardMap
 from model_converters.mapping.table import BoundRow, StoredPart, exported_parts
+from model_converters.mapping.transforms import Shape
+
+
+class StridedSlice(NamedTuple):
+    """Box of a tensor, and its place in a parameter: element `index` is at `offset + sum(index * strides)`."""
+
+    name: str
+    start: Shape
+    size: Shape
+    strides: Shape
+    offset: int
 
 
 def loaded_tensors(shard_map: ShardMap) -> dict[str, torch.Tensor]:
@@ -28,28 +39,31 @@ def loaded_tensors(shard_map: ShardMap) -> dict[str, torch.Tensor]:
     return loaded
 
 
-def unstacked(kept: Iterable[KeptSlice], rows: Iterable[BoundRow]) -> list[KeptSlice]:
-    """Replace slices of stacked tensors by slices of their parts."""
-    parts: dict[str, list[StoredPart]] = {}
-    for part in _parts(rows):
-        parts.setdefault(part.name, []).append(part)
-    found = []
-    for each in kept:
-        if each.name not in parts:
-            found.append(each)
-            continue
-        slices = (_slice_of(each, part) for part in parts[each.name])
-        found += [inner for inner in slices if inner is not None]
-    return found
+class StackedParts:
+    """Parts of the stacked tensors that engines load, by the names of these tensors."""
+
+    def __init__(self, rows: Iterable[BoundRow]) -> None:
+        self._parts: dict[str, list[StoredPart]] = {}
+        for part in _parts(rows):
+            self._parts.setdefault(part.name, []).append(part)
+
+    def slices(self, whole: StridedSlice) -> Iterator[StridedSlice]:
+        """Yield the slice of every part in the slice `whole` of a tensor; `whole` itself if the tensor has no parts."""
+        if whole.name not in self._parts:
+            yield whole
+        for part in self._parts.get(whole.name, ()):
+            found = _slice_of(whole, part)
+            if found is not None:
+                yield found
 
 
-def _parts(rows: Iterable[BoundRow]) -> Sequence[StoredPart]:
-    return [part for row in rows for part in exported_parts(row) if part is not None]
+def _parts(rows: Iterable[BoundRow]) -> Iterator[StoredPart]:
+    return (part for row in rows for part in exported_parts(row) if part is not None)
 
 
-def _slice_of(kept: KeptSlice, part: StoredPart) -> KeptSlice | None:
+def _slice_of(whole: StridedSlice, part: StoredPart) -> StridedSlice | None:
     """Return the elements of a part in a slice of the stacked tensor; None if there are none."""
-    start, size, strides, offset = kept.start, kept.size, kept.strides, kept.offset
+    _, start, size, strides, offset = whole
     if part.expert is not None:
         if not start[0] <= part.expert < start[0] + size[0]:
             return None
@@ -64,12 +78,5 @@ def _slice_of(kept: KeptSlice, part: StoredPart) -> KeptSlice | None:
     if first >= end:
         return None
     offset += (part.place.start + step * first - start[0]) * strides[0]
-    return KeptSlice(
-        part.part,
-        (first, *start[1:]),
-        (end - first, *size[1:]),
-        kept.module,
-        kept.parameter,
-        offset,
-        (step * strides[0], *strides[1:]),
-    )
+    inner = (first, *start[1:]), (end - first, *size[1:]), (step * strides[0], *strides[1:])
+    return StridedSlice(part.part, *inner, offset)
