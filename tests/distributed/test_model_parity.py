@@ -17,6 +17,7 @@ from mcore_rl.config.models import ActorConfig, ParallelConfig
 from tests.distributed import policy_batch
 from tests.distributed.built import build
 from tests.distributed.launch import launch
+from tests.selection import EVERY_TEST
 from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, checkpoint_tensors, correction_biases, write_tiny_model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -84,21 +85,29 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "glm tp2 ep2": ("glm groups", {"tp": 2, "ep": 2}),
         "minimax tp2": ("minimax", {"tp": 2}),
         "minimax tp2 without sequence parallelism": ("minimax", {"tp": 2, "sequence_parallel": 0}),
-        "minimax pp2": ("minimax", {"pp": 2}),
-        "minimax ep2": ("minimax", {"ep": 2}),
         "ernie tp2": ("ernie", {"tp": 2}),
         "ernie pp2": ("ernie tied", {"pp": 2}),
-        "ernie ep2": ("ernie", {"ep": 2}),
     },
     4: {
         "moe tp2 ep2 etp2": ("moe", {"tp": 2, "ep": 2, "etp": 2}),
         "tied tp2 pp2": ("tied", {"tp": 2, "pp": 2}),
         "odd tp4": ("odd", {"tp": 4}),
-        "minimax tp2 ep2 etp2": ("minimax", {"tp": 2, "ep": 2, "etp": 2}),
-        "ernie tp2 ep2 etp2": ("ernie", {"tp": 2, "ep": 2, "etp": 2}),
         "odd biased tp4": ("odd biased", {"tp": 4}),
     },
 }
+ON_DEMAND: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
+    2: {
+        "minimax pp2": ("minimax", {"pp": 2}),
+        "minimax ep2": ("minimax", {"ep": 2}),
+        "ernie ep2": ("ernie", {"ep": 2}),
+    },
+    4: {
+        "minimax tp2 ep2 etp2": ("minimax", {"tp": 2, "ep": 2, "etp": 2}),
+        "ernie tp2 ep2 etp2": ("ernie", {"tp": 2, "ep": 2, "etp": 2}),
+    },
+}
+for _num_ranks, _cases in ON_DEMAND.items() if EVERY_TEST else ():
+    CASES[_num_ranks] |= _cases
 
 
 def _sequences() -> list[list[list[int]]]:
