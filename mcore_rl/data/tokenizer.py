@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.config.reading.json_files import read_json_object
+from mcore_rl.data.tokenizer_import import auto_tokenizer
 from mcore_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _locate(path: Path, key: str) -> tuple[Path | None, Path | None]:
 
 
 def _load(directory: Path | None, bare_file: Path | None, key: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     if bare_file is not None:
         read_json_object(bare_file, key)
@@ -95,7 +96,8 @@ def _load(directory: Path | None, bare_file: Path | None, key: str) -> PreTraine
                 tokenizer.chat_template = template.read_text(encoding="utf-8")
             return tokenizer
         # A directory may contain code, which must not run; nothing may be downloaded.
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        tokenizer_class = auto_tokenizer()
+        return tokenizer_class.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises a plain Exception for unreadable files
         raise ConfigError(f"{key}: {bare_file or directory} is not a readable tokenizer: {error}") from error
 

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,23 @@ def test_load_tokenizer_gpt2_file():
     tokenizer = load_tokenizer(SHARED_GPT2 / "tokenizer.json")
     assert tokenizer.eos_token_id == 50256
     assert tokenizer("Hello world")["input_ids"] == [15496, 995]
+
+
+def test_load_tokenizer_in_new_process_defers_import_of_generation(tokenizer_file):
+    """Models with code of their own get transformers' mixin all the same."""
+    write(tokenizer_file.parent / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", eos_token="!")
+    code = f"""
+import sys
+from mcore_rl.data.tokenizer import load_tokenizer
+load_tokenizer({str(tokenizer_file.parent)!r})
+print("transformers.generation.utils" in sys.modules)
+import torch
+from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
+class Remote(torch.nn.Module):
+    def prepare_inputs_for_generation(self): ...
+changed = add_generation_mixin_to_remote_model(Remote)
+from transformers import GenerationMixin
+print(issubclass(changed, GenerationMixin))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "True"], done.stderr
