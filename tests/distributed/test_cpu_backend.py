@@ -379,6 +379,7 @@ assert sys.argv[1] == "without" or before == (list(sys.meta_path), torch.Tensor.
 import megatron.core.transformer.moe.moe_utils as moe
 import megatron.core.transformer.multi_latent_attention as latent
 assert moe.torch is torch, "CUDA has torch as it is"
+assert sys.argv[1] == "with" or "wandb" not in sys.modules, "ranks do not use it"
 print(getattr(moe, "te_general_gemm", "unbound"), latent.HAVE_TE)
 """
 

@@ -1,5 +1,5 @@
 """Import hook for megatron.core modules: after a module's code has run, it replaces torch in the module by a proxy,
-and applies the module's fixes.
+and applies the module's fixes. Optional packages that ranks do not use are not imported with Megatron.
 
 The proxy is torch with a few names replaced. Replacing the names in torch itself would affect torch._dynamo, Ray and
 transformers, and `torch.manual_seed`, which calls `torch.cuda.manual_seed_all`, would recurse.
@@ -7,7 +7,9 @@ transformers, and `torch.manual_seed`, which calls `torch.cuda.manual_seed_all`,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
@@ -18,6 +20,9 @@ import torch.distributed
 from mcore_rl.megatron.cpu.registry import Fix
 
 _PACKAGE = "megatron.core"
+_UNUSED = "wandb"
+"""Package that megatron.core (0.16.1) imports for the metrics of its own inference engine, and replaces by None if it
+is not installed. Its import takes a tenth of the CPU time of a rank's start. The driver's tracker imports it itself."""
 
 
 class NamespaceProxy(ModuleType):
@@ -51,6 +56,19 @@ def rebind(module: ModuleType) -> None:
             setattr(module, name, proxy)
 
 
+@contextlib.contextmanager
+def _without_unused() -> Iterator[None]:
+    """Let imports of _UNUSED fail in the block, unless it is imported already or an outer block does so."""
+    if _UNUSED in sys.modules:
+        yield
+        return
+    sys.modules[_UNUSED] = None  # type: ignore[assignment]  # documented: makes imports raise ModuleNotFoundError
+    try:
+        yield
+    finally:
+        del sys.modules[_UNUSED]
+
+
 class _Loader(SourceFileLoader):
     """Loader that executes a module, rebinds its torch if required, and applies the fixes of the module."""
 
@@ -59,7 +77,8 @@ class _Loader(SourceFileLoader):
         self._fixes, self._rebinds = fixes, rebinds
 
     def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
+        with _without_unused():
+            super().exec_module(module)
         if self._rebinds:
             rebind(module)
         for fix in self._fixes:
