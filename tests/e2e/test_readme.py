@@ -21,6 +21,7 @@ from _pytest.mark import ParameterSet
 
 from tests.code_blocks import block_that_begins, documented_commands
 from tests.e2e.command_cases import GUIDE_CASES, GUIDE_NOT_RUN, MODEL_CASES, Case, Need, NotRun
+from tests.e2e.runs import ONE_RANK
 from tests.readme import ROOT, commands, readme
 
 LAUNCH_SCRIPTS = "tests/unit/migration/scripts"
@@ -30,6 +31,8 @@ KEPT_RUN = (
     "rollout.max_response_tokens=80 reward.function=my_reward.py:score"
 )
 NO_FILTER = "algorithm.dynamic_sampling.enable=false"
+ON_ONE_RANK = " ".join(ONE_RANK)
+"""For runs that only prepare a case: saves the start of a process."""
 
 
 CASES = {
@@ -180,7 +183,7 @@ READY = {
     "--set eos_token_id=0 --set max_position_embeddings=1024 && cp configs/models/gsm8k_tiny/tokenizer* mine",
     "converted": "python -m model_converters to-mcore --hf mine --out converted --tp 2 --pp 4 --ep 8",
     "work3": "python scripts/demo_task.py --task work3 --out runs/demo_task/work3 && "
-    "mcore-rl train configs/demo_warm_start_cpu.yaml trainer.steps=1",
+    f"mcore-rl train configs/demo_warm_start_cpu.yaml trainer.steps=1 {ON_ONE_RANK}",
     "think2": "python scripts/demo_task.py --task think2 --out runs/demo_task/think2 && "
     "cp -r runs/demo_task/think2/model runs/demo_task/think2/warm_start",
     "tool": "python scripts/demo_task.py --task tool --out runs/demo_task/tool && "
