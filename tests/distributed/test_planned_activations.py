@@ -22,6 +22,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "minimax_m2": WIDE,
     "ernie4_5_moe": WIDE,
     "gpt_oss": WIDE,
+    "qwen3_5_text": WIDE,
+    "qwen3_next": WIDE,
 }
 CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
     1: [
@@ -51,6 +53,9 @@ CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
         ("gpt_oss", {}, "none", []),
         ("gpt_oss", {}, "selective", ["core_attn"]),
         ("gpt_oss", {}, "selective", ["moe"]),
+        ("qwen3_5_text", {}, "none", []),
+        ("qwen3_next", {}, "selective", ["shared_experts"]),
+        ("qwen3_next", {}, "full", []),
     ],
     2: [
         ("qwen3", {"tp": 2}, "none", []),
@@ -59,6 +64,7 @@ CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
         ("deepseek_v3", {"tp": 2}, "none", []),
         ("minimax_m2", {"tp": 2}, "none", []),
         ("gpt_oss", {"tp": 2}, "none", []),
+        ("qwen3_next", {"tp": 2}, "none", []),
     ],
 }
 

@@ -91,10 +91,10 @@ def te_general_grouped_gemm(
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor, epsilon: float, out: Any, quantizer: Any, dtype: Any, margin: int, zero_centered: bool
 ) -> tuple[Tensor, None, Tensor]:
-    """Return (weight * x / rms, None, 1 / rms), with rms^2 = mean(x^2) + epsilon over the last axis."""
-    assert not zero_centered
+    """Return (factor * x / rms, None, 1 / rms), with rms^2 = mean(x^2) + epsilon over the last axis. The factor is the
+    weight or, if it is zero-centered, 1 + weight."""
     inverse = (x.float().square().mean(-1) + epsilon).rsqrt()
-    return (x.float() * inverse[..., None] * weight.float()).to(x.dtype), None, inverse
+    return (x.float() * inverse[..., None] * (weight.float() + zero_centered)).to(x.dtype), None, inverse
 
 
 def rmsnorm_bwd(
@@ -102,7 +102,7 @@ def rmsnorm_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and weight."""
     inverse = inverse.view(*x.shape[:-1], 1)
-    normed, weighted = x.float() * inverse, gradient.float() * weight.float()
+    normed, weighted = x.float() * inverse, gradient.float() * (weight.float() + zero_centered)
     of_x = inverse * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
     of_weight = (gradient.float() * normed).flatten(0, -2).sum(0)
     return of_x.to(x.dtype), of_weight.to(weight.dtype)

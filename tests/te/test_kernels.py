@@ -59,14 +59,15 @@ def test_grouped_gemm_expert_without_tokens_gives_zero() -> None:
     close(gradients[2], out.split(rows)[2].double().t() @ x.split(rows)[2].double())
 
 
-def test_rmsnorm_and_its_gradients_are_autograds() -> None:
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_rmsnorm_and_its_gradients_are_autograds(zero_centered: bool) -> None:
     x, w, gradient = random(4, 6), random(6, seed=1), random(4, 6, seed=2)
     x64, w64 = x.double().requires_grad_(), w.double().requires_grad_()
-    y = torch.nn.functional.rms_norm(x64, (6,), w64, 1e-3)
+    y = torch.nn.functional.rms_norm(x64, (6,), w64 + zero_centered, 1e-3)
     y.backward(gradient.double())
-    found, _, inverse = kernels.rmsnorm_fwd(x, w, 1e-3, None, None, None, 0, False)
+    found, _, inverse = kernels.rmsnorm_fwd(x, w, 1e-3, None, None, None, 0, zero_centered)
     close(found, y)
-    of_x, of_w = kernels.rmsnorm_bwd(gradient, x, inverse, w, 0, False)
+    of_x, of_w = kernels.rmsnorm_bwd(gradient, x, inverse, w, 0, zero_centered)
     close(of_x, x64.grad)
     close(of_w, w64.grad)
 

@@ -19,7 +19,7 @@ from tests.te.simulation import CHOICE, PACKAGES, VERSION
 
 pytestmark = [pytest.mark.slow, NEEDS_TE]
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_5_text")
 OF_OTHER_VERSIONS = ("qwen3_moe", "deepseek_v3")
 Lines = list[dict[str, Any]]
 

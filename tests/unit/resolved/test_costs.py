@@ -43,3 +43,15 @@ def test_attention_flops_window_layers_count_visible_keys() -> None:
     # The formula has no terms of one key per token.
     assert attention_flops(windowed, tokens) == pytest.approx(2 * 2 * 8 * sum(pairs) / tokens, rel=2e-3)
     assert attention_flops(windowed, 10) == attention_flops(sizes, 10)
+
+
+def test_linear_attention_flops_replace_pairs_of_tokens() -> None:
+    """Two of four layers have linear attention, with chunks of 64 tokens."""
+    model = tiny_model("qwen3_5_text")
+    c = model.config
+    cost = sequence_cost(c.to_dict())
+    assert cost.per_pair == 2 * 2 * c.num_attention_heads * 2 * c.head_dim
+    met = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name)
+    keys, values = c.linear_key_head_dim, c.linear_value_head_dim
+    of_chunk = 64 * (2 * keys + 2 * keys + keys + values + 2 * values)
+    assert cost.per_token == 2 * met + 2 * c.linear_num_value_heads * (of_chunk + 6 * keys * values)

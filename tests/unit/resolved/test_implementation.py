@@ -19,7 +19,16 @@ from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
 
 NOTHING = Installed()
-EVERYTHING = Installed(True, (10, 0), "2.8.0", flash_attention="2.8.3", gradient_fusion=True, deep_ep=True)
+EVERYTHING = Installed(
+    True,
+    (10, 0),
+    "2.8.0",
+    flash_attention="2.8.3",
+    gradient_fusion=True,
+    deep_ep=True,
+    linear_attention="0.4.0",
+)
+LINEAR = {"kv_channels": 128, "linear_attention_freq": [1, 0]}
 
 
 def _request(
@@ -41,6 +50,7 @@ def test_choose_without_gpu_selects_local_layers() -> None:
     assert values == {
         "layers": "local",
         "attention": "SDPA",
+        "linear attention": "none",
         "norm": "torch RMSNorm",
         "rope": "unfused",
         "experts": "one by one",
@@ -136,8 +146,27 @@ def test_choose_latent_attention_selects_unfused_rope() -> None:
 
 
 @pytest.mark.parametrize(
+    ("machine", "dtype", "value"),
+    [
+        (NOTHING, "auto", "torch"),
+        (EVERYTHING, "auto", "fla"),
+        (replace(EVERYTHING, transformer_engine=None, linear_attention=None), "float32", "torch"),
+    ],
+)
+def test_choose_linear_attention_depends_on_dtype(machine: Installed, dtype: str, value: str) -> None:
+    chosen = choose(machine, _request(LINEAR, dtype=dtype, layout={"ep": 1})).linear_attention
+    assert chosen.value == value
+    assert chosen.why
+
+
+@pytest.mark.parametrize(
     ("absent", "wishes", "message"),
     [
+        (
+            {"linear_attention": None},
+            {"sizes": LINEAR, "layout": {"ep": 1}},
+            r"model\.hf_path: .* flash-linear-attention; install it",
+        ),
         ({"deep_ep": False}, {"dispatcher": "deepep"}, r"actor\.moe\.dispatcher=deepep needs the package deep_ep"),
         ({"cuda": False}, {"dispatcher": "deepep"}, r"actor\.moe\.dispatcher=deepep needs a CUDA device"),
         ({}, {"dispatcher": "deepep", "layout": {"ep": 1}}, r"moe\.dispatcher=deepep needs actor\.parallel\.ep > 1"),
