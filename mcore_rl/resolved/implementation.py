@@ -260,8 +260,6 @@ def _linear_attention(installed: Installed, request: BuildRequest) -> Component:
     """Select the kernels of gated delta rules; mcore_rl.megatron.model.linear_attention follows the same rule."""
     if not any(request.sizes.get("linear_attention_freq", [])):
         return Component("none", "the model has no linear attention")
-    if request.layout.hf_tensors:
-        return Component("transformers", "comes with its layers")
     if not installed.cuda:
         return Component("torch", "chunk by chunk: the kernels of fla need a CUDA device")
     if resolved_dtype(request.role.model.dtype, cuda=True) == "float32":

@@ -15,6 +15,7 @@ from tests.tiny_models import GROUPS, VOCABULARY, YARN, write_tiny_model
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
+DELTA_NET = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
@@ -39,6 +40,7 @@ MODELS = {
     # Fewer key-value heads than tensor-parallel ranks.
     "odd": Model("qwen3", ATTENTION + MLP, {"num_key_value_heads": 1, "vocab_size": VOCABULARY + 1}),
     "moe": Model("qwen3_moe", ATTENTION),
+    "linear attention": Model("qwen3_5_text", ATTENTION + MLP + DELTA_NET),
     "v3": Model("deepseek_v3", LATENT + MLP, {"rope_parameters": YARN, **GROUPS}),
     "v3 without query latent": Model("deepseek_v3", ["q_proj", *LATENT[2:], *MLP], {"q_lora_rank": None}),
 }

@@ -50,6 +50,7 @@ ROUND_TRIPS: list[tuple[str, Sizes, Sizes]] = [
     ("glm4_moe", {}, ETP2),
     ("deepseek_v2", {}, TP2_EP2),
     ("mixtral", {}, ALL),
+    ("qwen3_next", {}, TP2_EP2),
     ("kimi_k2", {}, ALL),
 ]
 """Every family and every layout."""
@@ -254,6 +255,7 @@ def _check_loaded(hf: Path, mcore: Path, sizes: Sizes) -> None:
         ("llama", {}, TP2, UNEVEN),
         ("qwen2", {"tie_word_embeddings": True}, PP2, TP2),
         ("deepseek_v3", {}, ALL, EP2),
+        ("qwen3_next", {}, TP2_EP2, VPP2),
         ("qwen3", ODD, TP2, TP4),
     ],
 )

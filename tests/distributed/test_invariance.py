@@ -32,6 +32,7 @@ from tests.tiny_models import GROUPS, YARN, tiny_fields, write_tiny_model
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "moe": ("qwen3_moe", {}),
+    "linear attention": ("qwen3_next", {}),
     "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
     "minimax": ("minimax_m2", {}),
     "ernie": ("ernie4_5_moe", {}),

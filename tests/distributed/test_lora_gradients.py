@@ -46,6 +46,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "dense cp2": ("dense", {"cp": 2}, SMALL),
         "some tp2": ("some", {"tp": 2}, SMALL),
         "odd tp2 without sp": ("odd", {"tp": 2, "sequence_parallel": False}, SMALL),
+        "linear attention tp2 without sp": ("linear attention", {"tp": 2, "sequence_parallel": False}, SMALL),
         "moe ep2": ("moe", {"ep": 2}, SMALL),
         "moe tp2": ("moe", {"tp": 2}, SMALL),
         "v3 ep2": ("v3", {"ep": 2}, SMALL),

@@ -43,6 +43,8 @@ MODES: dict[str, list[dict[str, Any]]] = {
         FULL,
         _selective("core_attn", "moe"),
     ],
+    # Without shared_experts: the gradients of their gate and of their input are then added in another order.
+    "qwen3_next": [FULL, _selective("core_attn", "moe", "layernorm")],
 }
 CASES = [(kind, index) for kind, modes in MODES.items() for index in range(len(modes))]
 

@@ -25,6 +25,7 @@ SHARDED = {"shard_parameters": True}
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "tied": ("qwen2", {}, {}),
     "experts": ("qwen3_moe", {"ep": 2}, {"actor.recompute": "selective"}),
+    "linear attention": ("qwen3_5_text", {}, {"actor.recompute": "full"}),
     "mtp": ("deepseek_v3", {"cp": 2}, {"actor.mtp_loss_coefficient": 0.3}),
     "bfloat16": ("qwen3_moe", {}, {"model.dtype": "bfloat16", "actor.recompute": "full"}),
 }
