@@ -15,8 +15,11 @@ PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    # q, k and v of a gated delta net are one HF module.
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-"""HF modules in the engines' fused modules, in the order of their rows."""
+"""HF modules in the engines' fused modules, in the order of their rows. Parts of one name are one module."""
 
 Held = tuple[str, torch.Tensor]
 """Name of an HF tensor, and the part of it that this rank holds."""
@@ -56,9 +59,10 @@ def linear_parts(
     prefix, _, last = name.rpartition(".")
     # Modules whose rows are not divided have output_size only.
     sizes: Sequence[int] = getattr(module, "output_partition_sizes", None) or [module.output_size]
-    parts = PARTS.get(last, ()) if len(sizes) > 1 else (last,)
+    parts: Sequence[str] = PARTS.get(last, ()) if len(sizes) > 1 else (last,)
     if len(parts) != len(sizes):
         raise WeightSyncError(f"{name}: {type(module).__name__} of {len(sizes)} parts has no entry in PARTS")
+    parts, sizes = _joined(parts, sizes)
     for key, parameter in module.named_parameters(recurse=False):
         if key not in ("weight", "bias", SCALES):  # the correction bias of a router
             yield f"{name}.{key}", parameter.detach()
@@ -70,6 +74,12 @@ def linear_parts(
         if fused is not None:
             pieces = fused.detach().split(lengths, dim=0)
             yield from ((f"{prefix}.{part}.{key}", piece) for part, piece in zip(parts, pieces, strict=True))
+
+
+def _joined(parts: Sequence[str], sizes: Sequence[int]) -> tuple[list[str], list[int]]:
+    """Join consecutive parts of the same name."""
+    names = list(dict.fromkeys(parts))
+    return names, [sum(size for part, size in zip(parts, sizes, strict=True) if part == name) for name in names]
 
 
 def unknown_layout(name: str, what: str) -> WeightSyncError:

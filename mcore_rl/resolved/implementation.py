@@ -192,7 +192,13 @@ def choose(installed: Installed, request: BuildRequest) -> Implementation:
 
 def _layers(installed: Installed, request: BuildRequest) -> Component:
     if request.layout.hf_tensors:
-        return Component("transformers", f"{request.role.key('strategy')}={request.role.section.strategy}")
+        strategy = f"{request.role.key('strategy')}={request.role.section.strategy}"
+        if request.sizes.get("linear_attention_freq"):
+            raise ConfigError(
+                f"{strategy} is not supported for linear attention (linear_num_key_heads), whose state would cross the "
+                "sequences of a packed row; set it to megatron"
+            )
+        return Component("transformers", strategy)
     if not installed.cuda:
         return Component("local", "TransformerEngine's layers need a CUDA device")
     if installed.transformer_engine is None:

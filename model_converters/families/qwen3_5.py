@@ -33,6 +33,7 @@ QWEN3_5 = family.Family(
     defaults={**delta_net.DEFAULTS, "num_key_value_heads": 4},
     architecture="Qwen3_5ForCausalLM",
     own_fields=OWN_FIELDS,
+    vllm_imports=("torchvision",),  # for images, also in the classes of text models
     description=family.Description(
         models="Qwen3.5 0.8B to 27B, Qwen3.6-27B (text)",
         covers=f"{_COVERS}, tied or untied embeddings",

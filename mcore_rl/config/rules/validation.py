@@ -13,6 +13,7 @@ from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.reading.json_files import read_json_object
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
 from mcore_rl.config.rules.engine_support import EXPERT_COUNTS, check_attention, check_sglang_model, yarn_section
+from mcore_rl.config.rules.linear_attention import check_linear_attention
 from mcore_rl.config.rules.models import check_graders, check_lora, check_reference, check_rewards
 from mcore_rl.config.rules.observe import check_profile, check_trajectories
 from mcore_rl.config.rules.quantization import check_quantization
@@ -267,6 +268,7 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> N
             f"{role.key('tp')}={tp} must divide the model's {groups} key-value heads, or be a multiple of them"
         )
     check_sglang_model(role, hf, cuda=cuda)
+    check_linear_attention(role, hf, cuda=cuda)
     check_draft_layers(rollout, hf.get("num_nextn_predict_layers"))
     if rollout.expert_parallel:
         key, experts = role.key("expert_parallel"), max(hf.get(count) or 0 for count in EXPERT_COUNTS)

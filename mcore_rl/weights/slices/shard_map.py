@@ -25,7 +25,7 @@ from model_converters.families import family_for
 from model_converters.families.parts.hf_config import read_hf_config
 from model_converters.mapping.placement import box_shape
 from model_converters.mapping.table import FINAL_NORM, BoundRow, Row, bind
-from model_converters.mapping.transforms import GroupedQKV, KeyValueHeads, Shape, Vocabulary
+from model_converters.mapping.transforms import GroupedQKV, KeyValueHeads, Sections, Shape, Vocabulary
 
 VOCABULARY_PADDING = 64
 """vLLM and SGLang pad the number of vocabulary rows to a multiple of this before they divide them."""
@@ -276,6 +276,9 @@ def _refusal(row: Row, num_shards: int) -> str:
     if isinstance(row.transform, KeyValueHeads) and num_shards > row.transform.num_heads:
         heads = row.transform.num_heads
         return f"{heads} is neither a multiple nor a divisor of {{axis}} {num_shards}" if num_shards % heads else ""
+    if isinstance(row.transform, Sections) and len(row.transform.sections) > row.transform.num_parts:
+        # Such a rank would keep several runs of indices of one HF tensor.
+        return f"divides several sections of {row.hf[0]}, which {{axis}} {num_shards} does not support; set it to 1"
     return row.transform.refusal(row.shapes, row.dim, num_shards)
 
 

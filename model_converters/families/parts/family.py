@@ -169,6 +169,7 @@ class Family:
     ignored_tensors: prefixes of tensors in published checkpoints that transformers' class does not read.
     refused_by_engines: engine -> reason why it cannot compute this family like transformers.
     engine_values: function from config.json to the fields that engines must read with another value.
+    vllm_imports: optional packages that vLLM's implementation imports.
     """
 
     model_type: str
@@ -186,6 +187,7 @@ class Family:
     ignored_tensors: tuple[str, ...] = ()
     refused_by_engines: Mapping[str, str] = field(default_factory=dict)
     engine_values: Callable[[HFConfig], dict[str, object]] = lambda config: {}
+    vllm_imports: tuple[str, ...] = ()
 
     def rows(self, config: HFConfig) -> list[Row]:
         """Return the weight table.

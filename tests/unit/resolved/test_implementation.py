@@ -82,6 +82,12 @@ def test_choose_sharded_parameters_select_unfused_accumulation() -> None:
     assert not chosen.arguments()["gradient_accumulation_fusion"]
 
 
+def test_choose_fsdp2_with_linear_attention_is_rejected() -> None:
+    layout = {"shard_parameters": True, "hf_tensors": True}
+    with pytest.raises(ConfigError, match=r"^actor\.strategy=fsdp2 .* linear attention .* set it to megatron$"):
+        choose(EVERYTHING, _request({"linear_attention_freq": [1, 0]}, layout=layout, strategy="fsdp2"))
+
+
 def test_choose_fsdp2_selects_layers_of_transformers() -> None:
     layout = {"ep": 1, "shard_parameters": True, "hf_tensors": True}
     sizes = {"kv_channels": 128, "num_moe_experts": 4}

@@ -1,0 +1,37 @@
+"""Rules for models with linear attention (gated delta nets)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_rl.config.quantization import UNQUANTIZED
+from mcore_rl.config.roles import EngineRole
+from mcore_rl.config.rules.engine_support import SGLANG_VERSION
+from mcore_rl.config.sampling import NO_DRAFTS
+from mcore_rl.config.schema import resolved_dtype
+from mcore_rl.errors import ConfigError
+
+_NETS = "linear attention (linear_num_key_heads)"
+
+
+def check_linear_attention(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> None:
+    """Reject settings with which an engine cannot run gated delta nets, or cannot receive their weights.
+
+    Raises: ConfigError.
+    """
+    if not hf.get("linear_num_key_heads"):
+        return
+    rollout = role.section
+    needed = (
+        ("engine", rollout.engine, "vllm", f"SGLang {SGLANG_VERSION} has no class for text models with {_NETS}"),
+        ("tp", rollout.tp, 1, f"slices of the fused projections of {_NETS} can be sent to one rank only"),
+        ("quantization", rollout.quantization, UNQUANTIZED, f"it is not supported for {_NETS}"),
+        ("draft", rollout.draft, NO_DRAFTS, f"drafts are not supported for {_NETS}"),
+    )
+    for key, value, wanted, reason in needed:
+        if value != wanted:
+            raise ConfigError(f"{role.key(key)}={value}: {reason}; set it to {wanted}")
+    if not cuda and resolved_dtype(role.model.dtype, cuda=False) != "bfloat16":
+        raise ConfigError(
+            f"model.dtype={role.model.dtype}: vLLM's CPU kernels of {_NETS} need bfloat16; set it to bfloat16"
+        )
