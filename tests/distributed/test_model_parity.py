@@ -43,6 +43,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "oss": ("gpt_oss", {"pad_token_id": None}),
     "glm": ("glm4_moe", {}),
+    "next": ("qwen3_next", {"mlp_only_layers": [1], "norm_topk_prob": False}),
+    "qwen3.5": ("qwen3_5_text", {"tie_word_embeddings": True}),
+    # Fewer key-value heads than tensor-parallel ranks: each rank has a part of the group's queries and gates.
+    "qwen3.5 moe": ("qwen3_5_moe_text", {"num_key_value_heads": 1}),
     "glm groups": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, **GROUPS}),
     # Norms over all heads, of which every tensor-parallel rank has a part.
     "minimax": ("minimax_m2", {}),
@@ -79,6 +83,13 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "oss pp2": ("oss", {"pp": 2}),
         "oss ep2": ("oss", {"ep": 2}),
         "oss tp2 ep2": ("oss", {"tp": 2, "ep": 2}),
+        "next tp2 ep2": ("next", {"tp": 2, "ep": 2}),
+        "next pp2": ("next", {"pp": 2}),
+        "qwen3.5 tp2 without sequence parallelism": ("qwen3.5", {"tp": 2, "sequence_parallel": 0}),
+        "qwen3.5 pp2 vpp2": ("qwen3.5", {"pp": 2, "vpp": 2}),
+        "qwen3.5 moe tp2": ("qwen3.5 moe", {"tp": 2}),
+        "qwen3.5 moe pp2": ("qwen3.5 moe", {"pp": 2}),
+        "qwen3.5 moe ep2": ("qwen3.5 moe", {"ep": 2}),
         "glm tp2": ("glm", {"tp": 2}),
         "glm pp2": ("glm", {"pp": 2}),
         "glm ep2": ("glm", {"ep": 2}),
@@ -89,6 +100,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "ernie pp2": ("ernie tied", {"pp": 2}),
     },
     4: {
+        "qwen3.5 moe tp2 ep2 etp2": ("qwen3.5 moe", {"tp": 2, "ep": 2, "etp": 2}),
         "moe tp2 ep2 etp2": ("moe", {"tp": 2, "ep": 2, "etp": 2}),
         "tied tp2 pp2": ("tied", {"tp": 2, "pp": 2}),
         "odd tp4": ("odd", {"tp": 4}),
