@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Self
@@ -22,6 +23,7 @@ from model_converters.hf.unlisted_files import find_unlisted
 from model_converters.hf.writer import HFWriter
 from model_converters.mapping.table import bind
 from model_converters.mapping.transforms import Shape
+from model_converters.text_model import text_tensors
 
 __all__ = ["HFCheckpoint", "HFWriter"]
 
@@ -36,8 +38,9 @@ class HFCheckpoint:
     - `lora`, the directory of a PEFT adapter, is merged the same way: base + scale * B A.
     - Tensors that stack the experts of a layer are read as one tensor per expert; `shapes` contains the latter.
     - Saved rotary frequencies are compared with config.json; `shapes` does not contain them.
-    - `unlisted` describes the weight files that are ignored; `ignored` names the tensors that transformers' class
-      does not read, which `shapes` does not contain either.
+    - `unlisted` describes the weight files, and the tensors of vision towers, that are ignored; `ignored` names the
+      tensors that transformers' class does not read, which `shapes` does not contain either.
+    - Tensors and config.json are the text model's, if the release also reads images (see text_model.py).
 
     Raises: ConversionError naming the file, for a missing config.json, an unsupported model_type or quantisation, a
     missing or truncated shard, an index that does not fit its shards, unlisted files with other tensors, FP8 weights
@@ -51,9 +54,13 @@ class HFCheckpoint:
             self.family, self.block = family_for(self.config), fp8_block(self.config)
         except ConversionError as error:
             raise ConversionError(f"{self.directory / 'config.json'}: {error}") from None
-        listed = read_headers(self.directory)
+        headers = read_headers(self.directory)
         # Before the tensors are split: an unlisted file may also contain scales and buffers.
-        self.unlisted = find_unlisted(self.directory, listed)
+        self.unlisted = find_unlisted(self.directory, headers)
+        listed, images = text_tensors(headers)
+        if images:
+            note = f"{len(images)} tensors of the vision tower are left out"
+            self.unlisted = replace(self.unlisted, notes=(*self.unlisted.notes, note))
         self.ignored = sorted(name for name in listed if name.startswith(self.family.ignored_tensors))
         listed = {name: stored for name, stored in listed.items() if name not in self.ignored}
         listed, self._parts = self._unstacked(listed)

@@ -15,13 +15,15 @@ import torch
 from model_converters.errors import ConversionError
 from model_converters.families.parts.quantization import REMEDY, method_of, refuse_files, refuse_nested
 from model_converters.inputs import is_number, read_object
+from model_converters.text_model import text_fields
 
 HFConfig = Mapping[str, object]
 _ABSENT = "config.json has no "
 
 
 def read_hf_config(path: Path | str) -> dict[str, object]:
-    """Read config.json; `path` is an HF directory or the file itself.
+    """Read config.json; `path` is an HF directory or the file itself. If the release also reads images, these are the
+    fields of its text model.
 
     Raises: ConversionError naming the file if it is missing, not JSON, or has no model_type.
     """
@@ -35,7 +37,7 @@ def read_hf_config(path: Path | str) -> dict[str, object]:
         raise ConversionError(f"{path} does not exist; a model directory needs its config.json") from None
     if not isinstance(config.get("model_type"), str):
         raise ConversionError(f"{path} has no model_type")
-    return config
+    return text_fields(config)
 
 
 COMPUTED = "its default"

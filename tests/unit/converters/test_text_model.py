@@ -1,0 +1,70 @@
+"""Text model inside a release that also reads images, which transformers writes and computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from model_converters.errors import ConversionError
+from model_converters.hf.io import HFCheckpoint
+from model_converters.mapping.layout import TrainLayout
+from model_converters.text_model import TEXT_TYPES, text_fields, text_tensors
+from tests.exported import export_through
+from tests.tiny_models import VOCABULARY, tiny_fields
+
+_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+
+
+def _release(directory: Path, kind: str) -> torch.nn.Module:
+    """Write a tiny release with a vision tower."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, text_config=tiny_fields(TEXT_TYPES[kind]), vision_config=_VISION)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize("kind", TEXT_TYPES)
+def test_release_with_images_exports_text_model(kind: str, tmp_path: Path) -> None:
+    model = _release(tmp_path / "hf", kind)
+    with HFCheckpoint(tmp_path / "hf") as checkpoint:
+        assert checkpoint.unlisted.notes[-1].endswith("tensors of the vision tower are left out")
+        assert not [name for name in checkpoint.shapes if "visual" in name or "language_model" in name]
+    export_through(tmp_path / "hf", tmp_path / "out", TrainLayout(2, tp=2))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    assert exported.config.model_type == TEXT_TYPES[kind]
+    assert not {"text_config", "vision_config"} & json.loads((tmp_path / "out" / "config.json").read_text()).keys()
+    tokens = torch.randint(0, VOCABULARY, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(exported(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": None}, "needs a text_config with model_type 'qwen3_5_text'"),
+        ({"text_config": {"model_type": "llama"}}, "needs a text_config"),
+        ({"tie_word_embeddings": True}, r"tie_word_embeddings and text_config\.tie_word_embeddings differ"),
+    ],
+)
+def test_text_fields_of_another_release_are_rejected(changes: dict[str, object], message: str) -> None:
+    config = {"model_type": "qwen3_5", "text_config": tiny_fields("qwen3_5_text")}
+    with pytest.raises(ConversionError, match=message):
+        text_fields(config | changes)
+
+
+def test_text_tensors_two_names_of_one_tensor_are_rejected() -> None:
+    with pytest.raises(ConversionError, match="two names of one tensor"):
+        text_tensors({"model.norm.weight": 0, "model.language_model.norm.weight": 1})
