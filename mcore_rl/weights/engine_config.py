@@ -58,6 +58,15 @@ def engine_overrides(
         raise ConfigError(f"{key}: {error}") from error
 
 
+def optional_imports(model_dir: str | Path) -> tuple[str, tuple[str, ...]]:
+    """Return the architecture of a model, and the optional packages that vLLM's class for it imports.
+
+    Raises: ConversionError for a model_type that is not supported.
+    """
+    family = families.family_for(read_hf_config(model_dir))
+    return family.architecture, family.vllm_imports
+
+
 def _quantised(hf_config: HFConfig, quantization: str, group: int) -> dict[str, object] | None:
     if quantization == UNQUANTIZED:
         return None

@@ -18,6 +18,7 @@ from model_converters.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.families.qwen3_next import QWEN3_NEXT
 from model_converters.families.refusals import REFUSED
+from model_converters.text_model import reads_images
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -44,9 +45,15 @@ FAMILIES: dict[str, Family] = {
 def family_for(hf_config: HFConfig) -> Family:
     """Return the family of a configuration's model_type.
 
-    Raises: ConversionError listing the supported families, or the missing features of a known unsupported one.
+    Raises: ConversionError listing the supported families, or the missing features of a known unsupported one; also for
+    a release with a text model inside, whose fields read_hf_config returns.
     """
     model_type = str(hf_config.get("model_type"))
+    if reads_images(hf_config):
+        raise ConversionError(
+            f"model_type {model_type!r} also reads images, and only text models are trained; convert it with "
+            "python -m model_converters to-mcore, then to-hf, and use the result"
+        )
     if model_type in REFUSED:
         refusal = REFUSED[model_type]
         raise ConversionError(

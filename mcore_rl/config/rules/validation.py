@@ -30,7 +30,6 @@ from mcore_rl.config.rules.sharding import check_sharding
 from mcore_rl.config.rules.weights import check_weights
 from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from mcore_rl.errors import ConfigError
-from model_converters.text_model import reads_images
 
 NO_CRITIC_KEYS = (
     "critic.logprob_chunk_tokens",
@@ -130,13 +129,7 @@ def read_hf_config(model: ModelConfig, key: str = POLICY.checkpoint) -> dict[str
     path = Path(model.hf_path) / "config.json"
     if not path.is_file():
         raise ConfigError(f"{key}={model.hf_path}: no config.json there; set it to an HF model directory")
-    config = read_json_object(path, key)
-    if reads_images(config):
-        raise ConfigError(
-            f"{key}={model.hf_path}: {config['model_type']} also reads images, and runs train text models; convert it "
-            "with python -m model_converters to-mcore, then to-hf, and set it to the result"
-        )
-    return config
+    return read_json_object(path, key)
 
 
 def _check_sizes(config: Config) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from mcore_rl.errors import ConfigError
-from model_converters.families import family_for
-from model_converters.families.parts.hf_config import read_hf_config
+from mcore_rl.weights.engine_config import optional_imports
 
 _TORCHVISION = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -28,24 +27,29 @@ def import_model(model_dir: str | Path) -> None:
 
     Raises: ConfigError naming a package that is not installed.
     """
-    family = family_for(read_hf_config(model_dir))
-    if not family.vllm_imports:
+    architecture, packages = optional_imports(model_dir)
+    if not packages:
         return
-    missing = [name for name in family.vllm_imports if find_spec(name) is None]
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"model.hf_path={model_dir}: vLLM's {family.architecture} needs {', '.join(missing)}, which is not "
+            f"model.hf_path={model_dir}: vLLM's {architecture} needs {', '.join(missing)}, which is not "
             f"installed; install it with pip install --no-deps {' '.join(missing)}"
         )
-    if torch.version.cuda is None:
-        _declare_operators()
+    declare_operators()
     from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
 
-    registered = ModelRegistry.models[family.architecture]
-    ModelRegistry.models[family.architecture] = _RegisteredModel.from_model_cls(registered.load_model_cls())
+    registered = ModelRegistry.models[architecture]
+    ModelRegistry.models[architecture] = _RegisteredModel.from_model_cls(registered.load_model_cls())
 
 
-def _declare_operators() -> None:
+def declare_operators() -> None:
+    """Declare the operators that torchvision's wheel for CUDA needs beside a CPU build of torch, before its import.
+
+    transformers imports torchvision as well, wherever it is installed.
+    """
+    if torch.version.cuda is not None:
+        return
     for name, schema in _TORCHVISION.items():
         if not hasattr(torch.ops.torchvision, name):
             torch.library.define(f"torchvision::{name}", schema)

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from model_converters.errors import ConversionError
+from model_converters.families import family_for
 from model_converters.hf.io import HFCheckpoint
 from model_converters.mapping.layout import TrainLayout
 from model_converters.text_model import TEXT_TYPES, text_fields, text_tensors
@@ -63,6 +64,11 @@ def test_text_fields_of_another_release_are_rejected(changes: dict[str, object],
     config = {"model_type": "qwen3_5", "text_config": tiny_fields("qwen3_5_text")}
     with pytest.raises(ConversionError, match=message):
         text_fields(config | changes)
+
+
+def test_family_for_release_with_images_names_the_remedy() -> None:
+    with pytest.raises(ConversionError, match=r"'qwen3_5' also reads images, .* to-mcore, then to-hf"):
+        family_for({"model_type": "qwen3_5"})
 
 
 def test_text_tensors_two_names_of_one_tensor_are_rejected() -> None:
