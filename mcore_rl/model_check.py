@@ -109,7 +109,8 @@ def _expected(directory: str, max_tokens: int, copies: int) -> tuple[TrajectoryB
 def _sequences(directory: str, max_tokens: int) -> list[torch.Tensor]:
     with HFCheckpoint(directory) as source:
         arguments = source.family.model_arguments(source.config)
-    length = min(_MAX_TOKENS, max_tokens, arguments.max_position_embeddings)
+    exact = arguments.rotary.max_tokens or _MAX_TOKENS
+    length = min(_MAX_TOKENS, max_tokens, arguments.max_position_embeddings, exact)
     # The same tokens at every start, so that the result of a check can be reproduced.
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, arguments.vocab_size, (length,), generator=generator) for _ in range(_NUM_SEQUENCES)]

@@ -19,7 +19,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""rope_parameters of Llama 3.1, the only scaling of grouped-query attention that megatron-core 0.16.1 expresses."""
+"""rope_parameters of Llama 3.1."""
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -31,6 +31,15 @@ YARN = {
     "mscale_all_dim": 0.7,
 }
 """rope_parameters of DeepSeek V3, small; the two scales differ, so that both places where they enter show."""
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(8)],
+    "long_factor": [2.0 + 0.1 * pair for pair in range(8)],
+}
+"""rope_parameters like those of Phi 3, for heads of 16 elements and sequences of up to 64 tokens."""
 GROUPS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 """Group-limited routing as in DeepSeek V3: the two best groups, ranked by the sum of their two best scores."""
 

@@ -85,7 +85,7 @@ def _grouped(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTenso
         yield SavedTensor("norms", q * b + 8)
     yield SavedTensor("attention", (q + kv) * b)
     # Unfused rotary embeddings save cosines and sines, for queries and for keys.
-    if not run.fused:
+    if not run.fused or run.unfused_rotation:
         yield SavedTensor("attention", 4 * head * b)
     yield from core_attention(q, heads, run)
     if sizes.get("attention_output_gate"):

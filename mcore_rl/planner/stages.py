@@ -76,6 +76,7 @@ def execution_of(
         cuda=cuda,
         imbalance=plan.moe_imbalance,
         square_length=longest,
+        unfused_rotation=implementation.rope.value == "unfused",
     )
 
 

@@ -19,7 +19,7 @@ from mcore_rl.config.models import LoraConfig, ReferenceConfig
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.judge import has_judge_engines, server_key, template_text, uses_judge
-from mcore_rl.config.rules.validation import validate_critic
+from mcore_rl.config.rules.validation import check_positions, validate_critic
 from mcore_rl.config.schema import ClusterConfig, ModelConfig, RolloutConfig
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.prompts import PromptSet
@@ -60,6 +60,7 @@ def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
     role = ModelRole.critic(config.critic, config.model)
     spec = ResolvedModel.value_model(role, role.section.num_ranks or config.num_trainer_ranks)
     check_implementation(config.cluster, spec)
+    check_positions(EngineRole.rollout(config.rollout, config.model), spec.hf_config, f"{role.checkpoint}'s")
     layout = spec.layout
     # Ranks of one model fetch only from the ranks of the other whose responses overlap theirs (types.TokenRefs).
     if actor.dp % layout.dp and layout.dp % actor.dp:

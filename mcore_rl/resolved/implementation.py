@@ -75,12 +75,13 @@ def row_multiple(fp8: str) -> int:
 @dataclass(frozen=True)
 class BuildRequest:
     """Model and layout that determine the implementation. `sizes` is ModelArguments.transformer. Without gpus_per_node,
-    all experts count as being on one node."""
+    all experts count as being on one node. `rotation_factor` is the factor on the rotary embedding's cosines."""
 
     role: ModelRole
     sizes: TransformerArguments
     layout: TrainLayout
     gpus_per_node: int | None = None
+    rotation_factor: float = 1.0
 
     @property
     def experts(self) -> bool:
@@ -283,6 +284,12 @@ def _rope(engine: bool, request: BuildRequest) -> Component:
         return Component("unfused", "megatron's fused RoPE for latent attention is experimental and supports yarn only")
     if not engine:
         return Component("unfused", "fused RoPE needs TransformerEngine's layers")
+    if request.rotation_factor != 1:
+        # megatron-core 0.16.1, rope_utils.apply_rotary_pos_emb: the branch of packed rows passes no mscale.
+        return Component(
+            "unfused",
+            f"fused RoPE of packed rows ignores the factor {request.rotation_factor:.4g} on cosines and sines",
+        )
     return Component("fused", "TransformerEngine's")
 
 

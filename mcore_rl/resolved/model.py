@@ -76,7 +76,8 @@ class ResolvedModel:
 
         Raises: ConfigError for an explicitly requested setting that is not available, including recomputation.
         """
-        chosen = choose(installed, BuildRequest(self.role, self.arguments.transformer, self.layout, gpus_per_node))
+        sizes, factor = self.arguments.transformer, self.arguments.rotary.factor
+        chosen = choose(installed, BuildRequest(self.role, sizes, self.layout, gpus_per_node, factor))
         # Only for its errors: build_model computes the arguments again.
         recompute_arguments(self, chosen)
         return chosen

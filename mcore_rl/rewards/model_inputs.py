@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mcore_rl.config.models import RewardModelConfig
+from mcore_rl.config.rules.engine_support import exact_positions
 from mcore_rl.config.schema import ModelConfig, RolloutConfig
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.chat.messages import with_answer
@@ -48,7 +49,7 @@ class RewardInputs:
             check_limits(partial(ChatStyle.of, self._tokenizer), "reward_model.hf_path", "")
             self._style = ChatStyle.of(self._tokenizer)
         hf_config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-        self._positions: int | None = hf_config.get("max_position_embeddings")
+        self._limit = exact_positions(hf_config)
         self._stop = rollout.stop
         self._budget = section.tokens_per_microbatch
         # Fewer tokens than vocabulary rows are common: checkpoints pad the vocabulary.
@@ -59,10 +60,11 @@ class RewardInputs:
                 f"{self._vocabulary}; set it to a checkpoint with the model's own tokenizer"
             )
         longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-        if not self.reencoded and self._positions and longest > self._positions:
+        if not self.reencoded and self._limit and longest > self._limit[1]:
+            field, limit = self._limit
             raise ConfigError(
-                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} exceeds "
-                f"max_position_embeddings={self._positions} of reward_model.hf_path={path}; lower them"
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} exceeds {field}={limit} "
+                f"of reward_model.hf_path={path}; lower them"
             )
 
     def check(self, prompts: PromptSet, key: str) -> None:
@@ -123,10 +125,11 @@ class RewardInputs:
                 f"{where}: prompt and response take {length} tokens of the reward model's tokenizer, more than "
                 f"reward_model.tokens_per_microbatch={self._budget}; raise it, or lower rollout.max_response_tokens"
             )
-        if self._positions and length > self._positions:
+        if self._limit and length > self._limit[1]:
+            field, limit = self._limit
             raise DataError(
                 f"{where}: prompt and response take {length} tokens of the reward model's tokenizer, more than its "
-                f"max_position_embeddings={self._positions}; lower rollout.max_response_tokens"
+                f"{field}={limit}; lower rollout.max_response_tokens"
             )
 
 

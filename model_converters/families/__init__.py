@@ -12,6 +12,7 @@ from model_converters.families.gpt_oss import GPT_OSS
 from model_converters.families.minimax_m2 import MINIMAX_M2
 from model_converters.families.mixtral import MIXTRAL
 from model_converters.families.parts.engine_fields import neutral_fields, refuse_for_engine
+from model_converters.families.parts.engine_rotation import rotation_for_engines
 from model_converters.families.parts.family import Family
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -80,6 +81,7 @@ def engine_overrides(hf_config: HFConfig) -> dict[str, object]:
     """
     family = family_for(hf_config)
     overrides = missing_engine_fields(hf_config) | neutral_fields(family, hf_config) | family.engine_values(hf_config)
+    overrides |= rotation_for_engines(hf_config, family.model_arguments(hf_config).rotary)
     # Engines choose the implementation by `architectures`, transformers by model_type.
     if hf_config.get("architectures") not in (None, [family.architecture]):
         overrides["architectures"] = [family.architecture]

@@ -55,11 +55,9 @@ def _routing(config: HFConfig) -> family.TransformerArguments:
 
 
 def _engine_values(config: HFConfig) -> dict[str, object]:
-    """Return config.json overrides for engines: rotation settings, and no expert groups if topk_method is greedy,
-    because transformers then ignores the groups and vLLM does not."""
+    """Return no expert groups if topk_method is greedy: transformers then ignores the groups, and vLLM does not."""
     greedy = config.get("topk_method", "greedy") == "greedy"
-    groups = {key: 1 for key in ("n_group", "topk_group") if greedy and config.get(key, 1) not in (None, 1)}
-    return groups | mla.rotation_for_engines(config)
+    return {key: 1 for key in ("n_group", "topk_group") if greedy and config.get(key, 1) not in (None, 1)}
 
 
 DEEPSEEK_V2 = family.Family(

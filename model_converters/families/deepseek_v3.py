@@ -42,7 +42,6 @@ DEEPSEEK_V3 = family.Family(
     defaults=_DEFAULTS,
     nullable=("num_key_value_heads", "q_lora_rank"),
     architecture="DeepseekV3ForCausalLM",
-    engine_values=mla.rotation_for_engines,
     unread_by_engines={"tie_word_embeddings": family.VLLM},
     own_fields=mla.OWN_FIELDS,
     absent_for_engines=mla.ABSENT_FOR_ENGINES,

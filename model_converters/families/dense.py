@@ -22,11 +22,11 @@ _qwen3 = partial(family.grouped_attention, qk_norm=True)
 LLAMA = family.Family(
     "llama",
     partial(family.dense_rows, _llama),
-    partial(family.dense_arguments, _llama, rope_types=("default", "llama3")),
+    partial(family.dense_arguments, _llama),
     architecture="LlamaForCausalLM",
     description=family.Description(
         models="Llama 2, 3, 3.1 to 3.3",
-        covers="grouped-query attention, llama3 rope scaling, tied or untied embeddings",
+        covers="grouped-query attention, tied or untied embeddings",
         refused={
             "mlp_bias": True,
             "use_sliding_window": True,

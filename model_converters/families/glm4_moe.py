@@ -11,7 +11,6 @@ from functools import partial
 from model_converters.families.parts import experts, family
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag
 from model_converters.families.parts.mtp import num_mtp_layers
-from model_converters.families.parts.rotary import rope_section
 from model_converters.mapping.table import Row
 
 # Defaults of transformers' Glm4MoeConfig for absent fields.
@@ -48,13 +47,6 @@ def _model_arguments(config: HFConfig) -> family.ModelArguments:
     return replace(arguments, mtp_num_layers=num_mtp_layers(config))
 
 
-def _engine_values(config: HFConfig) -> dict[str, object]:
-    """Return the rotation for engines if partial_rotary_factor is null: transformers rotates whole heads, vLLM half."""
-    if config.get("partial_rotary_factor", 0.5) is not None:
-        return {}
-    return {"rope_parameters": {"partial_rotary_factor": 1.0, **rope_section(config)[1]}}
-
-
 GLM4_MOE = family.Family(
     "glm4_moe",
     partial(experts.rows_with_mtp, _layer_rows),
@@ -63,7 +55,6 @@ GLM4_MOE = family.Family(
     nullable=("partial_rotary_factor",),  # with null, transformers rotates whole heads
     architecture="Glm4MoeForCausalLM",
     unread_by_engines=dict.fromkeys(("tie_word_embeddings", "moe_layer_freq"), family.VLLM | family.SGLANG),
-    engine_values=_engine_values,
     description=family.Description(
         models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
         covers="grouped queries, QKV bias, QK norms, partial rotation, sigmoid scores with correction bias, expert "
@@ -76,7 +67,7 @@ GLM4_MOE = family.Family(
             "hidden_act": "gelu",
             "layer_types": ["sliding_attention"],
             "quantization_config": {"quant_method": "gptq"},
-            "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+            "rope_scaling": {"rope_type": "proportional", "factor": 2.0},
         },
         vllm_cpu="runs",
     ),

@@ -53,7 +53,7 @@ MIXTRAL = family.Family(
     _model_arguments,
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     architecture="MixtralForCausalLM",
-    unread_by_engines={"head_dim": family.SGLANG, "tie_word_embeddings": family.SGLANG},
+    unread_by_engines=dict.fromkeys(("head_dim", "rope_parameters", "tie_word_embeddings"), family.SGLANG),
     own_fields=frozenset({"sliding_window"}),
     description=family.Description(
         models="Mixtral 8x7B, 8x22B",

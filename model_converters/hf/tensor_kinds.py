@@ -45,8 +45,6 @@ def check_frequencies(name: str, found: torch.Tensor, arguments: ModelArguments)
     Raises: ConversionError if they differ: the weights were trained with the saved frequencies.
     """
     sizes = arguments.transformer
-    if sizes.get("rope_type") == "yarn":
-        raise ConversionError(f"{name} cannot be compared with the scaling 'yarn' of config.json; remove the tensor")
     wanted = inverse_frequencies(arguments.rotary, sizes.get("qk_pos_emb_head_dim", sizes["kv_channels"]))
     if found.shape != wanted.shape or not found.is_floating_point():
         raise ConversionError(

@@ -25,13 +25,20 @@ from tests.tiny_models import GROUPS, LLAMA3, YARN, write_tiny_model
 
 GREEDY_GROUPS = {"n_group": 4, "topk_group": 2, "topk_method": "greedy", "n_routed_experts": 8}
 WITHOUT_MSCALE = YARN | {"beta_fast": None, "mscale": None, "mscale_all_dim": None}
+SHORT_LLAMA3 = LLAMA3 | {"low_freq_factor": 2.0, "original_max_position_embeddings": 64}
+SCALED_YARN = YARN | {"attention_factor": 1.3, "beta_fast": None, "truncate": False}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4}
 Fields = dict[str, Any]
 CASES: dict[str, tuple[str, Fields, Fields, TrainLayout]] = {
-    "llama": ("llama", {"rope_parameters": LLAMA3}, {}, TrainLayout(4, tp=2, pp=2)),
-    "qwen2": ("qwen2", {}, {}, TrainLayout(4, tp=2, pp=2)),
-    "qwen3": ("qwen3", {"tie_word_embeddings": True}, {}, TrainLayout(4, tp=2, pp=2)),
+    "llama": ("llama", {"rope_parameters": SHORT_LLAMA3}, {}, TrainLayout(4, tp=2, pp=2)),
+    # SGLang scales positions within max_position_embeddings too, unless config.json is overridden.
+    "qwen2": ("qwen2", {"rope_parameters": DYNAMIC}, {}, TrainLayout(4, tp=2, pp=2)),
+    "qwen3": (
+        "qwen3", {"tie_word_embeddings": True, "rope_parameters": SCALED_YARN}, {}, TrainLayout(4, tp=2, pp=2)
+    ),
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}, {}, TrainLayout(4, pp=2, ep=2)),
-    "mixtral": ("mixtral", {}, {}, TrainLayout(4, pp=2, ep=2)),
+    "mixtral": ("mixtral", {}, {"rope_parameters": LINEAR}, TrainLayout(4, pp=2, ep=2)),
     "minimax_m2": ("minimax_m2", {}, {"rotary_dim": 16}, TrainLayout(4, tp=2, ep=2)),
     "ernie4_5_moe": ("ernie4_5_moe", {}, {}, TrainLayout(4, pp=2, ep=2)),
     "glm4_moe": ("glm4_moe", {}, {}, TrainLayout(4, tp=2, ep=2)),
@@ -101,6 +108,7 @@ def test_family_from_export_and_after_updates_is_exact(process: RemoteEngine, ca
     family, fields, replaced, layout = CASES[case]
     if process.kind == "sglang":
         fields = fields | {"mlp_only_layers": []} if family == "qwen3_moe" else fields  # it has no dense layers
+        replaced = {} if family == "mixtral" else replaced  # it reads no scaling
     model = exported_model(tmp_path, family, fields, replaced, layout)
     engine = process.start(tmp_path / "exported")
     check_greedy(engine, model, version=0)

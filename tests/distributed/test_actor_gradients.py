@@ -30,6 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     # Fewer key-value heads than tensor-parallel ranks, and a vocabulary that they do not divide.
     "odd": ("qwen3", {"num_key_value_heads": 1, "vocab_size": VOCABULARY + 1}),
+    "yarn": ("qwen3", {"rope_parameters": YARN}),
     "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
 }
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
@@ -57,6 +58,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "v3 tp2": ("v3", {"tp": 2}, SMALL),
         "v3 ep2": ("v3", {"ep": 2}, SMALL),
         "dense cp2": ("qwen3", {"cp": 2}, SMALL),
+        "yarn cp2": ("yarn", {"cp": 2}, SMALL),
         "moe cp2 ep2": ("qwen3_moe", {"cp": 2, "ep": 2}, SMALL),
         "v3 cp2": ("v3", {"cp": 2}, SMALL),
     },

@@ -18,13 +18,24 @@ from tests.distributed import policy_batch
 from tests.distributed.built import build
 from tests.distributed.launch import launch
 from tests.selection import EVERY_TEST
-from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, checkpoint_tensors, correction_biases, write_tiny_model
+from tests.tiny_models import (
+    GROUPS,
+    LLAMA3,
+    LONGROPE,
+    VOCABULARY,
+    YARN,
+    checkpoint_tensors,
+    correction_biases,
+    write_tiny_model,
+)
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "dense": ("qwen3", {}),
     "tied": ("qwen3", {"tie_word_embeddings": True}),
+    # The factor on cosines and sines is 1.04.
+    "yarn": ("qwen3", {"rope_parameters": YARN | {"truncate": False}}),
     "moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
     "mixed": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
@@ -57,6 +68,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"tie_word_embeddings": True, "moe_num_shared_experts": 0, "moe_layer_end_index": 2},
     ),
 }
+ROTATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("qwen2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4}}),
+    "dynamic": ("mixtral", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    "short llama3": ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}),
+    "longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "longrope ratio": ("qwen3_moe", {"rope_parameters": LONGROPE | {"factor": None}}),
+    "attention factor": ("llama", {"rope_parameters": YARN | {"attention_factor": 1.7}}),
+    "partial yarn": ("glm4_moe", {"rope_parameters": YARN}),
+}  # fmt: skip
+"""Other rope types, on demand: unit tests compare their frequencies and factors."""
+MODELS |= ROTATIONS if EVERY_TEST else {}
 # Two micro-batches of different token counts; multiples of 4, because sequence parallelism divides them by tp.
 MICROBATCHES = [[5, 12, 1, 6], [9, 3, 16]]
 CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
@@ -68,6 +90,8 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "qwen2 pp2": ("qwen2", {"pp": 2}),
         "tied tp2": ("tied", {"tp": 2}),
         "tied pp2": ("tied", {"pp": 2}),
+        "yarn tp2": ("yarn", {"tp": 2}),
+        "yarn pp2": ("yarn", {"pp": 2}),
         "dense pp2 uneven": ("dense", {"pp": 2, "first_stage_layers": 1}),
         "moe tp2 ep2": ("moe", {"tp": 2, "ep": 2}),
         "mixed tp2 ep2": ("mixed", {"tp": 2, "ep": 2}),

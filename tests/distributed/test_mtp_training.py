@@ -17,7 +17,7 @@ from tests.distributed.built import build
 from tests.distributed.gradient_oracle import SMALL, check_gradients, launch_cases
 from tests.distributed.launch import RankFailedError, launch
 from tests.distributed.syncing import synced_slices
-from tests.tiny_models import add_mtp_layer, checkpoint_tensors, write_tiny_model
+from tests.tiny_models import YARN, add_mtp_layer, checkpoint_tensors, write_tiny_model
 
 COEFFICIENT = 0.3
 LAYERS = 2  # of the policy
@@ -43,7 +43,9 @@ SAMPLES = policy_batch.UPDATES[0]
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     for name, (kind, depths) in MODELS.items():
-        add_mtp_layer(write_tiny_model(root / name, kind, num_hidden_layers=LAYERS), num_layers=depths)
+        add_mtp_layer(
+            write_tiny_model(root / name, kind, num_hidden_layers=LAYERS, rope_parameters=YARN), num_layers=depths
+        )
     return {name: str(root / name) for name in MODELS}
 
 

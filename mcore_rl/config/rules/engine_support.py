@@ -72,7 +72,7 @@ def check_sglang_model(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> N
         return
     if hf.get("model_type") == "qwen3_moe" and (hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1):
         raise ConfigError(f"{engine}=sglang cannot run a qwen3_moe with dense layers (mlp_only_layers); set it to vllm")
-    if hf.get("kv_lora_rank") and yarn_section(hf)[1] is None and not cuda:
+    if hf.get("kv_lora_rank") and rope_section(hf, "yarn")[1] is None and not cuda:
         raise ConfigError(
             f"{engine}=sglang cannot run latent attention (kv_lora_rank) without YaRN on CPU; set it to vllm, or "
             "cluster.device to cuda"
@@ -138,12 +138,33 @@ def check_attention(rollout: RolloutConfig) -> None:
         )
 
 
-def yarn_section(hf: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
-    """Return the name of the rotation settings in config.json, and their contents if the rotation is YaRN."""
+ORIGINAL = "original_max_position_embeddings"
+
+
+def rope_section(hf: dict[str, Any], kind: str) -> tuple[str, dict[str, Any] | None]:
+    """Return the name of the rotation settings in config.json, and their contents if their rope type is `kind`. A
+    top-level ORIGINAL replaces that of the settings, as in transformers."""
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     section = hf.get(name)
-    is_yarn = isinstance(section, dict) and section.get("rope_type", section.get("type")) == "yarn"
-    return name, section if is_yarn else None
+    if not isinstance(section, dict) or section.get("rope_type", section.get("type")) != kind:
+        return name, None
+    return name, section | ({ORIGINAL: hf[ORIGINAL]} if ORIGINAL in hf else {})
+
+
+def exact_positions(hf: dict[str, Any]) -> tuple[str, int] | None:
+    """Return the field of config.json that limits the tokens of a sequence, and its value; None without such a field.
+
+    Beyond max_position_embeddings, the rope type dynamic changes the frequencies with the length of the sequence;
+    beyond the original length, longrope has other frequencies.
+    """
+    name, section = rope_section(hf, "longrope")
+    fields = {
+        "max_position_embeddings": hf.get("max_position_embeddings"),
+        f"{name}.{ORIGINAL}": section.get(ORIGINAL) if section else None,
+    }
+    # The model's family rejects other values.
+    limits = [(key, limit) for key, limit in fields.items() if isinstance(limit, int) and limit > 0]
+    return min(limits, key=lambda limit: limit[1], default=None)
 
 
 def cannot_run(config: Config) -> list[str]:

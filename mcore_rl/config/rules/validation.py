@@ -12,7 +12,14 @@ from mcore_rl.config.fields import changed, check_domains
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.reading.json_files import read_json_object
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
-from mcore_rl.config.rules.engine_support import EXPERT_COUNTS, check_attention, check_sglang_model, yarn_section
+from mcore_rl.config.rules.engine_support import (
+    EXPERT_COUNTS,
+    ORIGINAL,
+    check_attention,
+    check_sglang_model,
+    exact_positions,
+    rope_section,
+)
 from mcore_rl.config.rules.linear_attention import check_linear_attention
 from mcore_rl.config.rules.models import check_graders, check_lora, check_reference, check_rewards
 from mcore_rl.config.rules.observe import check_profile, check_trajectories
@@ -279,13 +286,27 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> N
                 f"{key}=true places whole experts on {role.key('tp')}={rollout.tp} ranks, but there are only {experts} "
                 "experts; use fewer ranks, or set it to false"
             )
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    for name, limit in (("max_position_embeddings", hf.get("max_position_embeddings")), _yarn_positions(hf)):
-        if limit and longest > limit:
-            raise ConfigError(
-                f"{role.key('max_prompt_tokens')} + {role.key('max_response_tokens')} = {longest} "
-                f"exceeds the model's {name}={limit}"
-            )
+    check_positions(role, hf)
+    if (limit := _yarn_positions(hf)) is not None:
+        _check_longest(role, *limit)
+
+
+def check_positions(role: EngineRole, hf: dict[str, Any], whose: str = "the model's") -> None:
+    """Require that the model is exact for the longest sequence of a run. whose: the model in the error.
+
+    Raises: ConfigError naming the keys and the field of config.json.
+    """
+    if (limit := exact_positions(hf)) is not None:
+        _check_longest(role, *limit, whose)
+
+
+def _check_longest(role: EngineRole, field: str, limit: int, whose: str = "the model's") -> None:
+    longest = role.section.max_prompt_tokens + role.section.max_response_tokens
+    if longest > limit:
+        raise ConfigError(
+            f"{role.key('max_prompt_tokens')} + {role.key('max_response_tokens')} = {longest} exceeds {whose} "
+            f"{field}={limit}; lower them"
+        )
 
 
 def _check_counts(role: EngineRole, hf: dict[str, Any]) -> None:
@@ -298,14 +319,13 @@ def _check_counts(role: EngineRole, hf: dict[str, Any]) -> None:
             )
 
 
-def _yarn_positions(hf: dict[str, Any]) -> tuple[str, int | None]:
+def _yarn_positions(hf: dict[str, Any]) -> tuple[str, int] | None:
     """Return the number of positions for which engines precompute YaRN's rotary embedding; larger positions are not
     checked at run time."""
-    name, scaling = yarn_section(hf)
+    name, scaling = rope_section(hf, "yarn")
     if scaling is None:
-        return name, None
-    key = "original_max_position_embeddings"
-    factor, original = scaling.get("factor"), hf.get(key, scaling.get(key))
+        return None
+    factor, original = scaling.get("factor"), scaling.get(ORIGINAL)
     if not isinstance(factor, int | float) or not isinstance(original, int | float):
-        return name, None  # rejected by the model's family
-    return f"{name}.factor * {key}", int(factor * original)
+        return None  # rejected by the model's family
+    return f"{name}.factor * {ORIGINAL}", int(factor * original)

@@ -20,6 +20,7 @@ from mcore_rl.megatron.model.attention import mark_sinks
 from mcore_rl.megatron.model.expert_rounding import round_experts
 from mcore_rl.megatron.model.layer_specs import decoder_specs, finish_latent_attention, mtp_specs
 from mcore_rl.megatron.model.output import ModelChunk, PolicyModel
+from mcore_rl.megatron.model.rotation import scale_rotation, set_frequencies
 from mcore_rl.megatron.model.rows import keep_rows, use_row_layers
 from mcore_rl.megatron.model.shards import separate_experts
 from mcore_rl.megatron.model.stored_chunks import stored_chunks
@@ -202,6 +203,7 @@ def _build_chunk(
     sharded: bool,
 ) -> PolicyModel:
     tp = config.tensor_model_parallel_size
+    scale_rotation(config, arguments.rotary)
     spec = decoder_specs(config, engine, vp_stage)
     initialized = config.init_method is not _unchanged
     if sharded:
@@ -218,12 +220,11 @@ def _build_chunk(
         position_embedding_type="rope",
         rotary_percent=arguments.rotary.fraction,
         rotary_base=arguments.rotary.base,
-        rope_scaling=arguments.rotary.scaling_factor is not None,
-        rope_scaling_factor=arguments.rotary.scaling_factor or 1.0,
         mtp_block_spec=mtp_specs(config, spec, engine, vp_stage),
         vp_stage=vp_stage,
     )
     model.unpadded_vocab_size = arguments.vocab_size
+    set_frequencies(model, arguments.rotary)
     for module in model.modules():
         if isinstance(module, MultiLatentAttention):
             finish_latent_attention(module, config, arguments.latent_norm_epsilon)

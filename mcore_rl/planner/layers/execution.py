@@ -29,7 +29,7 @@ class Execution:
 
     `section`: the model's configuration, with resolved recompute_modules. `fused`: the layers are TransformerEngine's.
     `cuda`: the ranks are on GPUs. `imbalance`: plan.moe_imbalance. `square_length`: mean square over mean length of
-    sequences, in tokens.
+    sequences, in tokens. `unfused_rotation`: rotary embeddings do not use TransformerEngine's kernel.
     """
 
     section: ActorConfig
@@ -39,6 +39,7 @@ class Execution:
     cuda: bool
     imbalance: float
     square_length: float
+    unfused_rotation: bool = False
 
     @property
     def scatter(self) -> int:

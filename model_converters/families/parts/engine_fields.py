@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from model_converters.errors import ConversionError
+from model_converters.families.parts.engine_rotation import refuse_rotation
 from model_converters.families.parts.family import Family
 from model_converters.families.parts.hf_config import HFConfig, integer, number
-from model_converters.families.parts.rotary import rope_section
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,6 @@ _EPSILON = 1e-4
 """Largest accepted rms_norm_eps: log-probabilities of a tiny model differ by less than 1e-4 nats. DeepSeek has 1e-6,
 Moonlight 1e-5."""
 
-ROTATION_INSIDE = ("rope_dim", "use_fope", "mrope_section", "xdrope_section", "is_deepseek_v4")
-"""Fields of rope_parameters that change the rotation in an engine and that transformers does not use."""
-
 
 def neutral_fields(family: Family, config: HFConfig) -> dict[str, object]:
     """Return the neutral value of every field of NEUTRAL that has another value in config.json.
@@ -116,7 +113,7 @@ def refuse_for_engine(family: Family, config: HFConfig, engine: str) -> None:
             f"{family.refused_by_engines[engine]}; set rollout.engine to another engine"
         )
     _refuse_unread(family, config, engine)
-    _refuse_rotation(family, config)
+    refuse_rotation(family, config, engine)
     for key in SUBMODELS:
         if config.get(key) is not None:
             raise ConversionError(
@@ -131,9 +128,9 @@ def refuse_for_engine(family: Family, config: HFConfig, engine: str) -> None:
 
 
 def _refuse_unread(family: Family, config: HFConfig, engine: str) -> None:
-    for key, engines in family.unread_by_engines.items():
+    for key in family.unread_by_engines.keys() & _ASSUMED.keys():
         value, assumed = config.get(key), _ASSUMED[key](config)
-        if engine in engines and value is not None and value != assumed:
+        if engine in family.unread_by_engines[key] and value is not None and value != assumed:
             raise ConversionError(
                 f"config.json: {key} {json.dumps(value)} is not supported by {engine}, which computes "
                 f"{family.model_type} as if it were {json.dumps(assumed)}"
@@ -143,20 +140,4 @@ def _refuse_unread(family: Family, config: HFConfig, engine: str) -> None:
         raise ConversionError(
             f"config.json: rms_norm_eps {epsilon} is not supported by {engine}, which uses it for the latent norms too "
             f"(transformers: {latent_epsilon}); set it to at most {_EPSILON}"
-        )
-
-
-def _refuse_rotation(family: Family, config: HFConfig) -> None:
-    name, found = rope_section(config)
-    for key in (key for key in ROTATION_INSIDE if key not in family.own_fields):
-        # vLLM reacts to the presence of mrope_section, whatever its value.
-        if found.get(key) or (key == "mrope_section" and key in found):
-            raise ConversionError(
-                f"config.json: {name}.{key} {found[key]!r} is not supported: it changes the rotation in inference "
-                f"engines, but not in transformers' {family.model_type}; remove it"
-            )
-    if found.get("type", found["rope_type"]) != found["rope_type"]:
-        raise ConversionError(
-            f"config.json: {name}.rope_type {found['rope_type']!r} and {name}.type {found['type']!r} differ, which "
-            "vLLM rejects; remove one of them"
         )

@@ -10,7 +10,7 @@ from typing import TypedDict
 from model_converters.errors import ConversionError
 from model_converters.families.parts import hf_config
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number
-from model_converters.families.parts.rotary import RotarySettings, rotary
+from model_converters.families.parts.rotary import ROPE_TYPES, RotarySettings, rotary
 from model_converters.mapping.table import FINAL_NORM, Axis, Place, Row, Stored
 from model_converters.mapping.transforms import GateUp, GroupedQKV, Heads, KeyValueHeads, Same, Shape, Vocabulary
 
@@ -18,7 +18,7 @@ REFUSED_BY_ALL: dict[str, object] = {"dual_chunk_attention_config": {"chunk_size
 """Fields that hf_config.refuse_unsupported rejects for every family."""
 
 REFUSED_ROTATIONS: dict[str, object] = {
-    "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+    "rope_scaling": {"rope_type": "proportional", "factor": 2.0},
     "partial_rotary_factor": 0.5,
 }
 """Fields that model_arguments rejects, with an example value."""
@@ -394,19 +394,20 @@ def model_arguments(
     config: HFConfig,
     transformer: TransformerArguments,
     *,
-    rope_types: tuple[str, ...] = ("default",),
+    rope_types: tuple[str, ...] = ROPE_TYPES,
     partial_rotation: bool = False,
 ) -> ModelArguments:
     """Combine TransformerConfig arguments with the other arguments of GPTModel.
 
-    rope_types: rope types that the family supports.
+    rope_types: supported rope types, if they are not those of grouped-query attention.
     partial_rotation: see `partial` of rotary.
     """
+    head_dim = transformer.get("qk_pos_emb_head_dim", transformer["kv_channels"])
     return ModelArguments(
         transformer=transformer,
         vocab_size=integer(config, "vocab_size"),
         max_position_embeddings=integer(config, "max_position_embeddings"),
-        rotary=rotary(config, known=rope_types, partial=partial_rotation),
+        rotary=rotary(config, head_dim, known=rope_types, partial=partial_rotation),
         tied_embeddings=flag(config, "tie_word_embeddings"),
     )
 
@@ -420,8 +421,6 @@ def dense_rows(read_attention: ReadAttention, config: HFConfig) -> list[Row]:
     return [*embedding_rows(config), *attention_rows(attention, layers), *mlp_rows(config, layers)]
 
 
-def dense_arguments(
-    read_attention: ReadAttention, config: HFConfig, rope_types: tuple[str, ...] = ("default",)
-) -> ModelArguments:
-    """Return the arguments of a decoder without experts. rope_types: see model_arguments."""
-    return model_arguments(config, decoder_arguments(config, read_attention(config)), rope_types=rope_types)
+def dense_arguments(read_attention: ReadAttention, config: HFConfig) -> ModelArguments:
+    """Return the arguments of a decoder without experts."""
+    return model_arguments(config, decoder_arguments(config, read_attention(config)))

@@ -13,8 +13,9 @@ from dataclasses import replace
 from model_converters.errors import ConversionError
 from model_converters.families.parts import family
 from model_converters.families.parts.family import ModelArguments, TransformerArguments, whole_row
-from model_converters.families.parts.hf_config import HFConfig, integer, number, refuse_unsupported, require
-from model_converters.families.parts.rotary import rope_section, scale_factor
+from model_converters.families.parts.hf_config import HFConfig, integer, refuse_unsupported, require
+from model_converters.families.parts.rotary import rope_section
+from model_converters.families.parts.rotary_scaling import Scaling, Yarn
 from model_converters.mapping.table import Row
 from model_converters.mapping.transforms import Heads, Shape
 
@@ -38,7 +39,6 @@ attention if a field of ABSENT_FOR_ENGINES is present, even with null."""
 _MCORE, _HF = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
 # Fields that `rotary` accepts and yarn does not have.
 _NOT_YARN = ("attention_factor", "high_freq_factor", "low_freq_factor")
-_YARN_DEFAULTS: dict[str, object] = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
 def latent_sizes(config: HFConfig) -> TransformerArguments:
@@ -126,61 +126,39 @@ def latent_model_arguments(config: HFConfig, experts: TransformerArguments) -> M
     }
     transformer: TransformerArguments = {**family.decoder_arguments(config, as_grouped), **sizes, **experts}
     arguments = family.model_arguments(config, transformer, rope_types=("default", "yarn"))
-    # model_arguments has rejected rotations other than default and yarn.
+    # model_arguments has rejected rotations other than default and yarn. Megatron's latent attention computes yarn.
     transformer["rotary_base"] = arguments.rotary.base
-    transformer |= _position_arguments(*rope_section(config))
+    transformer |= _position_arguments(config, arguments.rotary.scaling)
     return replace(arguments, latent_norm_epsilon=LATENT_NORM_EPSILON)
 
 
-def _position_arguments(name: str, scaling: HFConfig) -> TransformerArguments:
-    if scaling["rope_type"] != "yarn":
+def _position_arguments(config: HFConfig, scaling: Scaling | None) -> TransformerArguments:
+    if not isinstance(scaling, Yarn):
         return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    unknown = [key for key in _NOT_YARN if scaling.get(key) is not None]
+    name, found = rope_section(config)
+    unknown = [key for key in _NOT_YARN if found.get(key) is not None]
     if unknown:
         raise ConversionError(f"config.json: rope scaling 'yarn' with {', '.join(unknown)} is not supported")
-    # null differs from the default: transformers then does not round the bounds of the ramp.
-    if scaling.get("truncate", True) is not True:
+    if not scaling.truncate:
         raise ConversionError(f"config.json: {name}.truncate must be true or unset: megatron rounds the ramp's bounds")
-    factor = scale_factor(scaling, name, "factor")
-    scale_factor(scaling, name, "original_max_position_embeddings")
-    mscale, mscale_all_dim = _mscales(name, scaling)
+    mscale, mscale_all_dim = _mscales(scaling)
     return {
         "rope_type": "yarn",
-        "rotary_scaling_factor": factor,
-        "original_max_position_embeddings": integer(scaling, "original_max_position_embeddings"),
-        "beta_fast": _optional(name, scaling, "beta_fast") or 32.0,
-        "beta_slow": _optional(name, scaling, "beta_slow") or 1.0,
+        "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_tokens,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
         "mscale": mscale,
         "mscale_all_dim": mscale_all_dim,
     }
 
 
-def rotation_for_engines(config: HFConfig) -> dict[str, object]:
-    """Return rope_parameters for inference engines with defaults for optional yarn fields that are null or 0.
-
-    transformers treats these as absent; engines compute with 0 and fail for null. SGLang merges the returned fields
-    into config.json, so leaving them out would not remove them.
-    """
-    _, found = rope_section(config)
-    defaults = {key: value for key, value in _YARN_DEFAULTS.items() if key in found and not found[key]}
-    without_factor = {key: value for key, value in found.items() if key != "attention_factor" or value}
-    if found["rope_type"] != "yarn" or found == without_factor | defaults:
-        return {}
-    return {"rope_parameters": without_factor | defaults}
-
-
-def _mscales(name: str, scaling: HFConfig) -> tuple[float, float]:
-    """Read mscale and mscale_all_dim. With only one of them transformers and Megatron use different formulas."""
-    read = {key: _optional(name, scaling, key) for key in ("mscale", "mscale_all_dim")}
-    given = {key: value for key, value in read.items() if value}
+def _mscales(scaling: Yarn) -> tuple[float, float]:
+    """Return mscale and mscale_all_dim. With only one of them transformers and Megatron use different formulas."""
+    given = {key: value for key in ("mscale", "mscale_all_dim") if (value := getattr(scaling, key))}
     # mscale 1 without mscale_all_dim equals the defaults below.
     if len(given) == 1 and given != {"mscale": 1.0}:
         (key,) = given
         other = "mscale_all_dim" if key == "mscale" else "mscale"
         raise ConversionError(f"config.json: rope scaling 'yarn' has {key} {given[key]} without {other}; set both")
     return given.get("mscale", 1.0), given.get("mscale_all_dim", 0.0)
-
-
-def _optional(name: str, scaling: HFConfig, key: str) -> float:
-    """Read an optional field of yarn. null and 0 mean absent, as in transformers."""
-    return 0.0 if scaling.get(key) is None else number(scaling, key, inside=name)

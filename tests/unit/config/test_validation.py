@@ -272,6 +272,18 @@ def test_check_engine_sizes_invalid_count_is_named(base: str, tmp_path: Path, na
         validate(load_config(base))
 
 
+@pytest.mark.parametrize("outside", [True, False])
+def test_check_engine_sizes_tokens_beyond_short_longrope_are_rejected(base: str, tmp_path: Path, outside: bool) -> None:
+    original = {"original_max_position_embeddings": 256}
+    rope = {"type": "longrope", **({} if outside else original)}
+    model_of(tmp_path, rope_scaling=rope, **(original if outside else {}))
+    keys = ["rollout.max_prompt_tokens=128", "rollout.max_response_tokens=128"]
+    validate(load_config(base, keys))
+    message = r"max_prompt_tokens \+ rollout\.max_response_tokens = 257 exceeds .* rope_scaling\.original_max_position_"
+    with pytest.raises(ConfigError, match=message):
+        validate(load_config(base, [keys[0], "rollout.max_response_tokens=129"]))
+
+
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
 def test_check_engine_sizes_positions_beyond_yarn_are_rejected(base: str, tmp_path: Path, name: str) -> None:
     """vLLM precomputes factor * original positions and does not check an index into the table."""

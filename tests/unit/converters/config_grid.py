@@ -14,7 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from model_converters.families import FAMILIES
 from model_converters.families.parts.rotary import inverse_frequencies
 from model_converters.mapping.table import bind, exported_parts
-from tests.tiny_models import GROUPS, LLAMA3, YARN, checkpoint_tensors, tiny_fields
+from tests.selection import EVERY_TEST
+from tests.tiny_models import GROUPS, LLAMA3, LONGROPE, YARN, checkpoint_tensors, tiny_fields
 
 ABSENT: Any = object()
 Change = dict[str, object]
@@ -133,10 +134,29 @@ _YARN_VALUES: dict[str, list[object]] = {
 _LLAMA3_VALUES: dict[str, list[object]] = {
     "rope_theta": [ABSENT, None, 0, "x", 1e4],
     "factor": [ABSENT, None, "x", 1, 4.0],
-    "low_freq_factor": [ABSENT, None, "x", 2.0],
+    "low_freq_factor": [ABSENT, None, "x", 2.0, 4.0],
     "high_freq_factor": [ABSENT, None, "x", 8.0],
-    "original_max_position_embeddings": [ABSENT, None, "x", 4096],
+    "original_max_position_embeddings": [ABSENT, None, "x", 0, 64],
 }
+_LONGROPE_VALUES: dict[str, list[object]] = {
+    "factor": [ABSENT, None, 0, "x", 1, 8.0],
+    "original_max_position_embeddings": [ABSENT, None, "x", 1, 32],
+    "attention_factor": [None, 0, "x", 1.5],
+    "short_factor": [ABSENT, None, 2.0, [], [2.0] * 7, ["x"] * 8, [2] * 8],
+    "long_factor": [ABSENT, None, [2.0] * 7],
+}
+_SIMPLE_VALUES: dict[str, list[object]] = {
+    "rope_type": ["dynamic", "su", "proportional"],
+    "factor": [ABSENT, None, 0, "x", 1, 4],
+    "alpha": [2.0],
+    "partial_rotary_factor": [0.5],
+}
+_ROPES: list[tuple[dict[str, object], dict[str, list[object]]]] = [
+    (YARN, _YARN_VALUES),
+    (LLAMA3, _LLAMA3_VALUES),
+    (LONGROPE, _LONGROPE_VALUES),
+    ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, _SIMPLE_VALUES),
+]
 _TOGETHER: list[Change] = [
     {"rope_parameters": ABSENT, "rope_theta": value} for value in (*_WRONG, 5e5)
 ] + [
@@ -147,6 +167,7 @@ _TOGETHER: list[Change] = [
     {"partial_rotary_factor": 0.25, "rope_parameters": {**_DEFAULT, "partial_rotary_factor": None}},
     {"original_max_position_embeddings": 4096, "rope_parameters": LLAMA3},
     {"original_max_position_embeddings": 64, "rope_parameters": YARN},
+    {"original_max_position_embeddings": 32, "rope_parameters": LONGROPE},
     {"original_max_position_embeddings": 64, "rope_parameters": _DEFAULT},
     {"use_sliding_window": True, "sliding_window": 8},
     {"use_sliding_window": True, "sliding_window": None},
@@ -166,7 +187,11 @@ def changes(kind: str) -> Iterator[Change]:
     nets = _NETS if "linear_num_key_heads" in tiny_fields(kind) else {}
     yield {}
     yield from ({key: value} for table in (_VALUES, experts, latent, nets) for key in table for value in table[key])
-    for base, table in ((YARN, _YARN_VALUES), (LLAMA3, _LLAMA3_VALUES)):
+    for base, table in _ROPES:
+        yield {"rope_parameters": base}
+        # Families with grouped attention share the code: one that rotates whole heads, and one that does not.
+        if kind not in ("llama", "glm4_moe") and not latent and not EVERY_TEST:
+            continue
         for key, values in table.items():
             yield from ({"rope_parameters": _changed(base, {key: value})} for value in values)
     yield from _TOGETHER
@@ -274,7 +299,7 @@ def _rotation(arguments: Any, head_dim: int) -> tuple[torch.Tensor, float, float
     sizes = arguments.transformer
     if sizes.get("rope_type") != "yarn":
         rotated = sizes.get("qk_pos_emb_head_dim", sizes["kv_channels"])
-        return inverse_frequencies(arguments.rotary, rotated), 1.0, head_dim**-0.5
+        return inverse_frequencies(arguments.rotary, rotated), arguments.rotary.factor, head_dim**-0.5
     keys = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     rope = {"rope_type": "yarn", "rope_theta": sizes["rotary_base"], "factor": sizes["rotary_scaling_factor"]}
     rope |= {key: sizes[key] for key in keys}

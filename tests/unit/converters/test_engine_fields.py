@@ -9,10 +9,11 @@ import pytest
 
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES, check_for_engine, engine_overrides, missing_engine_fields
-from model_converters.families.parts.engine_fields import NEUTRAL, ROTATION_INSIDE, SUBMODELS
+from model_converters.families.parts.engine_fields import NEUTRAL, SUBMODELS
+from model_converters.families.parts.engine_rotation import ROTATION_INSIDE
 from model_converters.families.refusals import REFUSED
 from tests.engine_fields import OTHER_VALUES
-from tests.tiny_models import YARN, tiny_fields
+from tests.tiny_models import LONGROPE, YARN, tiny_fields
 
 HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
 
@@ -66,6 +67,24 @@ def test_field_that_only_engines_read_gets_its_neutral_value(name: str) -> None:
         ),
         ("deepseek_v2", {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0}}, {"mscale": 1.0}),
         ("deepseek_v2", {"rope_parameters": YARN | {"attention_factor": None}}, {"attention_factor": ...}),
+        ("llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0}}, {"mscale": 1.0}),
+        ("qwen3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0}}, {"mscale_all_dim": 0.0}),
+        (
+            "qwen3",
+            {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0, "factor": 1, "attention_factor": 1.7}},
+            {"attn_factor": 1.7},
+        ),
+        ("qwen2", {"rope_parameters": {"type": "linear", "factor": 4}}, {"factor": 4.0}),
+        (
+            "mixtral",
+            {"rope_parameters": {"type": "dynamic", "factor": 4.0}},
+            {"rope_type": "default", "type": "default"},
+        ),
+        (
+            "llama",
+            {"rope_parameters": LONGROPE | {"attention_factor": 1.3}},
+            {"short_mscale": 1.3, "long_mscale": 1.3},
+        ),
     ],
 )
 def test_rotation_that_engines_read_differently_is_overridden(
@@ -106,7 +125,8 @@ def test_check_for_engine_unfixable_field_is_rejected(name: str, engine: str) ->
     rejected += [{"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, key: 8}} for key in inside]
     rejected += [{key: None} for key in FAMILIES[name].absent_for_engines]
     values = {"head_dim": 24, "tie_word_embeddings": True, "moe_layer_freq": 2}
-    rejected += [{key: values[key]} for key, engines in FAMILIES[name].unread_by_engines.items() if engine in engines]
+    unread = FAMILIES[name].unread_by_engines
+    rejected += [{key: value} for key, value in values.items() if engine in unread.get(key, ())]
     for changes in rejected:
         key = next(iter(changes.get("rope_parameters", changes).keys() - {"rope_type", "rope_theta"}))
         with pytest.raises(ConversionError, match=rf"\b{key} .* not supported"):
@@ -117,6 +137,14 @@ def test_check_for_engine_contradicting_rope_types_are_rejected() -> None:
     rope = {"rope_type": "default", "type": "linear", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(ConversionError, match=r"\.rope_type 'default' and rope_parameters\.type 'linear'"):
         check_for_engine(fields_of("llama", rope_parameters=rope), "vllm")
+
+
+def test_check_for_engine_scaling_that_sglang_does_not_read_is_rejected() -> None:
+    fields = fields_of("mixtral", rope_parameters={"rope_type": "linear", "factor": 2.0})
+    check_for_engine(fields, "vllm")
+    with pytest.raises(ConversionError, match="rope type 'linear' is not supported by sglang, which computes mixtral"):
+        check_for_engine(fields, "sglang")
+    check_for_engine(fields_of("mixtral", rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "sglang")
 
 
 @pytest.mark.skipif(not HUB.is_dir(), reason="needs the hub's own config.json files")

@@ -21,7 +21,7 @@ from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_plan
 from tests.exported import export_through
 from tests.plans import assert_tiled
-from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, tiny_config, tiny_model, write_tiny_model
+from tests.tiny_models import GROUPS, LLAMA3, LONGROPE, VOCABULARY, YARN, tiny_config, tiny_model, write_tiny_model
 from tests.unit.converters.hf_models import bound_rows
 
 DENSE = ("llama", "qwen2", "qwen3", "qwen3_5_text")
@@ -142,8 +142,8 @@ def assert_rejected(config, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope type 'llama3' is not supported"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope type 'su' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling 'yarn' has factor None"),
         ({"rope_theta": None}, "rope_theta is null; it must be a number above 0"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
@@ -197,13 +197,13 @@ def test_ernie_checkpoint_drops_the_prediction_block_of_releases(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0 is not supported, only 1"),
-        (
-            {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 4096}},
-            "original_max_position_embeddings 4096 is not supported, only 8192",
-        ),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}}, "high_freq_factor is 4.0; it must be above low_freq"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "has factor None"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "only 'default' and 'llama3'"),
+        ({"rope_parameters": LONGROPE | {"short_factor": [1.0]}}, "short_factor must be a list of 2 numbers above 0"),
+        ({"rope_parameters": LONGROPE | {"long_factor": None}}, "long_factor must be a list of 2 numbers above 0"),
+        ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta is 1, with which yarn has no frequencies"),
+        ({"rope_parameters": YARN | {"truncate": 0}}, "truncate is 0; it must be true or false"),
+        ({"rope_parameters": YARN | {"attention_factor": 0}}, "attention_factor is 0; it must be a number above 0"),
     ],
 )
 def test_llama_unsupported_setting_is_rejected(change, message, dense_config):

@@ -13,6 +13,7 @@ import torch
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.families.parts.rotary import RotarySettings
+from model_converters.families.parts.rotary_scaling import Llama3
 from tests.unit.converters.hf_models import bound_rows
 
 YARN = {
@@ -221,7 +222,7 @@ def test_published_config_has_published_parameter_count(name, billions):
     elements = {name: prod(shape) for row in bound for name, shape in zip(row.hf, row.row.shapes, strict=True)}
     assert round(sum(elements.values()) / 1e9, 3) == billions
     if name in OTHER_BILLIONS:
-        rotary = RotarySettings(5e5, scaling_factor=8.0) if "Llama" in name else RotarySettings(1e6)
+        rotary = RotarySettings(5e5, scaling=Llama3(8.0, 1.0, 4.0, 8192)) if "Llama" in name else RotarySettings(1e6)
         assert family_for(config).model_arguments(config).rotary == rotary
 
 

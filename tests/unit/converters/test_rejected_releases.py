@@ -89,13 +89,13 @@ def test_tensors_of_a_method_that_config_json_omits_are_named(dense_config, tmp_
 
 
 def test_rope_variant_is_rejected_by_its_field(dense_config):
-    kinds = ("linear", "dynamic", "yarn", "longrope", "llama3", "su", "mrope", "proportional")
+    kinds = ("su", "mrope", "proportional", "ntk", "deepseek_yarn")
     for kind, key, section in product(kinds, ("rope_type", "type"), ("rope_scaling", "rope_parameters")):
         with pytest.raises(ConversionError, match=rf"json: {section}\.{key}: rope type '{kind}' is not supported"):
-            rotary(dense_config | {section: {key: kind, "factor": 2.0}})
-    for field in ("mrope_section", "long_factor", "short_factor", "alpha"):
+            rotary(dense_config | {section: {key: kind, "factor": 2.0}}, 4)
+    for field in ("mrope_section", "long_factor", "short_factor", "alpha", "attn_factor", "short_mscale"):
         with pytest.raises(ConversionError, match=rf"config\.json: rope_scaling\.{field} \[1\.0\] is not supported"):
-            rotary(dense_config | {"rope_scaling": {"rope_type": "default", field: [1.0]}})
+            rotary(dense_config | {"rope_scaling": {"rope_type": "default", field: [1.0]}}, 4)
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])

@@ -151,6 +151,14 @@ def test_choose_latent_attention_selects_unfused_rope() -> None:
     assert choose(EVERYTHING, replace(SPREAD, sizes=latent)).rope.value == "unfused"
 
 
+def test_choose_factor_on_cosines_selects_unfused_rope() -> None:
+    """Megatron passes no factor to TransformerEngine's kernel for packed rows."""
+    chosen = choose(EVERYTHING, replace(SPREAD, rotation_factor=1.07))
+    assert chosen.rope.value == "unfused"
+    assert "ignores the factor 1.07 on cosines" in chosen.rope.why
+    assert chosen.arguments()["apply_rope_fusion"] is False
+
+
 @pytest.mark.parametrize(
     ("machine", "dtype", "value"),
     [
