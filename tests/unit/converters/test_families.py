@@ -199,8 +199,11 @@ def test_ernie_checkpoint_drops_the_prediction_block_of_releases(tmp_path):
     [
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}}, "high_freq_factor is 4.0; it must be above low_freq"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "has factor None"),
-        ({"rope_parameters": LONGROPE | {"short_factor": [1.0]}}, "short_factor must be a list of 2 numbers above 0"),
-        ({"rope_parameters": LONGROPE | {"long_factor": None}}, "long_factor must be a list of 2 numbers above 0"),
+        ({"rope_parameters": LONGROPE}, "short_factor must be a list of 3 numbers above 0"),
+        (
+            {"rope_parameters": LONGROPE | {"short_factor": [1.0] * 3}},
+            "long_factor must be a list of 3 numbers above 0",
+        ),
         ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta is 1, with which yarn has no frequencies"),
         ({"rope_parameters": YARN | {"truncate": 0}}, "truncate is 0; it must be true or false"),
         ({"rope_parameters": YARN | {"attention_factor": 0}}, "attention_factor is 0; it must be a number above 0"),
