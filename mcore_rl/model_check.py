@@ -79,8 +79,8 @@ def _skip_reason(model: ModelConfig, actor: ActorConfig) -> str | None:
         reason = f"actor.fp8={actor.fp8} rounds too much"
     else:
         with HFCheckpoint(model.hf_path) as source:
-            if source.block is not None:
-                reason = "transformers computes in FP8, the trainer with dequantised weights"
+            if source.quantisation:
+                reason = f"transformers computes in {source.quantisation}, the trainer with dequantised weights"
             elif mode == "auto":
                 return reason_not_to_compare(source)
     if mode == "always" and reason is not None:

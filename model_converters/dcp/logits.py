@@ -28,8 +28,8 @@ def should_compare(source: HFCheckpoint, logits: Compare, lora: Path | None) -> 
     reason = None
     if lora is not None:
         reason = "transformers runs the HF model as it is, without --lora"
-    elif source.block is not None:
-        reason = "transformers computes in FP8, and the checkpoint has the dequantised weights"
+    elif source.quantisation:
+        reason = f"transformers computes in {source.quantisation}, and the checkpoint has the dequantised weights"
     if logits == "always" and reason is not None:
         raise ConversionError(f"--logits always: {reason}")
     if logits == "auto" and reason is None and (size := reason_not_to_compare(source)):

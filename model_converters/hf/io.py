@@ -10,14 +10,15 @@ from typing import Self
 
 import torch
 
-from model_converters.errors import ConversionError
+from model_converters.errors import ConversionError, listing
 from model_converters.families import family_for
-from model_converters.families.parts.hf_config import flag, fp8_block, read_hf_config, weights_dtype
+from model_converters.families.parts.hf_config import flag, fp8_block, int4_group, read_hf_config, weights_dtype
 from model_converters.families.parts.quantization import refuse_tensors
 from model_converters.hf import stacked, tensor_kinds
 from model_converters.hf.adapter_reader import LoraAdapter, LowRankUpdate
 from model_converters.hf.computed_tensor import ComputedTensor
 from model_converters.hf.index import read_headers
+from model_converters.hf.int4 import split_packed
 from model_converters.hf.shards import StoredTensor, TensorFiles
 from model_converters.hf.unlisted_files import find_unlisted
 from model_converters.hf.writer import HFWriter
@@ -34,7 +35,8 @@ class HFCheckpoint:
     The constructor reads the headers of all shards and checks them against the index and the file sizes. Tensors are
     read on demand, slice by slice.
 
-    - FP8 weights are dequantised in float32 and rounded once to the target's dtype; `shapes` does not contain scales.
+    - FP8 and INT4 weights are dequantised in float32 and rounded once to the target's dtype; `shapes` contains the
+      weights without scales and words.
     - `lora`, the directory of a PEFT adapter, is merged the same way: base + scale * B A.
     - Tensors that stack the experts of a layer are read as one tensor per expert; `shapes` contains the latter.
     - Saved rotary frequencies are compared with config.json; `shapes` does not contain them.
@@ -52,6 +54,7 @@ class HFCheckpoint:
         self.config: dict[str, object] = read_hf_config(self.directory)
         try:
             self.family, self.block = family_for(self.config), fp8_block(self.config)
+            group = int4_group(self.config)
         except ConversionError as error:
             raise ConversionError(f"{self.directory / 'config.json'}: {error}") from None
         headers = read_headers(self.directory)
@@ -64,18 +67,24 @@ class HFCheckpoint:
         self.ignored = sorted(name for name in listed if name.startswith(self.family.ignored_tensors))
         listed = {name: stored for name, stored in listed.items() if name not in self.ignored}
         listed, self._parts = self._unstacked(listed)
+        listed, self._packed, problems = split_packed(listed, group)
+        if problems:
+            raise ConversionError(f"{self.directory}: INT4 words and scales do not match: {listing(problems)}")
         refuse_tensors(listed, self.directory)
         tensors, buffers = tensor_kinds.split_buffers(listed)
         self._stored, self._scales = tensor_kinds.split_scales(tensors, self.block, self.directory)
         tensor_kinds.require_floating(self._stored)
+        self._stored |= {name: packed.values for name, packed in self._packed.items()}
         self.shapes: dict[str, Shape] = {name: stored.shape for name, stored in self._stored.items()}
         self.shapes |= {name: part.shape for name, part in self._parts.items()}
         self._replaced: dict[str, torch.dtype] = {}
         updates = self._merge(lora) if lora is not None else {}
         self._computed = {
             name: ComputedTensor(name, self._find(name), self._scales.get(name), self.block, updates.get(name))
-            for name in {*self._scales, *self._parts, *updates}
+            for name in {*self._scales, *self._parts, *updates} - self._packed.keys()
         }
+        for name, (words, scales) in self._packed.items():
+            self._computed[name] = ComputedTensor(name, words, scales, (1, group or 1), updates.get(name), packed=True)
         self._files = TensorFiles()
         if buffers:
             self._check_buffers(buffers)
@@ -109,8 +118,9 @@ class HFCheckpoint:
             self._replaced[name] = self.dtype(name)
         self._stored |= adapter.replaced
         self._parts = {name: part for name, part in self._parts.items() if name not in adapter.replaced}
-        # A replacement is not FP8: the scales of the base tensor do not apply to it.
+        # A replacement is not quantised: the scales of the base tensor do not apply to it.
         self._scales = {name: scales for name, scales in self._scales.items() if name not in adapter.replaced}
+        self._packed = {name: packed for name, packed in self._packed.items() if name not in adapter.replaced}
         return adapter.updates
 
     def __enter__(self) -> Self:
@@ -124,11 +134,16 @@ class HFCheckpoint:
         self._files.close()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the values; for FP8 weights this is the model's dtype in config.json."""
+        """Return the dtype of the values; for quantised weights this is the model's dtype in config.json."""
         stored = self._find(name)
         if name in self._replaced:
             return self._replaced[name]
-        return weights_dtype(self.config) if name in self._scales else stored.dtype
+        return weights_dtype(self.config) if name in self._scales or name in self._packed else stored.dtype
+
+    @property
+    def quantisation(self) -> str:
+        """Name of the format of the quantised weights; empty if there are none."""
+        return "FP8" if self.block is not None else "INT4" if self._packed else ""
 
     def position(self, name: str) -> tuple[str, int]:
         """Return (file name, byte offset), a sort key for sequential reading."""
@@ -154,7 +169,7 @@ class HFCheckpoint:
     ) -> torch.Tensor:
         """Return a slice as a view of the privately mapped file; pages are read on first use and freed with the view.
 
-        FP8 and merged weights are computed into new memory instead. `rows` is like Piece's.
+        Quantised and merged weights are computed into new memory instead. `rows` is like Piece's.
         """
         stored = self._find(name)
         if name in self._computed:

@@ -13,7 +13,14 @@ from typing import TypeGuard
 import torch
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.quantization import REMEDY, method_of, refuse_files, refuse_nested
+from model_converters.families.parts.quantization import (
+    PACKED,
+    REMEDY,
+    method_of,
+    packed_group,
+    refuse_files,
+    refuse_nested,
+)
 from model_converters.inputs import is_number, read_object
 from model_converters.text_model import text_fields
 
@@ -224,8 +231,11 @@ _FP8_FREE = {"weight_block_size", "modules_to_not_convert", "ignored_layers", "d
 def fp8_block(config: HFConfig) -> tuple[int, int] | None:
     """Return the block size (rows, columns) of FP8 weights; None if the model has none.
 
-    Raises: ConversionError naming any other kind of quantisation, except MXFP4 (see refuse_unsupported).
+    Raises: ConversionError naming any kind of quantisation other than FP8 blocks, INT4 groups and MXFP4 (see
+    refuse_unsupported).
     """
+    if int4_group(config) is not None:
+        return None
     refuse_nested(config)
     quantised = section(config, "quantization_config")
     if not quantised or has_mxfp4(config):
@@ -255,11 +265,21 @@ def has_mxfp4(config: HFConfig) -> bool:
     return section(config, "quantization_config").get("quant_method") == "mxfp4"
 
 
+def int4_group(config: HFConfig) -> int | None:
+    """Return the number of elements per scale of INT4 weights; None if the model has none.
+
+    Raises: ConversionError naming a setting of compressed-tensors that is not supported.
+    """
+    refuse_nested(config)
+    quantised = section(config, "quantization_config")
+    return packed_group(quantised) if quantised.get("quant_method") == PACKED else None
+
+
 def refuse_unsupported(config: HFConfig, layer_types: tuple[str, ...] = FULL_ATTENTION, *, mxfp4: bool = False) -> None:
     """Reject settings that no family supports, and MXFP4 weights unless `mxfp4`.
 
-    These are quantisation other than FP8 blocks, activations other than SiLU, sizes that differ between layers, and
-    attention that is not causal or not over all tokens.
+    These are quantisation other than FP8 blocks and INT4 groups, activations other than SiLU, sizes that differ between
+    layers, and attention that is not causal or not over all tokens.
 
     layer_types: supported values in the list layer_types.
 
@@ -292,7 +312,9 @@ def _refuse_sliding_window(config: HFConfig, supported: tuple[str, ...]) -> None
     # Some families of transformers ignore layer_types. If sliding_window is absent, families with a window use their
     # own default; null means full attention.
     window = config.get("sliding_window", 4096)
-    if window is not None:
+    # transformers writes 0 for a Qwen2-MoE without windows.
+    unused = type(window) is int and window == 0 and config.get("use_sliding_window") is False
+    if window is not None and not unused:
         integer(config, "sliding_window", default=1)
     if flag(config, "use_sliding_window") and window is not None:
         raise ConversionError("config.json: use_sliding_window is not supported; set it to false for full attention")

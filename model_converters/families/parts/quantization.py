@@ -9,7 +9,8 @@
 | `quantize_config.json`, `quant_config.json` | gptq and awq before config.json had the object |
 | names of tensors | releases without any of the above |
 
-Only FP8 e4m3 in blocks (`quant_method` fp8) is supported; hf_config.fp8_block checks its fields.
+Supported are FP8 e4m3 in blocks (`quant_method` fp8; hf_config.fp8_block checks its fields) and INT4 groups of
+compressed-tensors (packed_group).
 """
 
 from __future__ import annotations
@@ -22,6 +23,17 @@ from model_converters.errors import ConversionError
 from model_converters.inputs import read_object
 
 REMEDY = "only FP8 e4m3 weights in blocks are supported; use the bfloat16 checkpoint"
+PACKED = "compressed-tensors"
+"""quant_method of INT4 weights."""
+_PACKED_WEIGHTS: dict[str, tuple[object, ...]] = {
+    "num_bits": (4,),
+    "type": ("int",),
+    "symmetric": (True,),
+    "strategy": ("group",),
+    "dynamic": (False, None),
+    "actorder": (None,),
+}
+"""Accepted values in the scheme of INT4 weights: scale * code, in groups of neighbouring elements of a row."""
 
 _SECTIONS = ("quantization_config", "compression_config", "quantization")
 _NESTED = ("text_config", "llm_config", "language_config")
@@ -104,3 +116,35 @@ def refuse_tensors(names: Iterable[str], directory: Path) -> None:
         for pattern, method in _TENSORS:
             if pattern.search(name):
                 raise ConversionError(f"{directory}: {name} belongs to {method} weights, not supported; {REMEDY}")
+
+
+def packed_group(quantised: Mapping[str, object]) -> int:
+    """Return the number of elements per scale of INT4 weights in groups (compressed-tensors, format pack-quantized).
+
+    The names of tensors determine which weights are quantised, not the `targets` and `ignore` of config.json.
+
+    Raises: ConversionError naming the first setting with which the values would be others.
+    """
+    refused = f"config.json: quantization_config ({method_of(quantised)})"
+    remedy = "only INT4 in groups (pack-quantized, symmetric) is supported; use the bfloat16 checkpoint"
+    if quantised.get("format") != "pack-quantized":
+        raise ConversionError(f"{refused}: format {quantised.get('format')!r} is not supported; {remedy}")
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if quantised.get(key):
+            raise ConversionError(f"{refused}: {key} is not supported; {remedy}")
+    groups = quantised.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, Mapping) else []
+    if len(schemes) != 1 or not isinstance(schemes[0], Mapping):
+        raise ConversionError(f"{refused}: config_groups must have one scheme; {remedy}")
+    weights = schemes[0].get("weights")
+    for key in ("input_activations", "output_activations"):
+        if schemes[0].get(key):
+            raise ConversionError(f"{refused}: {key} are not supported; {remedy}")
+    weights = weights if isinstance(weights, Mapping) else {}
+    for key, accepted in _PACKED_WEIGHTS.items():
+        if weights.get(key) not in accepted:
+            raise ConversionError(f"{refused}: weights.{key} {weights.get(key)!r} is not supported; {remedy}")
+    group = weights.get("group_size")
+    if not isinstance(group, int) or group < 1:
+        raise ConversionError(f"{refused}: weights.group_size {group!r} must be a whole number of at least 1")
+    return group
