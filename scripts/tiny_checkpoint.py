@@ -81,6 +81,14 @@ _SECTIONED: JsonObject = {
         "mrope_interleaved": True,
     },
 }
+_SPARSE_LAYERS: JsonObject = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 _MORE_FIELDS: dict[str, JsonObject] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
     "deepseek_v2": {**_LATENT_ATTENTION, "q_lora_rank": None, **_SOFTMAX_EXPERTS},
@@ -114,6 +122,21 @@ _MORE_FIELDS: dict[str, JsonObject] = {
         "attention_bias": True,
     },
     "glm4_moe": {**_SIGMOID_EXPERTS, "attention_bias": True, "use_qk_norm": True},
+    "glm4_moe_lite": {
+        **_LATENT_ATTENTION,
+        **_SIGMOID_EXPERTS,
+        "first_k_dense_replace": 2,
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+    },
+    "qwen2_moe": {
+        **_SPARSE_LAYERS,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_moe": _SPARSE_LAYERS,
+    # transformers zeroes the gradient of the padding token's embedding, which is token 1 by default.
+    "seed_oss": {"attention_bias": True, "pad_token_id": None},
 }
 
 
@@ -133,15 +156,6 @@ def tiny_fields(kind: str, **changes: JsonValue) -> JsonObject:
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    if kind == "qwen3_moe":
-        fields |= {
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
     return fields | _MORE_FIELDS.get(kind, {}) | changes
 
 

@@ -21,7 +21,7 @@ size, k the experts per token; t = tp, s = tp with sequence parallelism (else 1)
 | router | scores and map, 5 to 9 bytes x experts / s; indices, 16 to 32 bytes x k / s | moe |
 | experts, of n dispatched tokens | input n h, fc1's output n 2 f / etp | moe |
 | experts, activation | n f / etp; 6 n f / etp with a clamped gate | moe, moe_act |
-| shared expert | 3 f_shared / t; with a gate, its output h / s | moe, shared_experts |
+| shared expert | 3 f_shared / t; with a gate: its output h / s and the gate 1 / s | moe, shared_experts |
 
 n = k etp / s x plan.moe_imbalance (1 if ep is 1, because then a rank has all experts). Experts have no capacity limit,
 so no token is dropped. Full recomputation saves one hidden state of h / s per `actor.recompute_layers` layers and,
@@ -142,7 +142,7 @@ def experts(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor
     if shared := sizes.get("moe_shared_expert_intermediate_size"):
         yield SavedTensor("moe", 3 * shared / layout.tp * b, ("moe", "shared_experts"))
     if sizes.get("moe_shared_expert_gate"):
-        yield SavedTensor("moe", (hidden * b + 4) / s, ("moe", "shared_experts"))
+        yield SavedTensor("moe", (hidden + 1) * b / s, ("moe", "shared_experts"))
 
 
 def is_sparse(sizes: TransformerArguments, layer: int) -> bool:

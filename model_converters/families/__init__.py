@@ -5,9 +5,10 @@ from __future__ import annotations
 from model_converters.errors import ConversionError
 from model_converters.families.deepseek_v2 import DEEPSEEK_V2
 from model_converters.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
-from model_converters.families.dense import LLAMA, QWEN2, QWEN3
+from model_converters.families.dense import LLAMA, QWEN2, QWEN3, SEED_OSS
 from model_converters.families.ernie4_5_moe import ERNIE4_5_MOE
 from model_converters.families.glm4_moe import GLM4_MOE
+from model_converters.families.glm4_moe_lite import GLM4_MOE_LITE
 from model_converters.families.gpt_oss import GPT_OSS
 from model_converters.families.minimax_m2 import MINIMAX_M2
 from model_converters.families.mixtral import MIXTRAL
@@ -15,6 +16,7 @@ from model_converters.families.parts.engine_fields import neutral_fields, refuse
 from model_converters.families.parts.engine_rotation import rotation_for_engines
 from model_converters.families.parts.family import Family
 from model_converters.families.parts.hf_config import HFConfig
+from model_converters.families.qwen2_moe import QWEN2_MOE
 from model_converters.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.families.qwen3_next import QWEN3_NEXT
@@ -28,17 +30,20 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V3,
         ERNIE4_5_MOE,
         GLM4_MOE,
+        GLM4_MOE_LITE,
         GPT_OSS,
         KIMI_K2,
         LLAMA,
         MINIMAX_M2,
         MIXTRAL,
         QWEN2,
+        QWEN2_MOE,
         QWEN3,
         QWEN3_5,
         QWEN3_5_MOE,
         QWEN3_MOE,
         QWEN3_NEXT,
+        SEED_OSS,
     )
 }
 

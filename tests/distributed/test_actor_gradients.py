@@ -31,6 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Fewer key-value heads than tensor-parallel ranks, and a vocabulary that they do not divide.
     "odd": ("qwen3", {"num_key_value_heads": 1, "vocab_size": VOCABULARY + 1}),
     "yarn": ("qwen3", {"rope_parameters": YARN}),
+    "qwen2 moe": ("qwen2_moe", {"mlp_only_layers": [1], "head_dim": 8}),
     "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
 }
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
@@ -51,6 +52,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "odd tp2": ("odd", {"tp": 2}, SMALL),
         "moe dp2": ("qwen3_moe", {}, SMALL),
         "moe ep2": ("qwen3_moe", {"ep": 2}, SMALL),
+        "qwen2 moe tp2": ("qwen2 moe", {"tp": 2}, SMALL),
         "moe tp2": ("qwen3_moe", {"tp": 2}, SMALL),
         "moe tp2 allgather": ("qwen3_moe", {"tp": 2}, SMALL, {"dispatcher": "allgather"}),
         "moe pp2": ("qwen3_moe", {"pp": 2}, SMALL),

@@ -58,6 +58,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5_text", {"tie_word_embeddings": True}),
     # Fewer key-value heads than tensor-parallel ranks: each rank has a part of the group's queries and gates.
     "qwen3.5 moe": ("qwen3_5_moe_text", {"num_key_value_heads": 1}),
+    # Three of eight experts with the weights of the full softmax, and a layer without experts.
+    "qwen2 moe": ("qwen2_moe", {"mlp_only_layers": [1], "head_dim": 8}),
+    "seed": ("seed_oss", {}),
+    "glm lite": ("glm4_moe_lite", {}),
     "glm groups": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, **GROUPS}),
     # Norms over all heads, of which every tensor-parallel rank has a part.
     "minimax": ("minimax_m2", {}),
@@ -122,10 +126,19 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "minimax tp2 without sequence parallelism": ("minimax", {"tp": 2, "sequence_parallel": 0}),
         "ernie tp2": ("ernie", {"tp": 2}),
         "ernie pp2": ("ernie tied", {"pp": 2}),
+        "qwen2 moe tp2": ("qwen2 moe", {"tp": 2}),
+        "qwen2 moe pp2": ("qwen2 moe", {"pp": 2}),
+        "qwen2 moe ep2": ("qwen2 moe", {"ep": 2}),
+        "seed tp2": ("seed", {"tp": 2}),
+        "seed pp2": ("seed", {"pp": 2}),
+        "glm lite tp2 ep2": ("glm lite", {"tp": 2, "ep": 2}),
+        "glm lite pp2": ("glm lite", {"pp": 2}),
     },
     4: {
         "qwen3.5 moe tp2 ep2 etp2": ("qwen3.5 moe", {"tp": 2, "ep": 2, "etp": 2}),
         "moe tp2 ep2 etp2": ("moe", {"tp": 2, "ep": 2, "etp": 2}),
+        "qwen2 moe tp2 ep2 etp2": ("qwen2 moe", {"tp": 2, "ep": 2, "etp": 2}),
+        "glm lite tp2 ep2 etp2": ("glm lite", {"tp": 2, "ep": 2, "etp": 2}),
         "tied tp2 pp2": ("tied", {"tp": 2, "pp": 2}),
         "odd tp4": ("odd", {"tp": 4}),
         "odd biased tp4": ("odd biased", {"tp": 4}),

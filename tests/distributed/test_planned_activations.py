@@ -24,6 +24,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": WIDE,
     "qwen3_5_text": WIDE,
     "qwen3_next": WIDE,
+    "qwen2_moe": WIDE | {"shared_expert_intermediate_size": 80},
 }
 CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
     1: [
@@ -41,6 +42,9 @@ CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
         ("qwen3_moe", {}, "none", []),
         ("qwen3_moe", {}, "selective", ["moe"]),
         ("qwen3_moe", {}, "full", []),
+        ("qwen2_moe", {}, "none", []),
+        ("qwen2_moe", {}, "selective", ["shared_experts"]),
+        ("qwen2_moe", {"strategy": "fsdp2"}, "none", []),
         ("deepseek_v3", {}, "none", []),
         ("deepseek_v3", {}, "selective", ["core_attn"]),
         ("deepseek_v3", {}, "selective", ["shared_experts"]),
@@ -61,6 +65,7 @@ CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
         ("qwen3", {"tp": 2}, "none", []),
         ("qwen3_moe", {"tp": 2}, "none", []),
         ("qwen3_moe", {"ep": 2}, "none", []),
+        ("qwen2_moe", {"tp": 2}, "none", []),
         ("deepseek_v3", {"tp": 2}, "none", []),
         ("minimax_m2", {"tp": 2}, "none", []),
         ("gpt_oss", {"tp": 2}, "none", []),

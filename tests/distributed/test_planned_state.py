@@ -26,6 +26,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Two ranks have two experts and one.
     "three experts": ("qwen3_moe", {"num_experts": 3, "num_local_experts": 3}),
     "v3": ("deepseek_v3", {}),
+    "qwen2 moe": ("qwen2_moe", {}),
 }
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     1: [("dense", {}), ("tied", {}), ("v3", {})],
@@ -36,6 +37,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("dense", {"pp": 2, "vpp": 2}),
         ("moe", {"ep": 2}),
         ("v3", {"tp": 2}),
+        ("qwen2 moe", {"tp": 2}),
         ("v3", {"pp": 2, "first_stage_layers": 3}),
     ],
     4: [

@@ -38,6 +38,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": ("minimax_m2", {}),
     "ernie": ("ernie4_5_moe", {}),
     "v2": ("deepseek_v2", {}),
+    "qwen2 moe": ("qwen2_moe", {"head_dim": 8}),
+    "seed": ("seed_oss", {}),
+    "glm lite": ("glm4_moe_lite", {}),
     "v3": ("deepseek_v3", GROUPS | {"rope_parameters": YARN}),
 }
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
@@ -49,6 +52,9 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "v2": ("v2", SMALL, {}),
         "minimax": ("minimax", SMALL, {}),
         "ernie": ("ernie", SMALL, {}),
+        "qwen2 moe": ("qwen2 moe", SMALL, {}),
+        "seed": ("seed", SMALL, {}),
+        "glm lite": ("glm lite", SMALL, {}),
         "v3": ("v3", SMALL, {}),
     },
     2: {

@@ -61,8 +61,9 @@ def missing_engine(algorithm: AlgorithmConfig, rollout: RolloutConfig, judge: Ju
 
 
 def check_sglang_model(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> None:
-    """Reject models that SGLang computes wrongly: it treats every layer of Qwen3-MoE as one with experts, and on CPU it
-    silently pads heads and MLPs that its ranks do not divide. Also reject settings with which it would not start.
+    """Reject models that SGLang computes wrongly: it treats every layer of Qwen2-MoE and Qwen3-MoE as one with experts,
+    and on CPU it silently pads heads and MLPs that its ranks do not divide. Also reject settings with which it would
+    not start.
 
     cuda: the engine runs on GPUs.
     Raises: ConfigError.
@@ -70,8 +71,15 @@ def check_sglang_model(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> N
     engine, fraction = role.key("engine"), role.section.gpu_memory_fraction
     if role.section.engine != "sglang":
         return
-    if hf.get("model_type") == "qwen3_moe" and (hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1):
-        raise ConfigError(f"{engine}=sglang cannot run a qwen3_moe with dense layers (mlp_only_layers); set it to vllm")
+    if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
+        kind = hf.get("model_type")
+        raise ConfigError(f"{engine}=sglang cannot run a {kind} with dense layers (mlp_only_layers); set it to vllm")
+    if hf.get("shared_expert_intermediate_size") and not cuda:
+        # SGLang 0.5.23 computes the gate in a Triton kernel (fused_gate_sigmoid_mul_add).
+        raise ConfigError(
+            f"{engine}=sglang cannot run a shared expert with a gate (shared_expert_intermediate_size) on CPU; set it "
+            "to vllm, or cluster.device to cuda"
+        )
     if hf.get("kv_lora_rank") and rope_section(hf, "yarn")[1] is None and not cuda:
         raise ConfigError(
             f"{engine}=sglang cannot run latent attention (kv_lora_rank) without YaRN on CPU; set it to vllm, or "

@@ -61,3 +61,5 @@ def _experts(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTenso
     yield SavedTensor("moe", topk * (2 * hidden + 4 * sizes["moe_ffn_hidden_size"]) * b)
     if shared := sizes.get("moe_shared_expert_intermediate_size"):
         yield SavedTensor("moe", 4 * shared * b)
+    if sizes.get("moe_shared_expert_gate"):
+        yield SavedTensor("moe", (hidden + 1) * b)

@@ -32,6 +32,7 @@ _WEIGHT = ".weight"
 _REASONS = {
     "embedding": "embeddings are not matrix products, and the loss reads the weight of the output projection directly",
     "router": "routers are not linear layers, here and in PEFT",
+    "gate": "the gate of the shared expert is a parameter of its MLP in megatron, not a linear layer",
     "expert": "only routed experts have it, and their grouped GEMMs do not support adapters",
 }
 
@@ -92,6 +93,8 @@ def _refusal(row: Row) -> str:
     """Return the reason why a row's modules cannot have an adapter; "" if they can."""
     if row.place != "layer":
         return _REASONS["embedding"] if row.place in ("embedding", "head") else "it is a multi-token-prediction module"
+    if row.mcore.endswith(".gate_weight"):
+        return _REASONS["gate"]
     if len(row.shapes[0]) != 2 or not row.mcore.endswith(_WEIGHT):
         return _REASONS["expert"] if row.num_experts else "it is not a matrix"
     if ".router." in row.mcore:

@@ -74,6 +74,7 @@ _ASSUMED: Mapping[str, Callable[[HFConfig], object]] = {
     "head_dim": lambda config: integer(config, "hidden_size") // integer(config, "num_attention_heads"),
     "tie_word_embeddings": lambda config: False,
     "moe_layer_freq": lambda config: 1,
+    "qkv_bias": lambda config: True,
 }
 """Field -> value that an engine assumes if it does not read the field."""
 

@@ -94,6 +94,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (2, {"moe_intermediate_size": 96}, r"^rollout\.tp=2: .* moe_intermediate_size .* of 64, .* model has 96"),
         (4, {}, r"^rollout\.tp=4: SGLang on CPU needs num_key_value_heads to be a multiple of 4, and the model has 2"),
         (1, {"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"^rollout\.engine=sglang cannot run a qwen3_moe"),
+        (1, {"model_type": "qwen2_moe", "decoder_sparse_step": 2}, r"^rollout\.engine=sglang cannot run a qwen2_moe"),
+        (1, {"shared_expert_intermediate_size": 64}, r"^rollout\.engine=sglang cannot run a shared expert with a gate"),
         (1, {"kv_lora_rank": 512}, r"^rollout\.engine=sglang cannot run latent attention .* without YaRN on"),
         (1, {"kv_lora_rank": 512, "rope_scaling": {"type": "linear"}}, "without YaRN"),
         (1, {"kv_lora_rank": 512, "rope_scaling": {"type": "yarn"}}, None),
@@ -132,6 +134,7 @@ def test_check_sglang_model_whole_experts_are_not_divided(changes: dict[str, Any
     [
         ({"num_attention_heads": 8, "intermediate_size": 40}, None),  # two key-value heads: replicated
         ({"kv_lora_rank": 512}, None),
+        ({"shared_expert_intermediate_size": 64}, None),
         ({"num_experts": 8}, None),
         ({"num_experts": 6}, r"^rollout\.tp=4: SGLang needs num_experts to be a multiple of 4, and the model has 6"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"^rollout\.engine=sglang cannot run a qwen3_moe"),

@@ -31,7 +31,10 @@ _VALUES: dict[str, list[object]] = {
     "head_dim": [*_WRONG, 7, 8, 12],
     "hidden_act": [ABSENT, None, "gelu", 3],
     "attention_bias": [ABSENT, None, True, False, 0],
+    "attention_out_bias": [ABSENT, None, True, False, 0],
+    "residual_dropout": [ABSENT, None, "x", True, 0.2],
     "mlp_bias": [ABSENT, None, True, False, 0],
+    "qkv_bias": [ABSENT, None, True, False, 0],
     "rope_parameters": [
         *_WRONG,
         {},
@@ -69,6 +72,8 @@ _EXPERTS: dict[str, list[object]] = {
     "decoder_sparse_step": [*_WRONG, 2],
     "mlp_only_layers": [ABSENT, None, [], [0], 0, ["0"]],
     "n_shared_experts": [*_WRONG, 1, 2],
+    "shared_expert_intermediate_size": [*_WRONG, 8],
+    "mlp_layer_types": [None, "x", [1], ["dense"], ["dense", "sparse"], ["sparse"] * 2, ["sparse", "dense"]],
     "routed_scaling_factor": [*_WRONG, -1.0, 2.0],
     "n_group": [*_WRONG, 1, 2],
     "topk_group": [*_WRONG, 1, 2],
@@ -177,13 +182,14 @@ _TOGETHER: list[Change] = [
     GROUPS,
 ]  # fmt: skip
 _BASE = {"num_hidden_layers": 2, "intermediate_size": 24}
+_BASE_BY_LIST = _BASE | {"mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 1}
 
 
 def changes(kind: str) -> Iterator[Change]:
     """Yield changes to a tiny configuration: one setting, or a few that belong together."""
-    experts = _EXPERTS if kind not in ("llama", "qwen2", "qwen3", "qwen3_5_text") else {}
+    experts = _EXPERTS if kind not in ("llama", "qwen2", "qwen3", "qwen3_5_text", "seed_oss") else {}
     experts = experts | _OF_KIND.get(kind, {})
-    latent = _LATENT if kind.startswith("deepseek") else {}
+    latent = _LATENT if kind.startswith(("deepseek", "glm4_moe_lite")) else {}
     nets = _NETS if "linear_num_key_heads" in tiny_fields(kind) else {}
     yield {}
     yield from ({key: value} for table in (_VALUES, experts, latent, nets) for key in table for value in table[key])
@@ -198,7 +204,7 @@ def changes(kind: str) -> Iterator[Change]:
 
 
 def grid_fields(kind: str, change: Change) -> dict[str, object]:
-    return _changed(tiny_fields(kind, **_BASE), change)
+    return _changed(tiny_fields(kind, **(_BASE_BY_LIST if kind == "glm4_moe_lite" else _BASE)), change)
 
 
 def _changed(fields: dict[str, object], change: Change) -> dict[str, object]:

@@ -41,6 +41,7 @@ MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [1],
 }
+QWEN2_MOE = {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 8}
 MIXTRAL = {
     **DENSE,
     "model_type": "mixtral",
@@ -82,6 +83,8 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
     "qwen3": DENSE,
     "qwen3_moe": MOE,
     "qwen2": {**DENSE, "model_type": "qwen2"},
+    "qwen2_moe": QWEN2_MOE,
+    "seed_oss": {**DENSE, "model_type": "seed_oss", "attention_bias": True, "mlp_bias": False},
     "llama": {**DENSE, "model_type": "llama"},
     "mixtral": MIXTRAL,
     "deepseek_v2": {**_COMMON, **_LATENT, "model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
@@ -124,6 +127,13 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 2,
         "sliding_window": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "glm4_moe_lite": {
+        **_COMMON,
+        **_LATENT,
+        **_SIGMOID,
+        "model_type": "glm4_moe_lite",
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
     },
     "kimi_k2": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "kimi_k2", "num_nextn_predict_layers": 0},
     **hybrid_models.CONFIGS,
@@ -201,7 +211,7 @@ def _attention_shapes(config: dict[str, object], layer: int) -> Shapes:
         return norms | hybrid_models.net_shapes(config["model_type"], hidden)
     if "kv_lora_rank" not in config:
         d, groups = config["head_dim"], config["num_key_value_heads"]
-        has_bias = config["attention_bias"] or config["model_type"] == "qwen2"
+        has_bias = config["attention_bias"] or config["model_type"].startswith("qwen2")
         has_norms = config.get("use_qk_norm") or config["model_type"].startswith(("qwen3", "minimax"))
         rows = {"q": heads * d * (2 if _has_nets(config) else 1), "k": groups * d, "v": groups * d}
         norm_sizes = rows if config["model_type"] == "minimax_m2" else {"q": d, "k": d}
@@ -373,12 +383,11 @@ def _mlp(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, at: Coordinat
     if f"{theirs}gate.weight" not in hf:
         return gated("", "linear_fc1.weight", "linear_fc2.weight", at.tp, layout.tp)
     local = {f"{ours}router.weight": hf[f"{theirs}gate.weight"]}
-    if f"{theirs}shared_experts.gate_proj.weight" in hf:
-        shared = ("shared_experts.", "shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight")
-        local |= gated(*shared, at.tp, layout.tp)
+    for shared in ("shared_experts.", "shared_expert."):
+        if f"{theirs}{shared}gate_proj.weight" in hf:
+            fused = ("shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight")
+            local |= gated(shared, *fused, at.tp, layout.tp)
     if f"{theirs}shared_expert_gate.weight" in hf:
-        shared = ("shared_expert.", "shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight")
-        local |= gated(*shared, at.tp, layout.tp)
         local[f"{ours}shared_experts.gate_weight"] = hf[f"{theirs}shared_expert_gate.weight"]
     for prefix in ("gate.", "moe_statics.", ""):
         if f"{theirs}{prefix}e_score_correction_bias" in hf:

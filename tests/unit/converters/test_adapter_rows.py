@@ -41,6 +41,7 @@ def rows_of(kind: str, **changes: object) -> tuple[list[Row], dict[str, object]]
         ("qwen3_moe", {}, ATTENTION),
         ("qwen3_moe", {"mlp_only_layers": [0]}, ATTENTION + MLP),
         ("mixtral", {}, ATTENTION),
+        ("qwen2_moe", {}, ATTENTION + MLP),
         ("glm4_moe", {}, ATTENTION + MLP),
         ("deepseek_v3", {}, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP]),
         ("deepseek_v3", {"q_lora_rank": None}, ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP]),
@@ -54,7 +55,7 @@ def test_adapter_rows_default_targets_exclude_routed_experts(
     assert sorted(found) == sorted(targets)
     # Routed experts of Mixtral have other names. Experts of Qwen3-MoE share names with dense layers only if there are
     # dense layers.
-    shared = MLP if changes.get("mlp_only_layers") or kind in ("glm4_moe", "deepseek_v3") else []
+    shared = MLP if changes.get("mlp_only_layers") or kind in ("glm4_moe", "deepseek_v3", "qwen2_moe") else []
     assert shared_with_experts(rows, found) == shared
 
 
@@ -63,6 +64,11 @@ def test_adapter_rows_default_targets_exclude_routed_experts(
     [
         ("qwen3_moe", "gate_proj", "gate_proj: only routed experts have it, and their grouped GEMMs"),
         ("qwen3_moe", "gate", "gate: routers are not linear layers"),
+        (
+            "qwen2_moe",
+            "shared_expert_gate",
+            "shared_expert_gate: the gate of the shared expert is a parameter",
+        ),
         ("mixtral", "w1", "w1: only routed experts have it"),
         ("qwen3", "lm_head", "lm_head: embeddings are not matrix products, and the loss reads"),
         ("qwen3", "embed_tokens", "embed_tokens: embeddings are not matrix products"),

@@ -39,7 +39,7 @@ def grid():
 
 
 SPARSE = (
-    *("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "qwen3_next"),
+    *("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "qwen3_next"),
     "qwen3_5_moe_text",
 )
 ALL = ("llama", "deepseek_v2", "kimi_k2", "qwen2", "qwen3", "qwen3_5_text", *SPARSE)
