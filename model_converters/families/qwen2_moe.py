@@ -6,7 +6,7 @@ Source: transformers models/qwen2_moe.
 from __future__ import annotations
 
 from model_converters.families.parts import experts, family
-from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, require
 from model_converters.families.qwen3_moe import sparse_layers
 from model_converters.mapping.table import Row
 
@@ -25,6 +25,8 @@ _DEFAULTS = {
 
 
 def _attention(config: HFConfig) -> family.TransformerArguments:
+    # With it, transformers needs a sliding_window.
+    require(config, "use_sliding_window", False, reason="every layer attends to all tokens")
     return family.grouped_attention(config, qkv_bias=flag(config, "qkv_bias"))
 
 

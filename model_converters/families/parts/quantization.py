@@ -125,13 +125,13 @@ def packed_group(quantised: Mapping[str, object]) -> int:
 
     Raises: ConversionError naming the first setting with which the values would be others.
     """
-    refused = f"config.json: quantization_config ({method_of(quantised)})"
+    refused = f"config.json: quantization_config ({method_of(quantised)}) is not supported"
     remedy = "only INT4 in groups (pack-quantized, symmetric) is supported; use the bfloat16 checkpoint"
     if quantised.get("format") != "pack-quantized":
-        raise ConversionError(f"{refused}: format {quantised.get('format')!r} is not supported; {remedy}")
+        raise ConversionError(f"{refused}: format {quantised.get('format')!r}; {remedy}")
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if quantised.get(key):
-            raise ConversionError(f"{refused}: {key} is not supported; {remedy}")
+            raise ConversionError(f"{refused}: {key} is set; {remedy}")
     groups = quantised.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, Mapping) else []
     if len(schemes) != 1 or not isinstance(schemes[0], Mapping):
@@ -139,11 +139,11 @@ def packed_group(quantised: Mapping[str, object]) -> int:
     weights = schemes[0].get("weights")
     for key in ("input_activations", "output_activations"):
         if schemes[0].get(key):
-            raise ConversionError(f"{refused}: {key} are not supported; {remedy}")
+            raise ConversionError(f"{refused}: {key} are set; {remedy}")
     weights = weights if isinstance(weights, Mapping) else {}
     for key, accepted in _PACKED_WEIGHTS.items():
         if weights.get(key) not in accepted:
-            raise ConversionError(f"{refused}: weights.{key} {weights.get(key)!r} is not supported; {remedy}")
+            raise ConversionError(f"{refused}: weights.{key} {weights.get(key)!r}; {remedy}")
     group = weights.get("group_size")
     if not isinstance(group, int) or group < 1:
         raise ConversionError(f"{refused}: weights.group_size {group!r} must be a whole number of at least 1")

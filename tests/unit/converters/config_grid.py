@@ -73,7 +73,6 @@ _EXPERTS: dict[str, list[object]] = {
     "mlp_only_layers": [ABSENT, None, [], [0], 0, ["0"]],
     "n_shared_experts": [*_WRONG, 1, 2],
     "shared_expert_intermediate_size": [*_WRONG, 8],
-    "mlp_layer_types": [None, "x", [1], ["dense"], ["dense", "sparse"], ["sparse"] * 2, ["sparse", "dense"]],
     "routed_scaling_factor": [*_WRONG, -1.0, 2.0],
     "n_group": [*_WRONG, 1, 2],
     "topk_group": [*_WRONG, 1, 2],
@@ -123,6 +122,9 @@ _NETS: dict[str, list[object]] = {
     "linear_num_key_heads": [None, 0, "x", 3, 4],
     "linear_num_value_heads": [None, 0, "x", 3, 8],
     "shared_expert_intermediate_size": [ABSENT, None, "x", 24],
+}
+_LISTED: dict[str, list[object]] = {
+    "mlp_layer_types": [None, "x", [1], ["dense"], ["dense", "sparse"], ["sparse"] * 2, ["sparse", "dense"]],
 }
 _YARN_VALUES: dict[str, list[object]] = {
     "rope_theta": [ABSENT, None, 0, "x", 5e5],
@@ -191,8 +193,10 @@ def changes(kind: str) -> Iterator[Change]:
     experts = experts | _OF_KIND.get(kind, {})
     latent = _LATENT if kind.startswith(("deepseek", "glm4_moe_lite")) else {}
     nets = _NETS if "linear_num_key_heads" in tiny_fields(kind) else {}
+    listed = _LISTED if "mlp_layer_types" in tiny_fields(kind) else {}
+    tables = (_VALUES, experts, latent, nets, listed)
     yield {}
-    yield from ({key: value} for table in (_VALUES, experts, latent, nets) for key in table for value in table[key])
+    yield from ({key: value} for table in tables for key in table for value in table[key])
     for base, table in _ROPES:
         yield {"rope_parameters": base}
         # Families with grouped attention share the code: one that rotates whole heads, and one that does not.

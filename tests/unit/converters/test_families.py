@@ -66,7 +66,9 @@ def test_export_gives_same_logits_in_transformers(kind, changes, tmp_path):
     exported = type(model).from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     tokens = torch.randint(0, VOCABULARY, (2, 9))
     with torch.no_grad():
-        assert torch.equal(exported(tokens).logits, model(tokens).logits)
+        # The product with the gate's single row depends, in its last bits, on the alignment of the row in memory.
+        tolerance = 1e-5 if kind == "qwen2_moe" else 0.0
+        torch.testing.assert_close(exported(tokens).logits, model(tokens).logits, rtol=0, atol=tolerance)
 
 
 def test_export_config_adds_missing_engine_fields(tmp_path):

@@ -144,12 +144,12 @@ def test_int4_source_scale_with_nan_is_rejected(release, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not supported"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
+        ({"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'; only INT4 in groups"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is set; only INT4"),
         ({"config_groups": {}}, "config_groups must have one scheme"),
-        ({"weights": {"num_bits": 8}}, "weights.num_bits 8 is not supported"),
-        ({"weights": {"symmetric": False}}, "weights.symmetric False is not supported"),
-        ({"weights": {"actorder": "group"}}, "weights.actorder 'group' is not supported"),
+        ({"weights": {"num_bits": 8}}, "weights.num_bits 8; only INT4"),
+        ({"weights": {"symmetric": False}}, "weights.symmetric False; only INT4"),
+        ({"weights": {"actorder": "group"}}, "weights.actorder 'group'; only INT4"),
         ({"weights": {"group_size": None}}, "weights.group_size None must be a whole number"),
     ],
 )

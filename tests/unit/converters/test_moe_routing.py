@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 
-SIGMOID = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+SIGMOID = ("deepseek_v3", "glm4_moe")
 
 
 def arguments(config, **changes):

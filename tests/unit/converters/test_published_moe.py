@@ -15,6 +15,7 @@ from model_converters.families import family_for
 from model_converters.families.parts.rotary import RotarySettings
 from model_converters.families.parts.rotary_scaling import Llama3
 from tests.unit.converters.hf_models import bound_rows
+from tests.unit.converters.published_configs import PUBLISHED
 
 YARN = {
     "type": "yarn",
@@ -177,6 +178,11 @@ BILLIONS = {
     "deepseek-ai--DeepSeek-R1": 684.490,
     "moonshotai--Kimi-K2-Instruct": 1026.408,
     "glm-4.5-355b": 352.798,
+    "Moonlight-16B-A3B": 15.960,
+    "GLM-4.7-Flash": 31.221,
+    "Qwen1.5-MoE-A2.7B": 14.316,
+    "Qwen2-57B-A14B": 57.409,
+    "Seed-OSS-36B": 36.151,
 }
 OTHER_BILLIONS = {
     "Qwen--Qwen3-0.6B": 0.596,
@@ -199,6 +205,7 @@ def published(name: str) -> dict[str, object]:
         "MiniMax-M2": MINIMAX_M2,
         "ERNIE-4.5-21B-A3B": ERNIE_21B,
         "ERNIE-4.5-300B-A47B": ERNIE_300B,
+        **PUBLISHED,
     }
     if name in known:
         return dict(known[name])
