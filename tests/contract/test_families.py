@@ -43,7 +43,10 @@ CASES: dict[str, tuple[str, Fields, Fields, TrainLayout]] = {
     "ernie4_5_moe": ("ernie4_5_moe", {}, {}, TrainLayout(4, pp=2, ep=2)),
     "glm4_moe": ("glm4_moe", {}, {}, TrainLayout(4, tp=2, ep=2)),
     "glm4_moe_lite": (
-        "glm4_moe_lite", LATENT | {"mlp_layer_types": ["dense", "sparse"]}, {}, TrainLayout(4, tp=2, ep=2)
+        "glm4_moe_lite",
+        LATENT | {"mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 1},
+        {},
+        TrainLayout(4, tp=2, ep=2),
     ),
     "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [0]}, {}, TrainLayout(4, pp=2, ep=2)),
     "seed_oss": ("seed_oss", {}, {}, TrainLayout(4, tp=2, pp=2)),
