@@ -1,7 +1,8 @@
 """config.json of published models by name, without the fields that change nothing in a model's computation.
 
-Sizes of moonshotai/Moonlight-16B-A3B and zai-org/GLM-4.7-Flash (as in slime's scripts/models), Qwen/Qwen1.5-MoE-A2.7B,
-Qwen/Qwen2-57B-A14B and ByteDance-Seed/Seed-OSS-36B-Base.
+Models: moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash, Qwen/Qwen1.5-MoE-A2.7B, Qwen/Qwen2-57B-A14B and
+ByteDance-Seed/Seed-OSS-36B-Base. The hub's files were not available when this was written: the sizes of GLM-4.7-Flash
+were compared with slime's scripts/models, the others only with the published numbers of parameters.
 """
 
 from __future__ import annotations

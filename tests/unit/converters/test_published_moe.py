@@ -149,6 +149,7 @@ ERNIE_21B: dict[str, object] = {
     "use_bias": False,
     "vocab_size": 103424,
 }
+# The file of the hub was not available: sizes are compared with the published number of parameters only.
 ERNIE_300B: dict[str, object] = ERNIE_21B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
