@@ -6,7 +6,7 @@ read; it is dropped.
 
 from __future__ import annotations
 
-from model_converters.families.parts import experts, family
+from model_converters.families.parts import experts, family, gated_mlp
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, integer, require
 from model_converters.mapping.table import Row
 
@@ -46,7 +46,7 @@ def _rows(config: HFConfig) -> list[Row]:
     rows = [
         *family.embedding_rows(config),
         *family.attention_rows(attention, range(len(pattern))),
-        *family.mlp_rows(config, [layer for layer, has_experts in enumerate(pattern) if not has_experts]),
+        *gated_mlp.mlp_rows(config, [layer for layer, has_experts in enumerate(pattern) if not has_experts]),
     ]
     if not sparse:
         return rows
@@ -56,7 +56,7 @@ def _rows(config: HFConfig) -> list[Row]:
     if shared:
         prefixes = ("decoder.layers.{l}.mlp.shared_experts.", "model.layers.{l}.mlp.shared_experts.")
         split_by = "moe_num_shared_experts * moe_intermediate_size"
-        rows += family.gated_rows(prefixes, hidden, shared, sparse, split_by=split_by)
+        rows += gated_mlp.gated_rows(prefixes, hidden, shared, sparse, split_by=split_by)
     return rows
 
 

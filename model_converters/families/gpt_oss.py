@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts import experts, family
+from model_converters.families.parts import experts, family, gated_mlp
 from model_converters.families.parts.hf_config import HFConfig, has_mxfp4, integer, number, require, section
 from model_converters.mapping.table import Row, Stored
 from model_converters.mapping.transforms import GateUp, Heads, Same
@@ -101,7 +101,7 @@ def _expert_rows(hidden: int, intermediate: int, num_experts: int, layers: range
     down = Stored(name=f"{stacked}down_proj", rows=hidden, transposed=True, mxfp4=True)
     gate_bias = Stored(name=f"{stacked}gate_up_proj_bias", rows=2 * intermediate, step=2)
     down_bias = Stored(name=f"{stacked}down_proj_bias", rows=hidden)
-    weights = family.gated_rows(
+    weights = gated_mlp.gated_rows(
         (f"{mcore}experts.", f"{hf}experts.{{e}}."),
         hidden,
         intermediate,

@@ -5,7 +5,7 @@ Source: transformers models/qwen2_moe.
 
 from __future__ import annotations
 
-from model_converters.families.parts import experts, family
+from model_converters.families.parts import experts, family, gated_mlp
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, require
 from model_converters.families.qwen3_moe import sparse_layers
 from model_converters.mapping.table import Row
@@ -36,7 +36,7 @@ def _rows(config: HFConfig) -> list[Row]:
     rows = [
         *family.embedding_rows(config),
         *family.attention_rows(attention, layers),
-        *family.mlp_rows(config, sorted(set(layers) - set(sparse))),
+        *gated_mlp.mlp_rows(config, sorted(set(layers) - set(sparse))),
     ]
     if sparse:
         intermediate, num_experts = integer(config, "moe_intermediate_size"), integer(config, "num_experts")

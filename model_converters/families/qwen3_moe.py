@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model_converters.families.parts import experts, family
+from model_converters.families.parts import experts, family, gated_mlp
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, whole_numbers
 from model_converters.mapping.table import Row
 
@@ -28,7 +28,7 @@ def _rows(config: HFConfig) -> list[Row]:
     rows = [
         *family.embedding_rows(config),
         *family.attention_rows(attention, layers),
-        *family.mlp_rows(config, sorted(set(layers) - set(sparse))),
+        *gated_mlp.mlp_rows(config, sorted(set(layers) - set(sparse))),
     ]
     if sparse:
         intermediate = integer(config, "moe_intermediate_size")

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_rl.megatron.model import attention
-from mcore_rl.megatron.model.context import ContextPart, attention_blocks, context_attention
+from mcore_rl.megatron.model.attention import packed as attention
+from mcore_rl.megatron.model.attention.context import ContextPart, attention_blocks, context_attention
 from tests.distributed.launch import launch
 
 HEADS, GROUPS, WIDTH = 4, 2, 16

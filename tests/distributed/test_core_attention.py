@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore_rl.megatron.model import attention
+from mcore_rl.megatron.model.attention import packed as attention
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
 # Shared batches, a batch of one, lengths next to the limit, and equal lengths that are not adjacent.

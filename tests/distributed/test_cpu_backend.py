@@ -37,7 +37,7 @@ def _model(kind: str, sizes: dict[str, int], *, dtype: str = "float32", actor: A
 
 
 def _hidden(chunk: Any, lengths: tuple[int, ...] = (5, 7)) -> torch.Tensor:
-    from mcore_rl.megatron.model.attention import pack_sequences
+    from mcore_rl.megatron.model.attention.packed import pack_sequences
 
     tokens = torch.arange(sum(lengths)) % 96
     return chunk(tokens[None], None, None, packed_seq_params=pack_sequences(list(lengths)))

@@ -193,7 +193,7 @@ def test_kernels_are_bitwise_independent_of_memory_addresses(kernel: Callable[..
 
 def _train(_: int, ep: int, dtype: str = "float32", listened: bool = False) -> tuple[set[str], dict[str, Any]]:
     """Return the names of the autograd functions in a pass over two sequences, and output and gradients."""
-    from mcore_rl.megatron.model.attention import pack_sequences
+    from mcore_rl.megatron.model.attention.packed import pack_sequences
 
     hf_config = tiny_fields("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[1])
     (chunk,), _ = build(hf_config, {"ep": ep}, dtype=dtype, random_init=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mcore_rl.errors import DataError, McoreRLError
-from mcore_rl.megatron.model.context import ContextPart
+from mcore_rl.megatron.model.attention.context import ContextPart
 from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches
 from mcore_rl.types import RankShare
 from tests.distributed import policy_batch

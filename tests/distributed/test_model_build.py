@@ -168,7 +168,7 @@ def test_random_init_of_replicated_projections_uses_initializer_range() -> None:
 def _bfloat16_logits(_: int, directory: str, tokens: list[int]) -> np.ndarray:
     from megatron.core.transformer.module import Float16Module
 
-    from mcore_rl.megatron.model.attention import pack_sequences
+    from mcore_rl.megatron.model.attention.packed import pack_sequences
     from mcore_rl.megatron.model.loading import load_hf
     from mcore_rl.megatron.model.output import output_weight
 

@@ -249,7 +249,7 @@ def _schedule(chunks: list[Any], forward_step: Any, microbatches: list[Any], **o
 
 
 def _packed(microbatch: list[list[int]]) -> tuple[torch.Tensor, Any]:
-    from mcore_rl.megatron.model.attention import pack_sequences
+    from mcore_rl.megatron.model.attention.packed import pack_sequences
 
     return _row(microbatch), pack_sequences([len(sequence) for sequence in microbatch])
 

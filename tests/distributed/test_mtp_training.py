@@ -206,7 +206,7 @@ def test_engines_receive_policy_without_mtp(results: Any, references: Any) -> No
 def _values(rank: int, directory: str) -> list[np.ndarray]:
     """Logits of every depth for one packed row."""
     from mcore_rl.megatron.model import loading
-    from mcore_rl.megatron.model.attention import pack_sequences
+    from mcore_rl.megatron.model.attention.packed import pack_sequences
     from mcore_rl.megatron.model.output import output_weight
 
     hf_config = json.loads((Path(directory) / "config.json").read_text())

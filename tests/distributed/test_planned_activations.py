@@ -124,7 +124,7 @@ def saved_bytes(kind: str, parallel: dict[str, int], recompute: str, modules: li
     import torch
 
     from mcore_rl.config.models import ActorConfig
-    from mcore_rl.megatron.model.attention import pack_sequences
+    from mcore_rl.megatron.model.attention.packed import pack_sequences
     from mcore_rl.megatron.optim.optimizer import wrap_chunks
 
     hf_config = fields_of(kind)

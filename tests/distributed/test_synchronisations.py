@@ -20,7 +20,7 @@ EXEMPT = (
     # Kernels used only on CPUs; TransformerEngine replaces them on a GPU.
     ("mcore_rl/megatron/cpu/", ""),
     # Operates on host tensors, once per row: grouping of sequences for torch's attention.
-    ("mcore_rl/megatron/model/attention.py", "_plan"),
+    ("mcore_rl/megatron/model/attention/packed.py", "_plan"),
 )
 """Waits in Megatron are ignored as well: the number of tokens per expert, the norm used for clipping."""
 _STEP, _BUILD = "mcore_rl/megatron/step", "mcore_rl/megatron/model"

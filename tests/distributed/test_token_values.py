@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mcore_rl.megatron.model.context import ContextPart
+from mcore_rl.megatron.model.attention.context import ContextPart
 from mcore_rl.megatron.step.microbatches import Packing, build_microbatches
 from mcore_rl.megatron.step.token_values import TokenValueWriter
 from tests.distributed import policy_batch

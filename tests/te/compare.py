@@ -17,7 +17,7 @@ from mcore_rl.config.models import ActorConfig, ParallelConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.attention import pack_sequences
+from mcore_rl.megatron.model.attention.packed import pack_sequences
 from mcore_rl.megatron.model.loading import load_hf
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.names import canonical_name

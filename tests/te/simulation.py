@@ -176,8 +176,8 @@ def _attend_on_cpu() -> None:
     cpu.install()
     import megatron.core.extensions.transformer_engine as adapter
 
-    from mcore_rl.megatron.model.attention import SDPACoreAttention
-    from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
+    from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
+    from mcore_rl.megatron.model.attention.packed import SDPACoreAttention
     from mcore_rl.resolved import attention, implementation
 
     assert adapter.HAVE_TE, "megatron does not see the simulated TransformerEngine"

@@ -23,7 +23,7 @@ def _fused_rotary(this: Fix, module: ModuleType) -> None:
     """Replace the rotary embedding of packed sequences, which slices frequencies per sequence in a Python loop, in
     every layer, for queries and keys."""
     from mcore_rl.megatron.cpu.kernels.rotary import rotate
-    from mcore_rl.megatron.model.context import ContextPart
+    from mcore_rl.megatron.model.attention.context import ContextPart
 
     original = module._apply_rotary_pos_emb_thd
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from transformers import AttentionInterface
 
-from mcore_rl.megatron.model.attention import PackedRow, packed_attention, upload
+from mcore_rl.megatron.model.attention.packed import PackedRow, packed_attention, upload
 
 PACKED = "mcore_rl_packed"
 """Value of attn_implementation. transformers builds no mask for it."""

@@ -20,7 +20,7 @@ from mcore_rl.megatron.huggingface.attention import PACKED, positions
 from mcore_rl.megatron.huggingface.checkpoint_keys import hf_chunks, parameter_chunks, sharded_state
 from mcore_rl.megatron.huggingface.routers import TransformersRouter
 from mcore_rl.megatron.huggingface.stacked_experts import hf_parts, views
-from mcore_rl.megatron.model.attention import PackedRow
+from mcore_rl.megatron.model.attention.packed import PackedRow
 from mcore_rl.megatron.model.names import named_weights
 from mcore_rl.megatron.model.output import ModelChunk
 from mcore_rl.megatron.model.value_model import ValueHead

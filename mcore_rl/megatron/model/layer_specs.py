@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from mcore_rl.megatron.model.attention import SDPACoreAttention
+from mcore_rl.megatron.model.attention.packed import SDPACoreAttention
 from mcore_rl.megatron.model.head_norm import use_head_norms
 from mcore_rl.megatron.model.linear_attention.specs import gate_outputs, is_linear, use_linear_attention
 from mcore_rl.megatron.model.mtp import DetachedMTPLayer

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.schema import ModelConfig, resolved_dtype
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.model.attention import mark_sinks
+from mcore_rl.megatron.model.attention.packed import mark_sinks
 from mcore_rl.megatron.model.expert_rounding import round_experts
 from mcore_rl.megatron.model.layer_specs import decoder_specs, finish_latent_attention, mtp_specs
 from mcore_rl.megatron.model.output import ModelChunk, PolicyModel

@@ -16,7 +16,7 @@ from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.hf_logits import transformers_logits
 from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.attention import pack_sequences
+from mcore_rl.megatron.model.attention.packed import pack_sequences
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.output import PolicyModel, logits_emitted
 from mcore_rl.resolved.installed import Installed

@@ -16,7 +16,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.lora.adapters import merged_tensors
 from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.context import ContextPart
+from mcore_rl.megatron.model.attention.context import ContextPart
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.output import ModelChunk, PolicyModel
 from mcore_rl.megatron.model.routers import Routers, RoutingRow

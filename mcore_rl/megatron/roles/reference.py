@@ -11,7 +11,7 @@ import torch
 from mcore_rl.algorithms import kl_penalty
 from mcore_rl.config.models import OffloadConfig, ReferenceConfig
 from mcore_rl.megatron.lora.adapters import base_only
-from mcore_rl.megatron.model.context import ContextPart
+from mcore_rl.megatron.model.attention.context import ContextPart
 from mcore_rl.megatron.model.loading import load_hf
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.names import canonical_tensors

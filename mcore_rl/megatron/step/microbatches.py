@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from mcore_rl.data.packing import TOKENS, SequenceCost, pack
 from mcore_rl.errors import DataError, McoreRLError
-from mcore_rl.megatron.model.attention import PackedRow, pack_sequences, upload
-from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
+from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
+from mcore_rl.megatron.model.attention.packed import PackedRow, pack_sequences, upload
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
 

@@ -20,7 +20,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
+from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron.model.context import ContextPart
+from mcore_rl.megatron.model.attention.context import ContextPart
 from mcore_rl.megatron.model.routers import RoutingRow
 from mcore_rl.megatron.step.microbatches import MicroBatch, computed_tokens
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers

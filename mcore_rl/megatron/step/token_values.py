@@ -18,7 +18,7 @@ import torch
 from mcore_rl.config.observe import TOKEN_VALUES
 from mcore_rl.config.schema import Config
 from mcore_rl.data.checksum import token_digest
-from mcore_rl.megatron.model.context import ContextPart
+from mcore_rl.megatron.model.attention.context import ContextPart
 from mcore_rl.megatron.step.microbatches import MicroBatch, whole_by_sample
 from mcore_rl.types import RankShare, TrajectoryBuffers
 

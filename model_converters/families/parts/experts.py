@@ -12,7 +12,8 @@ import torch
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts import family
-from model_converters.families.parts.family import TransformerArguments, gated_rows, mlp_rows, whole_row
+from model_converters.families.parts.family import TransformerArguments, whole_row
+from model_converters.families.parts.gated_mlp import PARTS, gated_rows, mlp_rows
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number, require
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.mapping.table import Row, Stored
@@ -27,7 +28,7 @@ class ExpertNames:
     """
 
     block: str = "mlp"
-    parts: tuple[str, str, str] = family.PARTS
+    parts: tuple[str, str, str] = PARTS
     size_key: str = "moe_intermediate_size"
 
 

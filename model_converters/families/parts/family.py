@@ -8,11 +8,11 @@ from functools import partial
 from typing import TypedDict
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts import hf_config
+from model_converters.families.parts import gated_mlp, hf_config
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number
 from model_converters.families.parts.rotary import ROPE_TYPES, RotarySettings, rotary
-from model_converters.mapping.table import FINAL_NORM, Axis, Place, Row, Stored
-from model_converters.mapping.transforms import GateUp, GroupedQKV, Heads, KeyValueHeads, Same, Shape, Vocabulary
+from model_converters.mapping.table import FINAL_NORM, Place, Row
+from model_converters.mapping.transforms import GroupedQKV, Heads, KeyValueHeads, Same, Shape, Vocabulary
 
 REFUSED_BY_ALL: dict[str, object] = {"dual_chunk_attention_config": {"chunk_size": 262144}, "is_causal": False}
 """Fields that hf_config.refuse_unsupported rejects for every family."""
@@ -320,58 +320,6 @@ def _head_norm_row(part: str, size: int, heads: Heads, row: Callable[..., Row], 
     return row(mcore=mcore, hf=(hf,), shapes=((size,),), transform=heads, split_by=split_by)
 
 
-def mlp_rows(config: HFConfig, layers: Sequence[int]) -> list[Row]:
-    """Return the rows of a dense gated MLP; none without layers."""
-    if not layers:
-        return []
-    hidden, intermediate = integer(config, "hidden_size"), integer(config, "intermediate_size")
-    prefixes = ("decoder.layers.{l}.mlp.", "model.layers.{l}.mlp.")
-    return gated_rows(prefixes, hidden, intermediate, layers, split_by="intermediate_size")
-
-
-PARTS = ("gate_proj", "up_proj", "down_proj")
-"""Usual HF names of a gated MLP's projections."""
-
-
-def gated_rows(
-    prefixes: tuple[str, str],
-    hidden: int,
-    intermediate: int,
-    layers: Sequence[int],
-    *,
-    split_by: str,
-    parts: tuple[str, str, str] = PARTS,
-    num_experts: int = 0,
-    stored: tuple[Stored, ...] = (),
-) -> list[Row]:
-    """Return the rows of a gated MLP, or of one per expert, under (mcore, HF) prefixes. `stored`: see Row; the places
-    of gate, up and down projection."""
-    mcore, hf = prefixes
-    gate, up, down = (f"{hf}{part}.weight" for part in parts)
-    wide, narrow = (intermediate, hidden), (hidden, intermediate)
-    axis: Axis = "etp" if num_experts else "tp"
-    suffix = "{e}" if num_experts else ""
-    row = partial(Row, axis=axis, split_by=split_by, layers=tuple(layers), num_experts=num_experts, fp8=True)
-    return [
-        row(
-            mcore=f"{mcore}linear_fc1.weight{suffix}",
-            hf=(gate, up),
-            shapes=(wide, wide),
-            transform=GateUp(),
-            stored=stored[:2],
-        ),
-        # Row-parallel: its columns are divided like the rows of gate and up.
-        row(
-            mcore=f"{mcore}linear_fc2.weight{suffix}",
-            hf=(down,),
-            shapes=(narrow,),
-            transform=Same(),
-            dim=1,
-            stored=stored[2:],
-        ),
-    ]
-
-
 def decoder_arguments(config: HFConfig, attention: TransformerArguments) -> TransformerArguments:
     """Return the TransformerConfig arguments of a pre-norm decoder with RMS norms and gated SiLU."""
     return {
@@ -418,7 +366,7 @@ ReadAttention = Callable[[HFConfig], TransformerArguments]
 def dense_rows(read_attention: ReadAttention, config: HFConfig) -> list[Row]:
     """Return the weight table of a decoder without experts."""
     attention, layers = read_attention(config), range(integer(config, "num_hidden_layers"))
-    return [*embedding_rows(config), *attention_rows(attention, layers), *mlp_rows(config, layers)]
+    return [*embedding_rows(config), *attention_rows(attention, layers), *gated_mlp.mlp_rows(config, layers)]
 
 
 def dense_arguments(read_attention: ReadAttention, config: HFConfig) -> ModelArguments:

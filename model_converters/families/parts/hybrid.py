@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts import experts, family
+from model_converters.families.parts import experts, family, gated_mlp
 from model_converters.families.parts.delta_net import hybrid_attention, hybrid_rows, linear_layers
 from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.families.parts.mtp import SEPARATE, mtp_rows, num_mtp_layers
@@ -63,7 +63,7 @@ def hybrid_arguments(config: HFConfig, sparse: Sequence[bool], *, normalised: bo
 
 
 def _mlp_rows(config: HFConfig, sparse: Sequence[bool]) -> list[Row]:
-    rows = family.mlp_rows(config, [layer for layer, is_sparse in enumerate(sparse) if not is_sparse])
+    rows = gated_mlp.mlp_rows(config, [layer for layer, is_sparse in enumerate(sparse) if not is_sparse])
     layers = [layer for layer, is_sparse in enumerate(sparse) if is_sparse]
     if layers:
         hidden, intermediate = integer(config, "hidden_size"), integer(config, "moe_intermediate_size")

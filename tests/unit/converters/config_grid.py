@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model_converters.families import FAMILIES
 from model_converters.families.parts.rotary import inverse_frequencies
-from model_converters.mapping.table import bind, exported_parts
+from model_converters.mapping.table import bind
 from tests.selection import EVERY_TEST
 from tests.tiny_models import GROUPS, LLAMA3, LONGROPE, YARN, checkpoint_tensors, tiny_fields
 
@@ -279,10 +279,10 @@ def facts_of_ours(fields: dict[str, object]) -> dict[str, object]:
     sizes = arguments.transformer
     bound = bind(family.rows(fields), fields, torch.float32)
     shapes = {
-        name if part is None else part.name: shape if part is None else part.shape
+        name: shape
         for row in bound
         if not row.row.copy_of_embedding
-        for name, shape, part in zip(row.hf, row.row.shapes, exported_parts(row), strict=True)
+        for name, shape in zip(row.hf, row.row.shapes, strict=True)
     }
     windows = sizes.get("window_attn_skip_freq", [0] * sizes["num_layers"])
     activations = {"silu": "SiLUActivation", "quick_gelu": (1.702, sizes.get("activation_func_clamp_value"))}

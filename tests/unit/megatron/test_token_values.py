@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.model.context import SINGLE_RANK
+from mcore_rl.megatron.model.attention.context import SINGLE_RANK
 from mcore_rl.megatron.step.microbatches import Packing, build_microbatches
 from mcore_rl.megatron.step.token_values import TokenValueWriter
 from tests.distributed import policy_batch

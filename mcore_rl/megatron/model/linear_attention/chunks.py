@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from mcore_rl.megatron.model.attention import upload
+from mcore_rl.megatron.model.attention.packed import upload
 from mcore_rl.resolved.costs import DELTA_RULE_CHUNK
 
 CHUNK = DELTA_RULE_CHUNK

@@ -23,7 +23,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils.checkpoint import checkpoint
 
-from mcore_rl.megatron.model.attention import PackedRow
+from mcore_rl.megatron.model.attention.packed import PackedRow
 from mcore_rl.megatron.model.linear_attention.chunks import causal_convolution
 from mcore_rl.megatron.model.linear_attention.delta_rule import gated_delta_rule
 from mcore_rl.megatron.model.norm import LocalRMSNorm

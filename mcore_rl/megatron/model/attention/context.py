@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx
 
-from mcore_rl.megatron.model.block_attention import (
+from mcore_rl.megatron.model.attention.blocks import (
     Attended,
     BlockPlan,
     KeyBlock,

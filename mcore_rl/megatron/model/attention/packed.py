@@ -24,8 +24,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
-from mcore_rl.megatron.model.block_attention import BlockPlan, block_attention, causal_blocks
-from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart, context_attention
+from mcore_rl.megatron.model.attention.blocks import BlockPlan, block_attention, causal_blocks
+from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart, context_attention
 
 BATCHED_TOKENS = 128
 """Sequences up to this length are batched. Longer ones keep a core busy alone; batching them would only add padding."""
