@@ -51,6 +51,32 @@ class KeptSlice:
         return prod(self.size)
 
 
+def kept_boxes(kept: Iterable[KeptSlice]) -> dict[str, Box]:
+    """Return the part of each HF tensor that its slices contain together. Loaders may copy a tensor in pieces: a
+    convolution over queries, keys and values.
+
+    Pieces that do not follow each other along one dim are no box; the last one is returned, so that it differs from
+    every plan.
+    """
+    pieces: dict[str, set[Box]] = {}
+    for each in kept:
+        pieces.setdefault(each.name, set()).add((each.start, each.size))
+    return {name: _joined(sorted(boxes)) for name, boxes in pieces.items()}
+
+
+def _joined(boxes: list[Box]) -> Box:
+    (start, size), *others = boxes
+    for other_start, other_size in others:
+        dims = [dim for dim, first in enumerate(start) if first != other_start[dim]]
+        same = [dim for dim, length in enumerate(size) if length == other_size[dim]]
+        follows = len(dims) == 1 and start[dims[0]] + size[dims[0]] == other_start[dims[0]]
+        if not follows or not {*range(len(size))} - {*dims} <= {*same}:
+            return boxes[-1]
+        dim = dims[0]
+        size = (*size[:dim], size[dim] + other_size[dim], *size[dim + 1 :])
+    return start, size
+
+
 class LoadsWeights(Protocol):
     """Method of an engine's model that loads HF tensors by name."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mcore_rl.engines.kept_slices import SliceLoader, unstacked
+from mcore_rl.engines.kept_slices import SliceLoader, kept_boxes, unstacked
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.processes.device_memory import device_memory
 from mcore_rl.types import DeviceMemory
@@ -58,7 +58,7 @@ class RankMemory:
         boxes = shard_map.boxes(self.rank)
         with self._loader.context():
             kept = unstacked(self._loader.record(loaded_tensors(shard_map)), StackedParts(shard_map.rows))
-            require_planned({each.name: (each.start, each.size) for each in kept}, boxes, self.rank)
+            require_planned(kept_boxes(kept), boxes, self.rank)
             self._loader.keep(kept)
         self._boxes = boxes
 

@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.6: grouped-query attention with rotation of half of each head, and the experts of DeepSeek V3.
+"""GLM-4.5 to GLM-4.7: grouped-query attention with rotation of half of each head, and the experts of DeepSeek V3.
 
 Source: transformers models/glm4_moe.
 """
@@ -56,7 +56,7 @@ GLM4_MOE = family.Family(
     architecture="Glm4MoeForCausalLM",
     unread_by_engines=dict.fromkeys(("tie_word_embeddings", "moe_layer_freq"), family.VLLM | family.SGLANG),
     description=family.Description(
-        models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+        models="GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
         covers="grouped queries, QKV bias, QK norms, partial rotation, sigmoid scores with correction bias, expert "
         "groups, shared experts, dense first layers, multi-token prediction (kept by conversions, trained on request)",
         refused={

@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
+from mcore_rl.engines.vllm.optional_imports import declare_operators
 from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 from model_converters.families import FAMILIES
 from model_converters.mapping.layout import TrainLayout
 from tests.contract.engines import DIVIDED_BY_TWO, LATENT, WITH_SGLANG, RemoteEngine, families_of_engines
 from tests.contract.hf_trainer import HFTrainer
-from tests.contract.update_checks import check_greedy
+from tests.contract.update_checks import check_close, check_greedy
 from tests.engine_fields import OTHER_VALUES
 from tests.exported import export_through
+from tests.selection import needs_package
 from tests.tiny_models import GROUPS, LLAMA3, YARN, write_tiny_model
 
 GREEDY_GROUPS = {"n_group": 4, "topk_group": 2, "topk_method": "greedy", "n_routed_experts": 8}
@@ -71,6 +74,14 @@ CASES: dict[str, tuple[str, Fields, Fields, TrainLayout]] = {
 }  # fmt: skip
 """Family, fields of the model, fields that replace those in the config.json that transformers saves, and the trainer
 layout that exports the engine's first weights."""
+DELTA_NETS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+"""Sizes for which vLLM's CPU kernels of gated delta nets are compiled. They compute in bfloat16 only."""
+NEEDS_TORCHVISION = needs_package("torchvision", "pip install --no-deps torchvision")
+NET_CASES: dict[str, TrainLayout] = {
+    "qwen3_next": TrainLayout(4, tp=2, ep=2),
+    "qwen3_5_text": TrainLayout(4, tp=2, pp=2),
+    "qwen3_5_moe_text": TrainLayout(4, pp=2, ep=2),
+}
 WITH_SGLANG_ALWAYS = ("qwen2", "glm4_moe")
 """Always tested with SGLang, whose restart imports it again; the others on demand."""
 
@@ -92,7 +103,7 @@ ENGINE_CASES = [
 
 
 def test_families_supported_on_vllm_cpu_are_tested() -> None:
-    tested = {family for family, *_ in CASES.values()}
+    tested = {family for family, *_ in CASES.values()} | NET_CASES.keys()
     assert tested == {name for name, family in FAMILIES.items() if family.description.vllm_cpu == "runs"}
 
 
@@ -136,6 +147,30 @@ def test_family_from_export_and_after_updates_is_exact(process: RemoteEngine, ca
             trainer.certify()
         trainer.publish(version)
         check_greedy(engine, model, version)
+        assert trainer.certify() > 10
+
+
+def families_with_nets() -> list[ParameterSet]:
+    """Return all NET_CASES; those whose class in vLLM imports torchvision need this package."""
+    return [
+        pytest.param(family, marks=[NEEDS_TORCHVISION] if FAMILIES[family].vllm_imports else []) for family in NET_CASES
+    ]
+
+
+@pytest.mark.parametrize("process", ["vllm"], indirect=True)
+@pytest.mark.parametrize("family", families_with_nets())
+def test_delta_nets_from_export_and_after_updates_are_close(process: RemoteEngine, family: str, tmp_path: Path) -> None:
+    declare_operators()
+    model = exported_model(tmp_path, family, DELTA_NETS, {}, NET_CASES[family])
+    engine = process.start(tmp_path / "exported", dtype="bfloat16")
+    check_close(engine, model, version=0)
+    trainer = HFTrainer(model, engine, 40 << 10, 2)
+    for version in (1, 2):
+        trainer.perturb(version)
+        with pytest.raises(WeightSyncError, match="differ"):
+            trainer.certify()
+        trainer.publish(version)
+        check_close(engine, model, version)
         assert trainer.certify() > 10
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from mcore_rl.engines.kept_slices import KeptSlice, record, storage_key
+from mcore_rl.engines.kept_slices import KeptSlice, kept_boxes, record, storage_key
 from mcore_rl.errors import WeightSyncError
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "v": (3, 6)}
@@ -85,3 +85,25 @@ def test_record_computed_values_name_the_parameter(case: str) -> None:
 def test_record_computed_part_outside_the_copy_is_ignored() -> None:
     kept = recorded((4, 6), lambda w, p: p.copy_(torch.cat([w["q"], w["k"] + 1])[:4]))
     assert [(each.name, each.start, each.size) for each in kept] == [("q", (0, 0), (4, 6))]
+
+
+def _slices(*pieces: tuple[tuple[int, int], tuple[int, int]]) -> list[KeptSlice]:
+    return [KeptSlice("conv", start, size, "module", "weight", 0, (1, 1)) for start, size in pieces]
+
+
+def test_kept_boxes_pieces_along_one_dim_are_one_box() -> None:
+    pieces = [((4, 0), (4, 3)), ((0, 0), (2, 3)), ((2, 0), (2, 3)), ((0, 0), (2, 3))]
+    assert kept_boxes(_slices(*pieces)) == {"conv": ((0, 0), (8, 3))}
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [((0, 0), (2, 3)), ((3, 0), (2, 3))],  # a gap
+        [((0, 0), (2, 3)), ((1, 0), (2, 3))],  # an overlap
+        [((0, 0), (2, 3)), ((2, 0), (2, 2))],  # another width
+        [((0, 0), (2, 3)), ((2, 3), (2, 3))],  # along two dims
+    ],
+)
+def test_kept_boxes_other_pieces_are_no_whole_box(pieces: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+    assert kept_boxes(_slices(*pieces)) == {"conv": pieces[-1]}
