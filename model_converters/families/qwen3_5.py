@@ -38,7 +38,7 @@ QWEN3_5 = family.Family(
         models="Qwen3.5 0.8B to 27B, Qwen3.6-27B (text)",
         covers=f"{_COVERS}, tied or untied embeddings",
         refused=delta_net.REFUSED,
-        vllm_cpu="not tried",
+        vllm_cpu="runs",
     ),
 )
 QWEN3_5_MOE = replace(

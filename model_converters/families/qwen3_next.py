@@ -38,6 +38,6 @@ QWEN3_NEXT = family.Family(
         covers="gated delta nets, grouped queries with QK norms and output gate, partial rotation, zero-centred norms, "
         "routed experts, gated shared expert, multi-token prediction (kept by conversions and trained on request)",
         refused={**delta_net.REFUSED, "num_experts_per_tok": 1},
-        vllm_cpu="not tried",
+        vllm_cpu="runs",
     ),
 )
