@@ -18,6 +18,8 @@ OTHER_VALUES: dict[str, Any] = {
     "enable_lm_head_output_fp32": True,
     **dict.fromkeys(("bias", "qkv_bias", "qk_norm", "use_ngram_embedding", "multi_query"), True),
     "shared_expert_intermediate_size": 32,
+    "mlp_only_layers": [0],
+    "decoder_sparse_step": 2,
     **dict.fromkeys(("n_head_kv", "num_kv_heads"), 1),
     "original_num_attention_heads": 8,
     "num_attention_heads_per_layer": [2, 2],

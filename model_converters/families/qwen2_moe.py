@@ -71,7 +71,9 @@ QWEN2_MOE = family.Family(
         "qkv_bias": family.VLLM,
         "tie_word_embeddings": family.SGLANG,
     },
-    own_fields=frozenset({"qkv_bias", "shared_expert_intermediate_size", "sliding_window"}),
+    own_fields=frozenset(
+        {"decoder_sparse_step", "mlp_only_layers", "qkv_bias", "shared_expert_intermediate_size", "sliding_window"}
+    ),
     description=family.Description(
         models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
         covers="Qwen2 attention with or without biases on q, k and v, routed experts with or without norm_topk_prob, a "

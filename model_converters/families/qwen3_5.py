@@ -10,7 +10,7 @@ from functools import partial
 
 from model_converters.families.parts import delta_net, family
 from model_converters.families.parts.hf_config import HFConfig, integer
-from model_converters.families.parts.hybrid import OWN_FIELDS, hybrid_arguments, hybrid_table
+from model_converters.families.parts.hybrid import SECTIONS, SHARED_EXPERT, hybrid_arguments, hybrid_table
 from model_converters.mapping.table import Row
 
 
@@ -32,7 +32,7 @@ QWEN3_5 = family.Family(
     partial(_model_arguments, sparse=False),
     defaults={**delta_net.DEFAULTS, "num_key_value_heads": 4},
     architecture="Qwen3_5ForCausalLM",
-    own_fields=OWN_FIELDS,
+    own_fields=SECTIONS,
     vllm_imports=("torchvision",),  # for images, also in the classes of text models
     description=family.Description(
         models="Qwen3.5 0.8B to 27B, Qwen3.6-27B (text)",
@@ -48,6 +48,7 @@ QWEN3_5_MOE = replace(
     build_arguments=partial(_model_arguments, sparse=True),
     defaults={**delta_net.DEFAULTS, "num_key_value_heads": 2},
     architecture="Qwen3_5MoeForCausalLM",
+    own_fields=SECTIONS | SHARED_EXPERT,
     description=replace(
         QWEN3_5.description,
         models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B (text)",

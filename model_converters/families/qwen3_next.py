@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from model_converters.families.parts import delta_net, family
 from model_converters.families.parts.hf_config import HFConfig, flag, integer
-from model_converters.families.parts.hybrid import OWN_FIELDS, hybrid_arguments, hybrid_table
+from model_converters.families.parts.hybrid import SHARED_EXPERT, hybrid_arguments, hybrid_table
 from model_converters.families.qwen3_moe import sparse_layers
 from model_converters.mapping.table import Row
 
@@ -32,7 +32,7 @@ QWEN3_NEXT = family.Family(
     _model_arguments,
     defaults={**delta_net.DEFAULTS, "decoder_sparse_step": 1, "norm_topk_prob": True, "num_key_value_heads": 2},
     architecture="Qwen3NextForCausalLM",
-    own_fields=OWN_FIELDS,
+    own_fields=SHARED_EXPERT | {"decoder_sparse_step", "mlp_only_layers"},
     description=family.Description(
         models="Qwen3-Next-80B-A3B",
         covers="gated delta nets, grouped queries with QK norms and output gate, partial rotation, zero-centred norms, "

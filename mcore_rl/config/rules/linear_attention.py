@@ -6,7 +6,6 @@ from typing import Any
 
 from mcore_rl.config.quantization import UNQUANTIZED
 from mcore_rl.config.roles import EngineRole
-from mcore_rl.config.rules.engine_support import SGLANG_VERSION
 from mcore_rl.config.sampling import NO_DRAFTS
 from mcore_rl.config.schema import resolved_dtype
 from mcore_rl.errors import ConfigError
@@ -23,7 +22,7 @@ def check_linear_attention(role: EngineRole, hf: dict[str, Any], *, cuda: bool) 
         return
     rollout = role.section
     needed = (
-        ("engine", rollout.engine, "vllm", f"SGLang {SGLANG_VERSION} has no class for text models with {_NETS}"),
+        ("engine", rollout.engine, "vllm", f"weights of {_NETS} can be sent to vLLM only"),
         ("tp", rollout.tp, 1, f"slices of the fused projections of {_NETS} can be sent to one rank only"),
         ("quantization", rollout.quantization, UNQUANTIZED, f"it is not supported for {_NETS}"),
         ("draft", rollout.draft, NO_DRAFTS, f"drafts are not supported for {_NETS}"),

@@ -41,6 +41,9 @@ NEUTRAL: HFConfig = {
     # Additional parameters.
     **dict.fromkeys(("bias", "qkv_bias", "qk_norm", "use_ngram_embedding"), False),
     "shared_expert_intermediate_size": 0,
+    # Layers without experts, of the families that have no other kind of layers.
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
     # Other names for sizes, and sizes that differ between layers.
     **dict.fromkeys(("n_head_kv", "num_kv_heads"), NeutralSize("num_query_groups")),
     "original_num_attention_heads": NeutralSize("num_attention_heads"),

@@ -14,8 +14,9 @@ from model_converters.families.parts.mtp import SEPARATE, mtp_rows, num_mtp_laye
 from model_converters.mapping.table import Row
 
 _AXES = ("mrope_section", "mrope_interleaved")
-OWN_FIELDS = frozenset({"shared_expert_intermediate_size", *_AXES})
-"""Value of Family.own_fields: transformers uses these fields of the NEUTRAL and rotation fields too."""
+SHARED_EXPERT = frozenset({"shared_expert_intermediate_size"})
+SECTIONS = frozenset({"mrope_section"})
+"""Parts of Family.own_fields: fields that transformers uses too, of models with experts and with Qwen3.5's rotation."""
 
 
 def hybrid_table(config: HFConfig, sparse: Sequence[bool], *, separate: bool) -> list[Row]:
