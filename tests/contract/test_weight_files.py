@@ -16,6 +16,7 @@ from model_converters.errors import ConversionError
 from model_converters.hf.index import read_headers
 from model_converters.hf.unlisted_files import find_unlisted
 from tests.selection import needs_package
+from tests.tiny_models import tiny_fields
 
 pytestmark = needs_package("vllm", "make setup")
 
@@ -41,7 +42,7 @@ def directory(tmp_path: Path) -> Path:
 
 def test_vllm_load_format_hf_reads_only_indexed_files(directory: Path) -> None:
     """vLLM's default prefers Mistral's consolidated file to the index."""
-    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 1}))
+    (directory / "config.json").write_text(json.dumps(tiny_fields("qwen3")))
     settings = EngineSettings(directory, RolloutConfig(), dtype="float32", seed=0, timeout_seconds=60)
     arguments = engine_arguments(settings)
     listed = {"model-1.safetensors", "model-2.safetensors"}

@@ -150,6 +150,7 @@ STARTED_RECIPES = (
     "configs/dapo_deepseek_v3_671b.yaml",
     "configs/dapo_qwen2_5_32b.yaml",
     "configs/glm_4_5.yaml",
+    "configs/glm_4_7.yaml",
     "configs/kimi_k2.yaml",
     "configs/qwen3_235b_a22b.yaml",
     "configs/qwen3_30b_a3b.yaml",
