@@ -55,7 +55,7 @@ A_MICROBATCH_WITH_EXPERTS = {
     # Routing data of a row, before the first forward pass.
     Wait(f"{_STEP}/replay.py", "RoutingStore._token_places", "repeat_interleave"): 1,
     Wait(f"{_STEP}/replay.py", "RoutingStore._token_places", "tensor"): 1,
-    Wait(f"{_BUILD}/context.py", "ContextPart.positions", "repeat_interleave"): 2,
+    Wait(f"{_BUILD}/attention/context.py", "ContextPart.positions", "repeat_interleave"): 2,
     Wait(f"{_STEP}/replay.py", "RoutingStore.row", "tensor"): 1,
 }
 A_LAYER_WITH_EXPERTS = {

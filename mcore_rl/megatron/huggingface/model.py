@@ -136,7 +136,8 @@ def _experts(config: TransformerConfig) -> dict[str, str]:
 def _hf_config(spec: ResolvedModel) -> object:
     model_type = family_for(spec.hf_config).transformers_type or spec.hf_config["model_type"]
     # Like Megatron's models (model/model.py): sampled log-probabilities must be reproducible.
-    fields = spec.hf_config | {"model_type": model_type, "attention_dropout": 0.0, "router_jitter_noise": 0.0}
+    random = dict.fromkeys(("attention_dropout", "residual_dropout", "router_jitter_noise"), 0.0)
+    fields = spec.hf_config | {"model_type": model_type} | random
     # transformers gives the embedding of pad_token_id no gradient and initializes it with zeros. Packed rows have no
     # padding, so it is a real token, maybe the end token. Some published files have one outside of the vocabulary.
     return AutoConfig.for_model(**(fields | {"pad_token_id": None}))
