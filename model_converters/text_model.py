@@ -1,8 +1,8 @@
 """Text model inside a release that also reads images: its config.json, and the names of its tensors.
 
 The release's config.json has the text model's fields in `text_config`. Its tensors are named
-`model.language_model.layers.0...` instead of `model.layers.0...`; those of the vision tower (`model.visual.*`) are left
-out. Exports are text models, with the names and the config.json that transformers writes for them.
+`model.language_model.layers.0...` instead of `model.layers.0...`; the vision tower's (`model.visual.*`) are left out.
+Exports are text models, with the names and the config.json that transformers writes for them.
 """
 
 from __future__ import annotations

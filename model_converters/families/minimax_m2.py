@@ -9,11 +9,11 @@ has no multi-token-prediction modules either (num_mtp_modules), and their tensor
 from __future__ import annotations
 
 from model_converters.errors import ConversionError
+from model_converters.families import mixtral
 from model_converters.families.parts import experts, family
 from model_converters.families.parts.hf_config import HFConfig, integer, require, whole_numbers
 from model_converters.mapping.table import Row
 
-_NAMES = experts.ExpertNames(block="block_sparse_moe", parts=("w1", "w3", "w2"), size_key="intermediate_size")
 # Field -> value that describes the only architecture of transformers' class.
 _FIXED: dict[str, object] = {
     "use_qk_norm": True,
@@ -32,27 +32,18 @@ def _attention(config: HFConfig) -> family.TransformerArguments:
     return {**family.grouped_attention(config), "qk_norm_over_heads": True}
 
 
-def _num_experts(config: HFConfig) -> int:
-    # If both spellings are present, transformers uses the second.
-    return integer(config, "num_local_experts", "num_experts")
-
-
 def _rows(config: HFConfig) -> list[Row]:
-    attention = _attention(config)
-    layers = range(integer(config, "num_hidden_layers"))
-    intermediate, num_experts = integer(config, "intermediate_size"), _num_experts(config)
+    bias, layers = "block_sparse_moe.e_score_correction_bias", range(integer(config, "num_hidden_layers"))
     return [
-        *family.embedding_rows(config),
-        *family.attention_rows(attention, layers),
-        *experts.expert_rows(attention["hidden_size"], intermediate, num_experts, layers, names=_NAMES),
-        experts.correction_row("block_sparse_moe.e_score_correction_bias", (num_experts,), layers),
+        *mixtral.rows(config, _attention(config)),
+        experts.correction_row(bias, (mixtral.num_experts(config),), layers),
     ]
 
 
 def _model_arguments(config: HFConfig) -> family.ModelArguments:
     transformer = family.decoder_arguments(config, _attention(config))
     intermediate = integer(config, "intermediate_size")
-    routed = experts.softmax_experts(config, _num_experts(config), intermediate, normalised=True)
+    routed = experts.softmax_experts(config, mixtral.num_experts(config), intermediate, normalised=True)
     transformer |= experts.corrected(routed, "sigmoid")
     return family.model_arguments(_with_fraction(config), transformer, partial_rotation=True)
 

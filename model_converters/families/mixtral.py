@@ -24,26 +24,30 @@ def _attention(config: HFConfig) -> family.TransformerArguments:
     return family.grouped_attention(config)
 
 
-def _num_experts(config: HFConfig) -> int:
-    # If both spellings are present, transformers uses the second.
+def num_experts(config: HFConfig) -> int:
+    """Return the number of experts. If both spellings are present, transformers uses the second."""
     return integer(config, "num_local_experts", "num_experts")
 
 
-def _rows(config: HFConfig) -> list[Row]:
-    attention = _attention(config)
+def rows(config: HFConfig, attention: family.TransformerArguments) -> list[Row]:
+    """Return the weight table of a model with experts in every layer, under Mixtral's names."""
     layers = range(integer(config, "num_hidden_layers"))
-    intermediate, num_experts = integer(config, "intermediate_size"), _num_experts(config)
+    hidden, intermediate = attention["hidden_size"], integer(config, "intermediate_size")
     return [
         *family.embedding_rows(config),
         *family.attention_rows(attention, layers),
-        *experts.expert_rows(attention["hidden_size"], intermediate, num_experts, layers, names=_NAMES),
+        *experts.expert_rows(hidden, intermediate, num_experts(config), layers, names=_NAMES),
     ]
+
+
+def _rows(config: HFConfig) -> list[Row]:
+    return rows(config, _attention(config))
 
 
 def _model_arguments(config: HFConfig) -> family.ModelArguments:
     transformer = family.decoder_arguments(config, _attention(config))
     intermediate = integer(config, "intermediate_size")
-    transformer |= experts.softmax_experts(config, _num_experts(config), intermediate, normalised=True)
+    transformer |= experts.softmax_experts(config, num_experts(config), intermediate, normalised=True)
     return family.model_arguments(config, transformer)
 
 

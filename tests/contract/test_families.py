@@ -6,6 +6,7 @@ config.json also has the fields that only engines read, with values of another m
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,19 @@ def exported_model(directory: Path, family: str, fields: Fields, replaced: Field
     return model
 
 
+def check_two_updates(engine: RemoteEngine, model: Any, check: Callable[[RemoteEngine, Any, int], None]) -> None:
+    """Check the engine's start and two certified updates with `check`."""
+    check(engine, model, 0)
+    trainer = HFTrainer(model, engine, 40 << 10, 2)
+    for version in (1, 2):
+        trainer.perturb(version)
+        with pytest.raises(WeightSyncError, match="differ"):
+            trainer.certify()
+        trainer.publish(version)
+        check(engine, model, version)
+        assert trainer.certify() > 10
+
+
 @pytest.mark.parametrize(("process", "case"), ENGINE_CASES, indirect=["process"])
 def test_family_from_export_and_after_updates_is_exact(process: RemoteEngine, case: str, tmp_path: Path) -> None:
     family, fields, replaced, layout = CASES[case]
@@ -139,15 +153,7 @@ def test_family_from_export_and_after_updates_is_exact(process: RemoteEngine, ca
         replaced = {} if family == "mixtral" else replaced  # it reads no scaling
     model = exported_model(tmp_path, family, fields, replaced, layout)
     engine = process.start(tmp_path / "exported")
-    check_greedy(engine, model, version=0)
-    trainer = HFTrainer(model, engine, 40 << 10, 2)
-    for version in (1, 2):
-        trainer.perturb(version)
-        with pytest.raises(WeightSyncError, match="differ"):
-            trainer.certify()
-        trainer.publish(version)
-        check_greedy(engine, model, version)
-        assert trainer.certify() > 10
+    check_two_updates(engine, model, check_greedy)
 
 
 def families_with_nets() -> list[ParameterSet]:
@@ -163,15 +169,7 @@ def test_delta_nets_from_export_and_after_updates_are_close(process: RemoteEngin
     declare_operators()
     model = exported_model(tmp_path, family, DELTA_NETS, {}, NET_CASES[family])
     engine = process.start(tmp_path / "exported", dtype="bfloat16")
-    check_close(engine, model, version=0)
-    trainer = HFTrainer(model, engine, 40 << 10, 2)
-    for version in (1, 2):
-        trainer.perturb(version)
-        with pytest.raises(WeightSyncError, match="differ"):
-            trainer.certify()
-        trainer.publish(version)
-        check_close(engine, model, version)
-        assert trainer.certify() > 10
+    check_two_updates(engine, model, check_close)
 
 
 @pytest.mark.parametrize("process", ["vllm"], indirect=True)

@@ -151,7 +151,7 @@ ORIGINAL = "original_max_position_embeddings"
 
 def rope_section(hf: dict[str, Any], kind: str) -> tuple[str, dict[str, Any] | None]:
     """Return the name of the rotation settings in config.json, and their contents if their rope type is `kind`. A
-    top-level ORIGINAL replaces that of the settings, as in transformers."""
+    top-level ORIGINAL replaces the value in the settings, as in transformers."""
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     section = hf.get(name)
     if not isinstance(section, dict) or section.get("rope_type", section.get("type")) != kind:

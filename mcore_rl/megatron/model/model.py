@@ -126,8 +126,8 @@ def _transformer_config(spec: ResolvedModel, implementation: Implementation) -> 
 
 
 _SET_AFTER_CHECKS = {"moe_router_enable_expert_bias", *OWN_ARGUMENTS}
-"""Arguments that the constructor of TransformerConfig does not take: those of this project, and the correction bias,
-which megatron-core 0.16.1 rejects with softmax scores. PolicyRouter supports both."""
+"""Arguments that the constructor of TransformerConfig does not take: this project's own, and the correction bias, which
+megatron-core 0.16.1 rejects with softmax scores. PolicyRouter supports both."""
 
 
 def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[str, object]:

@@ -347,7 +347,7 @@ def model_arguments(
 ) -> ModelArguments:
     """Combine TransformerConfig arguments with the other arguments of GPTModel.
 
-    rope_types: supported rope types, if they are not those of grouped-query attention.
+    rope_types: supported rope types; the default is for grouped-query attention.
     partial_rotation: see `partial` of rotary.
     """
     head_dim = transformer.get("qk_pos_emb_head_dim", transformer["kv_channels"])

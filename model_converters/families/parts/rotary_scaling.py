@@ -1,7 +1,7 @@
 """Rope types that change the frequencies of rotary position embedding. Source: transformers modeling_rope_utils (5.19).
 
 Pair i of d rotated elements turns by position / base ** (2 i / d) radians. A scaling gets these powers of the base and
-returns the radians per position; the order of operations is that of transformers, so that both have the same bits.
+returns the radians per position; the operations have the order of transformers, so that both have the same bits.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from mcore_rl.megatron.model.linear_attention.delta_rule import gated_delta_rule
 from mcore_rl.megatron.model.norm import LocalRMSNorm
 
 
-class HeadNorm(LocalRMSNorm):
+class OutputNorm(LocalRMSNorm):
     """Norm of the heads' outputs with one replicated weight; also beside TransformerEngine's layers, whose norms are
     zero-centered in this model.
 

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from mcore_rl.megatron.model.linear_attention.layer import GatedSelfAttention, HeadNorm, PackedGatedDeltaNet
+from mcore_rl.megatron.model.linear_attention.layer import GatedSelfAttention, OutputNorm, PackedGatedDeltaNet
 
 
 def use_linear_attention(layers: Sequence[ModuleSpec], config: TransformerConfig, vp_stage: int | None) -> None:
@@ -30,7 +30,7 @@ def use_linear_attention(layers: Sequence[ModuleSpec], config: TransformerConfig
             projections = parts.self_attention.submodules
             # The first projection has the fused norm of TransformerEngine's layers, like that of self-attention.
             modules = GatedDeltaNetSubmodules(
-                in_proj=projections.linear_qkv, out_norm=HeadNorm, out_proj=projections.linear_proj
+                in_proj=projections.linear_qkv, out_norm=OutputNorm, out_proj=projections.linear_proj
             )
             parts.self_attention = ModuleSpec(module=PackedGatedDeltaNet, submodules=modules)
 
