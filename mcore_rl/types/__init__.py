@@ -49,3 +49,4 @@ from mcore_rl.types.rollout import (
     Trajectory,
     extra_of_turns,
 )
+from mcore_rl.types.vision import PromptImages

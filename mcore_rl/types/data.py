@@ -23,6 +23,7 @@ import numpy as np
 
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 from mcore_rl.types.json import JsonObject, JsonValue
+from mcore_rl.types.vision import PromptImages
 
 
 class SamplingOverrides(TypedDict, total=False):
@@ -158,7 +159,8 @@ class TrajectoryBuffers:
     routed_experts uint8 or int16 [sum S, layers with experts, k], None if not recorded;
     turn_rewards float32 [sum T], part of the response's reward, at the last token of each turn, None without turns;
     temperatures float32 [sum T], sampling temperature of each token, or a scalar [] if it is the same for all. NaN, or
-    None for all tokens: not recorded (files of earlier versions, target texts); the run's temperature applies.
+    None for all tokens: not recorded (files of earlier versions, target texts); the run's temperature applies;
+    image_rows int32 [B], index in `images` of each response's prompt, -1 for a prompt without images; None: no images.
     """
 
     tokens: np.ndarray
@@ -171,6 +173,8 @@ class TrajectoryBuffers:
     routed_experts: np.ndarray | None = None
     turn_rewards: np.ndarray | None = None
     temperatures: np.ndarray | None = None
+    images: tuple[PromptImages, ...] = ()
+    image_rows: np.ndarray | None = None
 
 
 # A Ray ObjectRef in a run; this package does not import Ray.

@@ -190,6 +190,8 @@ def _attend_on_cpu() -> None:
         torch.nn.Module.__init__(ours)
         ours.context = SINGLE_RANK if size == 1 else ContextPart(self.cp_group.rank(), size, self.cp_group)
         ours.scale = self.unfused_attention.softmax_scale
+        earlier = self.window_size[0]
+        ours.window = None if earlier < 0 else earlier + 1
         return SDPACoreAttention.forward(ours, query, key, value, None, packed_seq_params)
 
     adapter.TEDotProductAttention.forward = attend
