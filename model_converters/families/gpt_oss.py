@@ -12,6 +12,8 @@ from functools import partial
 from model_converters.errors import ConversionError
 from model_converters.families.parts import experts, family, gated_mlp
 from model_converters.families.parts.hf_config import HFConfig, has_mxfp4, integer, number, require, section
+from model_converters.families.parts.rotary import rope_section
+from model_converters.families.parts.rotary_scaling import Yarn
 from model_converters.mapping.table import Row, Stored
 from model_converters.mapping.transforms import GateUp, Heads, Same
 
@@ -152,6 +154,37 @@ def _model_arguments(config: HFConfig) -> family.ModelArguments:
     return family.model_arguments(config, transformer)
 
 
+# Constants of vLLM's class (0.32).
+_VLLM_CONSTANTS: dict[str, object] = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0}
+
+
+def _check_vllm(config: HFConfig) -> None:
+    for key, value in _VLLM_CONSTANTS.items():
+        require(config, key, value, reason="vllm has this constant")
+    arguments = GPT_OSS.model_arguments(config)
+    windows = arguments.transformer.get("window_attn_skip_freq", [])
+    if windows != [1 - layer % 2 for layer in range(integer(config, "num_hidden_layers"))]:
+        raise ConversionError(
+            "config.json: layer_types is not supported by vllm, which has a window in the first layer and in every "
+            "second one after it"
+        )
+    name, found = rope_section(config)
+    scaling, factor = arguments.rotary.scaling, arguments.rotary.factor
+    if not isinstance(scaling, Yarn):
+        raise ConversionError(
+            f"config.json: {name} has rope type {found['rope_type']!r}, which is not supported by vllm, only 'yarn'"
+        )
+    for key in ("beta_fast", "beta_slow"):
+        if not found.get(key):
+            raise ConversionError(
+                f"config.json: {name}.{key} is absent, and vllm needs it; set it to {getattr(scaling, key)}"
+            )
+    if factor != replace(scaling, mscale=0.0, mscale_all_dim=0.0).magnitude:
+        raise ConversionError(
+            f"config.json: {name}: attention_factor and mscale are not supported by vllm, which does not read them"
+        )
+
+
 GPT_OSS = family.Family(
     "gpt_oss",
     _rows,
@@ -160,6 +193,9 @@ GPT_OSS = family.Family(
     nullable=("sliding_window",),
     architecture="GptOssForCausalLM",
     own_fields=frozenset({"sliding_window", "swiglu_limit"}),
+    unread_by_engines={"tie_word_embeddings": family.VLLM},
+    refused_by_engines={"sglang": "its attention on CPU has no sinks"},
+    check_vllm=_check_vllm,
     description=family.Description(
         models="gpt-oss-20b, gpt-oss-120b",
         covers="attention sinks, alternating sliding windows, biases, experts with a clamped gate; checkpoints in "
@@ -174,5 +210,6 @@ GPT_OSS = family.Family(
             **family.REFUSED_BY_ALL,
             **family.REFUSED_ROTATIONS,
         },
+        vllm_cpu="runs",
     ),
 )
