@@ -14,6 +14,7 @@ from model_converters.families.parts import experts, family, gated_mlp
 from model_converters.families.parts.hf_config import HFConfig, has_mxfp4, integer, number, require, section
 from model_converters.families.parts.rotary import rope_section
 from model_converters.families.parts.rotary_scaling import Yarn
+from model_converters.families.parts.windows import layer_kinds, window_arguments
 from model_converters.mapping.table import Row, Stored
 from model_converters.mapping.transforms import GateUp, Heads, Same
 
@@ -37,7 +38,6 @@ _DEFAULTS = {
     "swiglu_limit": 7.0,
 }
 _MCORE, _HF = "decoder.layers.{l}.", "model.layers.{l}."
-_WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
 def _attention(config: HFConfig) -> family.TransformerArguments:
@@ -46,29 +46,11 @@ def _attention(config: HFConfig) -> family.TransformerArguments:
         free = {"quant_method", "modules_to_not_convert", "dequantize", "use_kernels"}
         for key in section(config, "quantization_config").keys() - free:
             raise ConversionError(f"config.json: quantization_config (mxfp4): {key} is not supported")
-    # _windows reads the windows.
+    # layer_kinds reads the windows.
     others = {**config, "layer_types": None, "sliding_window": None}
     if has_mxfp4(config):
         del others["quantization_config"]
     return family.grouped_attention(others, qkv_bias=True, bias_of_qkv_only=True)
-
-
-def _windows(config: HFConfig) -> family.TransformerArguments:
-    """Return the arguments of sliding windows; empty if every layer attends to all tokens."""
-    num_layers = integer(config, "num_hidden_layers")
-    kinds = config.get("layer_types")
-    if kinds is None:  # the first layer has a window, and every second one after it
-        kinds = [(_WINDOW, _FULL)[layer % 2] for layer in range(num_layers)]
-    if not isinstance(kinds, list | tuple) or not {*kinds} <= {_WINDOW, _FULL} or len(kinds) != num_layers:
-        raise ConversionError(
-            f"config.json: layer_types {kinds!r} is not supported; it must have {_WINDOW!r} or {_FULL!r} for each of "
-            f"the {num_layers} layers"
-        )
-    if _WINDOW not in kinds:
-        return {}
-    # sliding_window counts a token itself, Megatron only the tokens before it. 1 marks a layer with a window.
-    window = integer(config, "sliding_window")
-    return {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(kind == _WINDOW) for kind in kinds]}
 
 
 def _num_experts(config: HFConfig) -> int:
@@ -143,7 +125,8 @@ def _model_arguments(config: HFConfig) -> family.ModelArguments:
     transformer = family.decoder_arguments(config, _attention(config))
     intermediate = integer(config, "intermediate_size")
     transformer |= experts.softmax_experts(config, _num_experts(config), intermediate, normalised=True)
-    transformer |= _windows(config)
+    # The first layer has a window, and every second one after it.
+    transformer |= window_arguments(config, layer_kinds(config, 2))
     transformer |= {
         "activation_func": "quick_gelu",
         "activation_func_clamp_value": number(config, "swiglu_limit", positive=True),

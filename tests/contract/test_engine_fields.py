@@ -101,7 +101,7 @@ WITHOUT_ENGINE_CLASS = {"seed_oss"}
 """Families for which both engines run transformers' own class, which reads the fields of transformers."""
 REJECTED_BESIDE: dict[str, set[str]] = {
     "vllm": set(),
-    "sglang": {"gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
+    "sglang": {"gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
 }
 """Engine -> families that runs reject (resolved.model, config.rules.linear_attention)."""
 CASES = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,7 @@ from model_converters.mapping.layout import TrainLayout
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
-    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": quick_gelu,
 }
 
@@ -115,7 +116,7 @@ def _transformer_config(spec: ResolvedModel, implementation: Implementation) -> 
     given |= implementation.arguments()
     given |= recompute_arguments(spec, implementation)
     # megatron-core 0.16.1: the fused gate clamps before it adds the bias, and supports no clamp with SiLU.
-    given["bias_activation_fusion"] = given.get("activation_func_clamp_value") is None
+    given["bias_activation_fusion"] = given["activation_func"] is F.silu and "activation_func_clamp_value" not in given
     if given.get("num_moe_experts"):
         given |= _EXPERT_ARGUMENTS
     if not spec.role.model.random_init:
@@ -224,7 +225,10 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     model.unpadded_vocab_size = arguments.vocab_size
-    set_frequencies(model, arguments.rotary)
+    set_frequencies(model, arguments)
+    scale = arguments.transformer.get("embedding_scale")
+    if scale is not None and model.pre_process:
+        _scale_embeddings(model, scale)
     for module in model.modules():
         if isinstance(module, MultiLatentAttention):
             finish_latent_attention(module, config, arguments.latent_norm_epsilon)
@@ -235,6 +239,12 @@ def _build_chunk(
     if sharded:
         keep_rows(model, initialized=initialized)
     return model
+
+
+def _scale_embeddings(model: PolicyModel, scale: float) -> None:
+    """Multiply the embeddings by `scale`, which transformers rounds to their dtype first."""
+    rounded = float(torch.tensor(scale, dtype=model.config.params_dtype, device="cpu"))
+    model.embedding.register_forward_hook(lambda module, args, embedded: embedded * rounded)
 
 
 def _move_to_device(model: torch.nn.Module) -> None:

@@ -128,6 +128,14 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
         "sliding_window": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "gemma3_text": {
+        **{key: value for key, value in DENSE.items() if key not in ("rope_theta", "hidden_act")},
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 6,
+        "sliding_window": 4,
+        "sliding_window_pattern": 2,
+    },
     "glm4_moe_lite": {
         **_COMMON,
         **_LATENT,
@@ -206,13 +214,14 @@ def _has_nets(config: dict[str, object]) -> bool:
 
 def _attention_shapes(config: dict[str, object], layer: int) -> Shapes:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    norms = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    post_norms = ("pre_feedforward", "post_feedforward") if config["model_type"] == "gemma3_text" else ()
+    norms = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention", *post_norms)}
     if _has_nets(config) and config["layer_types"][layer] == "linear_attention":
         return norms | hybrid_models.net_shapes(config["model_type"], hidden)
     if "kv_lora_rank" not in config:
         d, groups = config["head_dim"], config["num_key_value_heads"]
         has_bias = config["attention_bias"] or config["model_type"].startswith("qwen2")
-        has_norms = config.get("use_qk_norm") or config["model_type"].startswith(("qwen3", "minimax"))
+        has_norms = config.get("use_qk_norm") or config["model_type"].startswith(("qwen3", "minimax", "gemma3"))
         rows = {"q": heads * d * (2 if _has_nets(config) else 1), "k": groups * d, "v": groups * d}
         norm_sizes = rows if config["model_type"] == "minimax_m2" else {"q": d, "k": d}
         return {
@@ -325,6 +334,11 @@ def _local_layer(
         f"{ours}input_layernorm.weight": hf[f"{theirs}input_layernorm.weight"],
         f"{ours}pre_mlp_layernorm.weight": hf[f"{theirs}post_attention_layernorm.weight"],
     }
+    if config["model_type"] == "gemma3_text":
+        names = {"pre_mlp": "pre_feedforward", "post_self_attn": "post_attention", "post_mlp": "post_feedforward"}
+        local |= {
+            f"{ours}{mine}_layernorm.weight": hf[f"{theirs}{name}_layernorm.weight"] for mine, name in names.items()
+        }
     attention = (f"{theirs}self_attn.", f"{ours}self_attention.", layout, at)
     if f"{theirs}linear_attn.conv1d.weight" in hf:
         local |= hybrid_models.local_net(hf, f"{theirs}linear_attn.", f"{ours}self_attention.", layout, at)

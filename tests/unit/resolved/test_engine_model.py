@@ -18,7 +18,7 @@ from mcore_rl.resolved.model import (
     overridden_fields,
     policy_config,
 )
-from tests.tiny_models import YARN, tiny_fields
+from tests.tiny_models import OSS, YARN, tiny_fields
 
 
 def run_of(directory: Path, kind: str, changes: dict[str, Any], *overrides: str) -> Config:
@@ -37,12 +37,6 @@ def checked(config: Config) -> None:
     check_engine_model(EngineRole.rollout(config.rollout, config.model), config.algorithm, policy_fields(config))
 
 
-OSS = {
-    "rope_parameters": {key: YARN[key] for key in YARN if "mscale" not in key},
-    "swiglu_limit": 7.0,
-    "rms_norm_eps": 1e-5,
-}
-"""Fields of gpt-oss for which vLLM has constants or no default."""
 REJECTED = [
     *(
         ("gpt_oss", key, OSS | {key: value}, "vllm")
@@ -57,7 +51,7 @@ REJECTED = [
     (
         "gpt_oss",
         "attention_factor",
-        OSS | {"rope_parameters": OSS["rope_parameters"] | {"attention_factor": 2.0}},
+        OSS | {"rope_parameters": YARN | {"attention_factor": 2.0}},
         "vllm",
     ),
     ("gpt_oss", "model_type", OSS, "sglang"),
