@@ -18,6 +18,7 @@ from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.schema import ModelConfig, resolved_dtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.attention.packed import mark_sinks
+from mcore_rl.megatron.model.attention.rotation_by_layer import rotate_windows
 from mcore_rl.megatron.model.expert_rounding import round_experts
 from mcore_rl.megatron.model.layer_specs import decoder_specs, finish_latent_attention, mtp_specs
 from mcore_rl.megatron.model.output import ModelChunk, PolicyModel
@@ -225,16 +226,17 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     model.unpadded_vocab_size = arguments.vocab_size
-    set_frequencies(model, arguments)
-    scale = arguments.transformer.get("embedding_scale")
-    if scale is not None and model.pre_process:
-        _scale_embeddings(model, scale)
+    set_frequencies(model, arguments.rotary)
     for module in model.modules():
         if isinstance(module, MultiLatentAttention):
             finish_latent_attention(module, config, arguments.latent_norm_epsilon)
         if isinstance(module, MoELayer):
             separate_experts(module)
         mark_sinks(module)
+    if arguments.window_rotary is not None:
+        rotate_windows(model, arguments.rotary, arguments.window_rotary)
+    if model.pre_process and "embedding_scale" in arguments.transformer:
+        _scale_embeddings(model, arguments.transformer["embedding_scale"])
     _move_to_device(model)
     if sharded:
         keep_rows(model, initialized=initialized)

@@ -10,8 +10,6 @@ import math
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_rl.megatron.model.attention.rotation_by_layer import rotate_windows
-from model_converters.families.parts.family import ModelArguments
 from model_converters.families.parts.rotary import RotarySettings, inverse_frequencies
 
 
@@ -31,10 +29,10 @@ def scale_rotation(config: TransformerConfig, rotary: RotarySettings) -> None:
         setattr(config, f"yarn_{name}", value)
 
 
-def set_frequencies(model: GPTModel, arguments: ModelArguments) -> None:
+def set_frequencies(model: GPTModel, rotary: RotarySettings) -> None:
     """Replace the frequencies of a chunk's rotary embedding, which its decoder and MTP layers share, before its first
-    forward pass. Layers with a window may have another one."""
-    config, rotary = model.config, arguments.rotary
+    forward pass."""
+    config = model.config
     if config.multi_latent_attention:
         return
     embedding = model.rotary_pos_emb
@@ -42,6 +40,3 @@ def set_frequencies(model: GPTModel, arguments: ModelArguments) -> None:
     assert frequencies.shape == embedding.inv_freq.shape, "Megatron rotates another number of elements"
     # Not a buffer, so that neither bfloat16 nor moving the model changes it.
     embedding.inv_freq = frequencies.to(embedding.inv_freq.device)
-    if arguments.window_rotary is not None:
-        assert arguments.window_rotary.factor == rotary.factor, "megatron has one factor for all layers"
-        rotate_windows(model, inverse_frequencies(arguments.window_rotary, config.kv_channels))

@@ -1,5 +1,4 @@
-"""Another rotation in layers with a sliding window (Gemma 3). Megatron computes one rotation for all layers of a chunk.
-"""
+"""Another rotation in layers with a sliding window (Gemma 3); Megatron has one rotation for all layers of a chunk."""
 
 from __future__ import annotations
 
@@ -11,13 +10,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from model_converters.families.parts.rotary import RotarySettings, inverse_frequencies
 
-def rotate_windows(model: GPTModel, frequencies: torch.Tensor) -> None:
-    """Let the attention of the chunk's layers with a window rotate with these frequencies.
 
-    Shapes: frequencies [rotated elements / 2], in radians per position.
-    """
+def rotate_windows(model: GPTModel, whole: RotarySettings, windowed: RotarySettings) -> None:
+    """Set the rotation of the chunk's layers with a window. `whole`: rotation of the other layers."""
+    assert whole.factor == windowed.factor, "megatron has one factor on cosines and sines for all layers"
     config = model.config
+    frequencies = inverse_frequencies(windowed, config.kv_channels)
     # Shares everything but the frequencies. It caches its angles, so the layers of a pass compute them once.
     embedding = copy(model.rotary_pos_emb)
     embedding.inv_freq = frequencies.to(embedding.inv_freq.device)
