@@ -59,6 +59,7 @@ CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
         ("gpt_oss", {}, "selective", ["core_attn"]),
         ("gpt_oss", {}, "selective", ["moe"]),
         ("gemma3_text", {}, "none", []),
+        ("gemma3_text", {"strategy": "fsdp2"}, "none", []),
         ("qwen3_5_text", {}, "none", []),
         ("qwen3_next", {}, "selective", ["shared_experts"]),
         ("qwen3_next", {}, "full", []),
