@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model_converters.mapping.layout import Coordinates, TrainLayout
-from tests.unit.converters import hybrid_models
+from tests.unit.converters import hybrid_models, post_norm_models
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -128,14 +128,6 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
         "sliding_window": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-    "gemma3_text": {
-        **{key: value for key, value in DENSE.items() if key not in ("rope_theta", "hidden_act")},
-        "model_type": "gemma3_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 6,
-        "sliding_window": 4,
-        "sliding_window_pattern": 2,
-    },
     "glm4_moe_lite": {
         **_COMMON,
         **_LATENT,
@@ -145,6 +137,7 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
     },
     "kimi_k2": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "kimi_k2", "num_nextn_predict_layers": 0},
     **hybrid_models.CONFIGS,
+    **post_norm_models.CONFIGS,
 }
 LLAMA_PARTS, MIXTRAL_PARTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
@@ -214,8 +207,7 @@ def _has_nets(config: dict[str, object]) -> bool:
 
 def _attention_shapes(config: dict[str, object], layer: int) -> Shapes:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    post_norms = ("pre_feedforward", "post_feedforward") if config["model_type"] == "gemma3_text" else ()
-    norms = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention", *post_norms)}
+    norms = {f"{name}_layernorm.weight": (hidden,) for name in post_norm_models.norm_names(config).values()}
     if _has_nets(config) and config["layer_types"][layer] == "linear_attention":
         return norms | hybrid_models.net_shapes(config["model_type"], hidden)
     if "kv_lora_rank" not in config:
@@ -330,15 +322,8 @@ def _vocabulary(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
 def _local_layer(
     hf: Tensors, config: dict[str, object], theirs: str, ours: str, layout: TrainLayout, at: Coordinates
 ) -> Tensors:
-    local = {
-        f"{ours}input_layernorm.weight": hf[f"{theirs}input_layernorm.weight"],
-        f"{ours}pre_mlp_layernorm.weight": hf[f"{theirs}post_attention_layernorm.weight"],
-    }
-    if config["model_type"] == "gemma3_text":
-        names = {"pre_mlp": "pre_feedforward", "post_self_attn": "post_attention", "post_mlp": "post_feedforward"}
-        local |= {
-            f"{ours}{mine}_layernorm.weight": hf[f"{theirs}{name}_layernorm.weight"] for mine, name in names.items()
-        }
+    norms = post_norm_models.norm_names(config).items()
+    local = {f"{ours}{mine}_layernorm.weight": hf[f"{theirs}{name}_layernorm.weight"] for mine, name in norms}
     attention = (f"{theirs}self_attn.", f"{ours}self_attention.", layout, at)
     if f"{theirs}linear_attn.conv1d.weight" in hf:
         local |= hybrid_models.local_net(hf, f"{theirs}linear_attn.", f"{ours}self_attention.", layout, at)
