@@ -1,7 +1,13 @@
 """Text model inside a release that also reads images: its config.json, and the names of its tensors.
 
-The release's config.json has the text model's fields in `text_config`. Its tensors are named
-`model.language_model.layers.0...` instead of `model.layers.0...`; the vision tower's (`model.visual.*`) are left out.
+The release's config.json has the text model's fields in `text_config`. Its tensors have other names than the text
+model's, and tensors that only images need are left out:
+
+| text model | Qwen3.5 | Gemma 3 |
+|---|---|---|
+| `model.layers.0...` | `model.language_model.layers.0...` | `language_model.model.layers.0...` |
+| left out | `model.visual.*` | `vision_tower.*`, `multi_modal_projector.*` |
+
 Exports are text models, with the names and the config.json that transformers writes for them.
 """
 
@@ -14,9 +20,11 @@ from model_converters.errors import ConversionError
 
 T = TypeVar("T")
 
-TEXT_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXT_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text"}
 """model_type of a release -> model_type in its text_config."""
-_PREFIX, _TEXT_PREFIX, _VISION_PREFIX = "model.language_model.", "model.", "model.visual."
+_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+"""Start of the names of a text model's tensors in a release -> the same in a text model."""
+_VISION_PREFIXES = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 _KEPT = ("quantization_config", "transformers_version")
 """Top-level fields that also concern the text model."""
 
@@ -52,9 +60,10 @@ def text_tensors(stored: Mapping[str, T]) -> tuple[dict[str, T], list[str]]:
     Raises: ConversionError if a tensor is stored under both names.
     """
     renamed: dict[str, T] = {}
-    left_out = [name for name in stored if name.startswith(_VISION_PREFIX)]
-    for name in (name for name in stored if not name.startswith(_VISION_PREFIX)):
-        text_name = _TEXT_PREFIX + name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else name
+    left_out = [name for name in stored if name.startswith(_VISION_PREFIXES)]
+    for name in (name for name in stored if not name.startswith(_VISION_PREFIXES)):
+        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+        text_name = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
         if text_name in renamed:
             raise ConversionError(f"{name} and {text_name} are two names of one tensor; remove one of them")
         renamed[text_name] = stored[name]

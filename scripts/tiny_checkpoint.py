@@ -121,6 +121,18 @@ _MORE_FIELDS: dict[str, JsonObject] = {
         "swiglu_limit": 1.0,
         "attention_bias": True,
     },
+    # Windows in layers 0, 1 and 3. transformers zeroes the gradient of the padding token's embedding.
+    "gemma3_text": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "pad_token_id": None,
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+        },
+        "sliding_window": 8,
+        "sliding_window_pattern": 3,
+    },
     "glm4_moe": {**_SIGMOID_EXPERTS, "attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": {
         **_LATENT_ATTENTION,

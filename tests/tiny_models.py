@@ -31,6 +31,13 @@ YARN = {
     "mscale_all_dim": 0.7,
 }
 """rope_parameters of DeepSeek V3, small; the two scales differ, so that both places where they enter show."""
+OSS = {
+    "rope_parameters": {key: value for key, value in YARN.items() if not key.startswith("mscale")}
+    | {"truncate": False},
+    "swiglu_limit": 7.0,
+    "rms_norm_eps": 1e-5,
+}
+"""Fields of gpt-oss for which vLLM has constants or no default."""
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

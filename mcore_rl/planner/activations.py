@@ -6,7 +6,7 @@ size, k the experts per token; t = tp, s = tp with sequence parallelism (else 1)
 
 | component | saved per token | freed by |
 |---|---|---|
-| norms (two) | h / s and a scale, for each | |
+| norms (two, four with norms after attention and MLP) | h / s and a scale, for each | |
 | attention input | h / s | layernorm |
 | grouped queries | qkv (q + 2 kv) / t, rotated q and k (q + kv) / t; with norms of q and k: q / t once more | |
 | latent attention | both down projections before and after their norms, / s | |
@@ -17,7 +17,7 @@ size, k the experts per token; t = tp, s = tp with sequence parallelism (else 1)
 | linear attention, other tensors | see layers/linear_attention.py | always |
 | output projection | its input, q / t; the same tensor as the line above if the kernel writes the packed row | |
 | MLP input (dense, router, shared expert) | h / s | layernorm |
-| dense MLP | fc1's output 2 f / t, fc2's input f / t | mlp |
+| dense MLP | fc1's output 2 f / t, fc2's input f / t; with GELU two more of f / t | mlp |
 | router | scores and map, 5 to 9 bytes x experts / s; indices, 16 to 32 bytes x k / s | moe |
 | experts, of n dispatched tokens | input n h, fc1's output n 2 f / etp | moe |
 | experts, activation | n f / etp; 6 n f / etp with a clamped gate | moe, moe_act |
@@ -63,6 +63,8 @@ def attention(sizes: TransformerArguments, run: Execution, *, linear: bool = Fal
     hidden, b = sizes["hidden_size"], run.element_bytes
     yield SavedTensor("norms", run.norm(hidden) / run.scatter)
     yield SavedTensor("attention", hidden * b / run.scatter, ("layernorm",))
+    if sizes.get("post_norms"):  # of attention and MLP
+        yield SavedTensor("norms", 2 * run.norm(hidden) / run.scatter)
     if linear:
         yield from linear_attention(sizes, run)
         return
@@ -121,7 +123,10 @@ def dense_mlp(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTens
     yield SavedTensor("norms", run.norm(hidden) / s)
     # Not freed by mlp: recomputation starts from this input.
     yield SavedTensor("mlp", hidden * b / s, ("layernorm",))
-    yield SavedTensor("mlp", 3 * sizes["ffn_hidden_size"] * b / t, ("mlp",))
+    # A gate of SiLU is one kernel. Another one also saves its activation, and a copy of up, to which Megatron adds an
+    # offset.
+    gate = 1 if sizes["activation_func"] == "silu" else 3
+    yield SavedTensor("mlp", (2 + gate) * sizes["ffn_hidden_size"] * b / t, ("mlp",))
 
 
 def experts(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:

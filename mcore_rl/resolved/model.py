@@ -109,20 +109,28 @@ def policy_config(role: ModelRole) -> tuple[dict[str, object], int]:
 
 
 def check_policy_engines(engines: EngineRole, algorithm: AlgorithmConfig, spec: ResolvedModel) -> None:
-    """Check the policy's engines: check_engine_model, whether weights can be sent to them, and the trainer's layout
-    beside rollout.quantization.
+    """Check the policy's engines: check_engine_model, whether updates can contain their weights, and the layout of the
+    trainer beside rollout.quantization.
 
     Raises: ConfigError naming the field, matrix or key.
     """
     check_engine_model(engines, algorithm, spec.hf_config)
     if not is_supervised(algorithm):
-        if any(row.stacked_release for row in family_for(spec.hf_config).rows(spec.hf_config)):
-            raise ConfigError(
-                f"{engines.checkpoint}={engines.model.hf_path}: weights of {spec.hf_config['model_type']} cannot be "
-                "sent to engines, whose loaders take all experts of a layer in one tensor; set "
-                "algorithm.policy_loss.name=sft, or use another model"
-            )
+        _check_expert_biases(engines, spec.hf_config)
         check_trained_groups(engines, spec.role, spec.hf_config, spec.layout.etp)
+
+
+def _check_expert_biases(engines: EngineRole, hf_config: HFConfig) -> None:
+    """Reject engine ranks that divide every expert if the experts have biases: vLLM adds those of the second projection
+    on the first rank only, and the others hold zeros, which no update contains."""
+    rows = family_for(hf_config).rows(hf_config)
+    biased = any(row.num_experts and len(row.shapes[0]) == 1 for row in rows)
+    if biased and engines.section.tp > 1 and not engines.section.expert_parallel:
+        raise ConfigError(
+            f"{engines.key('tp')}={engines.section.tp}: the experts of {hf_config['model_type']} have biases, and "
+            f"slices of such experts cannot be sent to engines; set {engines.key('expert_parallel')}=true, or "
+            f"{engines.key('tp')}=1"
+        )
 
 
 def check_engine_model(role: EngineRole, algorithm: AlgorithmConfig, hf_config: HFConfig) -> None:

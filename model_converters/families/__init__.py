@@ -7,6 +7,7 @@ from model_converters.families.deepseek_v2 import DEEPSEEK_V2
 from model_converters.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from model_converters.families.dense import LLAMA, QWEN2, QWEN3, SEED_OSS
 from model_converters.families.ernie4_5_moe import ERNIE4_5_MOE
+from model_converters.families.gemma3 import GEMMA3
 from model_converters.families.glm4_moe import GLM4_MOE
 from model_converters.families.glm4_moe_lite import GLM4_MOE_LITE
 from model_converters.families.gpt_oss import GPT_OSS
@@ -29,6 +30,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         ERNIE4_5_MOE,
+        GEMMA3,
         GLM4_MOE,
         GLM4_MOE_LITE,
         GPT_OSS,
@@ -86,7 +88,7 @@ def engine_overrides(hf_config: HFConfig) -> dict[str, object]:
     """
     family = family_for(hf_config)
     overrides = missing_engine_fields(hf_config) | neutral_fields(family, hf_config) | family.engine_values(hf_config)
-    overrides |= rotation_for_engines(hf_config, family.model_arguments(hf_config).rotary)
+    overrides |= rotation_for_engines(hf_config, family.model_arguments(hf_config))
     # Engines choose the implementation by `architectures`, transformers by model_type.
     if hf_config.get("architectures") not in (None, [family.architecture]):
         overrides["architectures"] = [family.architecture]

@@ -12,6 +12,9 @@ from functools import partial
 from model_converters.errors import ConversionError
 from model_converters.families.parts import experts, family, gated_mlp
 from model_converters.families.parts.hf_config import HFConfig, has_mxfp4, integer, number, require, section
+from model_converters.families.parts.rotary import rope_section
+from model_converters.families.parts.rotary_scaling import Yarn
+from model_converters.families.parts.windows import layer_kinds, window_arguments
 from model_converters.mapping.table import Row, Stored
 from model_converters.mapping.transforms import GateUp, Heads, Same
 
@@ -35,7 +38,6 @@ _DEFAULTS = {
     "swiglu_limit": 7.0,
 }
 _MCORE, _HF = "decoder.layers.{l}.", "model.layers.{l}."
-_WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
 def _attention(config: HFConfig) -> family.TransformerArguments:
@@ -44,29 +46,11 @@ def _attention(config: HFConfig) -> family.TransformerArguments:
         free = {"quant_method", "modules_to_not_convert", "dequantize", "use_kernels"}
         for key in section(config, "quantization_config").keys() - free:
             raise ConversionError(f"config.json: quantization_config (mxfp4): {key} is not supported")
-    # _windows reads the windows.
+    # layer_kinds reads the windows.
     others = {**config, "layer_types": None, "sliding_window": None}
     if has_mxfp4(config):
         del others["quantization_config"]
     return family.grouped_attention(others, qkv_bias=True, bias_of_qkv_only=True)
-
-
-def _windows(config: HFConfig) -> family.TransformerArguments:
-    """Return the arguments of sliding windows; empty if every layer attends to all tokens."""
-    num_layers = integer(config, "num_hidden_layers")
-    kinds = config.get("layer_types")
-    if kinds is None:  # the first layer has a window, and every second one after it
-        kinds = [(_WINDOW, _FULL)[layer % 2] for layer in range(num_layers)]
-    if not isinstance(kinds, list | tuple) or not {*kinds} <= {_WINDOW, _FULL} or len(kinds) != num_layers:
-        raise ConversionError(
-            f"config.json: layer_types {kinds!r} is not supported; it must have {_WINDOW!r} or {_FULL!r} for each of "
-            f"the {num_layers} layers"
-        )
-    if _WINDOW not in kinds:
-        return {}
-    # sliding_window counts a token itself, Megatron only the tokens before it. 1 marks a layer with a window.
-    window = integer(config, "sliding_window")
-    return {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(kind == _WINDOW) for kind in kinds]}
 
 
 def _num_experts(config: HFConfig) -> int:
@@ -141,7 +125,8 @@ def _model_arguments(config: HFConfig) -> family.ModelArguments:
     transformer = family.decoder_arguments(config, _attention(config))
     intermediate = integer(config, "intermediate_size")
     transformer |= experts.softmax_experts(config, _num_experts(config), intermediate, normalised=True)
-    transformer |= _windows(config)
+    # The first layer has a window, and every second one after it.
+    transformer |= window_arguments(config, layer_kinds(config, 2))
     transformer |= {
         "activation_func": "quick_gelu",
         "activation_func_clamp_value": number(config, "swiglu_limit", positive=True),
@@ -152,6 +137,37 @@ def _model_arguments(config: HFConfig) -> family.ModelArguments:
     return family.model_arguments(config, transformer)
 
 
+# Constants of vLLM's class (0.32).
+_VLLM_CONSTANTS: dict[str, object] = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0}
+
+
+def _check_vllm(config: HFConfig) -> None:
+    for key, value in _VLLM_CONSTANTS.items():
+        require(config, key, value, reason="vllm has this constant")
+    arguments = GPT_OSS.model_arguments(config)
+    windows = arguments.transformer.get("window_attn_skip_freq", [])
+    if windows != [1 - layer % 2 for layer in range(integer(config, "num_hidden_layers"))]:
+        raise ConversionError(
+            "config.json: layer_types is not supported by vllm, which has a window in the first layer and in every "
+            "second one after it"
+        )
+    name, found = rope_section(config)
+    scaling, factor = arguments.rotary.scaling, arguments.rotary.factor
+    if not isinstance(scaling, Yarn):
+        raise ConversionError(
+            f"config.json: {name} has rope type {found['rope_type']!r}, which is not supported by vllm, only 'yarn'"
+        )
+    for key in ("beta_fast", "beta_slow"):
+        if not found.get(key):
+            raise ConversionError(
+                f"config.json: {name}.{key} is absent, and vllm needs it; set it to {getattr(scaling, key)}"
+            )
+    if factor != replace(scaling, mscale=0.0, mscale_all_dim=0.0).magnitude:
+        raise ConversionError(
+            f"config.json: {name}: attention_factor and mscale are not supported by vllm, which does not read them"
+        )
+
+
 GPT_OSS = family.Family(
     "gpt_oss",
     _rows,
@@ -160,6 +176,9 @@ GPT_OSS = family.Family(
     nullable=("sliding_window",),
     architecture="GptOssForCausalLM",
     own_fields=frozenset({"sliding_window", "swiglu_limit"}),
+    unread_by_engines={"tie_word_embeddings": family.VLLM},
+    refused_by_engines={"sglang": "its attention on CPU has no sinks"},
+    check_vllm=_check_vllm,
     description=family.Description(
         models="gpt-oss-20b, gpt-oss-120b",
         covers="attention sinks, alternating sliding windows, biases, experts with a clamped gate; checkpoints in "
@@ -174,5 +193,6 @@ GPT_OSS = family.Family(
             **family.REFUSED_BY_ALL,
             **family.REFUSED_ROTATIONS,
         },
+        vllm_cpu="runs",
     ),
 )

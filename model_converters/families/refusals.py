@@ -34,11 +34,6 @@ _STATE_SPACE = (
     "layers of Mamba-2 (hybrid_override_pattern): megatron-core 0.16.1 has them in another model class, and they need "
     "mamba_ssm"
 )
-_TWO_ROTATIONS = "another rotation in these layers (rope_parameters per layer type)"
-_SANDWICH = (
-    "norms before and after attention and MLP (post_feedforward_layernorm), with weight 1 + w, and embeddings that are "
-    "multiplied by sqrt(hidden_size)"
-)
 _INPUTS_OF_LAYERS = (
     "embeddings of each layer (hidden_size_per_layer_input), and layers that share keys and values "
     "(num_kv_shared_layers) or differ in size (per_layer_config)"
@@ -49,9 +44,8 @@ _NORM_AFTER_ROTATION = "norms of queries and keys after their rotation (use_qk_n
 REFUSED: Mapping[str, Refusal] = {
     "deepseek_v32": Refusal("DeepSeek-V3.2", (_SPARSE_ATTENTION,)),
     "deepseek_v4": Refusal("DeepSeek-V4", (_HYPER_CONNECTIONS, _COMPRESSED_ATTENTION, _HASH_ROUTING)),
-    "gemma3_text": Refusal("Gemma 3 (text)", (_SANDWICH, _TWO_ROTATIONS)),
-    "gemma4": Refusal("Gemma 4", (_SANDWICH, _TWO_ROTATIONS, _INPUTS_OF_LAYERS)),
-    "gemma4_text": Refusal("Gemma 4 (text)", (_SANDWICH, _TWO_ROTATIONS, _INPUTS_OF_LAYERS)),
+    "gemma4": Refusal("Gemma 4", (_INPUTS_OF_LAYERS,)),
+    "gemma4_text": Refusal("Gemma 4 (text)", (_INPUTS_OF_LAYERS,)),
     "glm_moe_dsa": Refusal("GLM-5", (_SPARSE_ATTENTION,)),
     "llama4": Refusal("Llama 4 Scout, Maverick", (_CHUNKED_ATTENTION, _NORM_AFTER_ROTATION, _STACKED_EXPERTS)),
     "llama4_text": Refusal("Llama 4 (text)", (_CHUNKED_ATTENTION, _NORM_AFTER_ROTATION, _STACKED_EXPERTS)),

@@ -30,6 +30,7 @@ from mcore_rl.weights.verify import require_equal
 from model_converters.families.parts.hf_config import read_hf_config
 from model_converters.mapping.layout import TrainLayout
 from tests.contract.engines import RemoteEngine
+from tests.tiny_models import checkpoint_tensors
 from tests.unit.weights.delivery import Tensors, trainer_tensors
 
 LAYOUT = TrainLayout(2, pp=2)
@@ -39,12 +40,10 @@ HERE = Endpoint(this_host(), "127.0.0.1")
 
 def hf_tensors(model: Any) -> Tensors:
     """Return the model's tensors by HF name, one per expert."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    state = revert_weight_conversion(model, dict(model.state_dict()))
+    state = checkpoint_tensors(model, dict(model.state_dict()))
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    return dict(state)
+    return state
 
 
 class HFTrainer:

@@ -25,7 +25,7 @@ from tests.contract.update_checks import check_close, check_greedy
 from tests.engine_fields import OTHER_VALUES
 from tests.exported import export_through
 from tests.selection import needs_package
-from tests.tiny_models import GROUPS, LLAMA3, YARN, write_tiny_model
+from tests.tiny_models import GROUPS, LLAMA3, OSS, YARN, write_tiny_model
 
 GREEDY_GROUPS = {"n_group": 4, "topk_group": 2, "topk_method": "greedy", "n_routed_experts": 8}
 WITHOUT_MSCALE = YARN | {"beta_fast": None, "mscale": None, "mscale_all_dim": None}
@@ -54,6 +54,15 @@ CASES: dict[str, tuple[str, Fields, Fields, TrainLayout]] = {
     ),
     "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [0]}, {}, TrainLayout(4, pp=2, ep=2)),
     "seed_oss": ("seed_oss", {}, {}, TrainLayout(4, tp=2, pp=2)),
+    "gpt_oss": ("gpt_oss", OSS, {}, TrainLayout(4, pp=2, ep=2)),
+    "gemma3_text": (
+        "gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}, {}, TrainLayout(4, tp=2, pp=2)
+    ),
+    "gemma3_text, tied": (
+        "gemma3_text", {"layer_types": ["full_attention", "sliding_attention"], "tie_word_embeddings": True},
+        {},
+        TrainLayout(4, tp=2, pp=2),
+    ),
     "glm4_moe, whole heads rotate": (
         "glm4_moe",
         {},

@@ -2,11 +2,11 @@
 entropies of all tokens, the gradients, and the parameters after two optimizer steps equal those of one rank.
 
 The model has experts and latent attention; one layout of a second model has sinks, windows and biases of experts, whose
-gradients megatron-core sums or counts twice. Layouts: on 2 ranks data parallelism alone, and a choice that uses every
-axis; on 4 a choice that combines every two axes; on 8 one layout that uses every axis; on 2 and 4 one with sharded
-parameters. MCORE_RL_EVERY_TEST=1 runs all layouts on up to 4 ranks, also with sharded parameters, and a choice on 8
-ranks for three models. With simulated TransformerEngine, without that variable: the layouts in which its layers differ,
-tensor parallelism and whole experts, on 2 ranks.
+gradients megatron-core sums or counts twice, and one of a third has two rotations and context parallelism. Layouts: on
+2 ranks data parallelism alone, and a choice that uses every axis; on 4 a choice that combines every two axes; on 8 one
+layout that uses every axis; on 2 and 4 one with sharded parameters. MCORE_RL_EVERY_TEST=1 runs all layouts on up to 4
+ranks, also with sharded parameters, and a choice on 8 ranks for three models. With simulated TransformerEngine, without
+that variable: the layouts in which its layers differ, tensor parallelism and whole experts, on 2 ranks.
 
 test_actor_gradients compares with transformers.
 """
@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": ("minimax_m2", {}),
     "ernie": ("ernie4_5_moe", {}),
     "oss": ("gpt_oss", {}),
+    "gemma": ("gemma3_text", {}),
 }
 # Norms over all heads: every rank has a part of the weight, of whose gradient no other rank has a share.
 DIVIDED_NORMS: dict[int, list[Case]] = {
@@ -84,7 +85,7 @@ def _cases(num_ranks: int) -> list[Case]:
         if num_ranks == 2:
             cases.append(Case(model, tokens=ONE_MICROBATCH))
     if num_ranks == 2 and not EVERY_TEST:
-        cases.append(Case("oss", {"tp": 2, "ep": 2}))
+        cases += [Case("oss", {"tp": 2, "ep": 2}), Case("gemma", {"cp": 2})]
     if SIMULATED and not EVERY_TEST:
         cases = [case for case in cases if num_ranks == 2 and case.parallel.keys() <= {"tp", "ep", "etp"}]
     cases += [case for case in DIVIDED_NORMS.get(num_ranks, []) if case not in cases and not SIMULATED]

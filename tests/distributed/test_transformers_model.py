@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2": ("deepseek_v2", {}),
     "qwen2 moe": ("qwen2_moe", {"head_dim": 8}),
     "seed": ("seed_oss", {}),
+    "gemma": ("gemma3_text", {}),
     "glm lite": ("glm4_moe_lite", {}),
     "v3": ("deepseek_v3", GROUPS | {"rope_parameters": YARN}),
 }
@@ -54,6 +55,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "ernie": ("ernie", SMALL, {}),
         "qwen2 moe": ("qwen2 moe", SMALL, {}),
         "seed": ("seed", SMALL, {}),
+        "gemma": ("gemma", SMALL, {}),
         "glm lite": ("glm lite", SMALL, {}),
         "v3": ("v3", SMALL, {}),
     },

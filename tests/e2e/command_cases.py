@@ -154,6 +154,7 @@ STARTED_RECIPES = (
     "configs/kimi_k2.yaml",
     "configs/qwen3_235b_a22b.yaml",
     "configs/qwen3_30b_a3b.yaml",
+    "configs/qwen3_5_35b_a3b.yaml",
     *SGLANG_RECIPES,
 )
 

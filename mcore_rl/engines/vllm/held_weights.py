@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 import torch
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -143,12 +144,24 @@ def _experts(module: RoutedExperts, name: str) -> Iterator[Held]:
     # The kernels pad the intermediate size, separately for gate and up.
     inner = module.moe_config.intermediate_size_per_partition_unpadded
     gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
+    # This activation takes rows of gate and up in turn.
+    alternate = module.activation == MoEActivation.SWIGLUOAI
+
+    def gate_and_up(fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = (fused[0::2], fused[1::2]) if alternate else fused.chunk(2)
+        return first[:inner], second[:inner]
+
     for own, expert in enumerate(_own_experts(module)):
-        gate_up = read_gate_up(module.w13_weight[own].detach())
-        padded = gate_up.shape[0] // 2
-        yield f"{prefix}.{expert}.{gate}.weight", gate_up[:inner]
-        yield f"{prefix}.{expert}.{up}.weight", gate_up[padded : padded + inner]
-        yield f"{prefix}.{expert}.{down}.weight", read_down(module.w2_weight[own].detach())[:, :inner]
+        name = f"{prefix}.{expert}"
+        for part, weight in zip((gate, up), gate_and_up(read_gate_up(module.w13_weight[own].detach())), strict=True):
+            yield f"{name}.{part}.weight", weight
+        yield f"{name}.{down}.weight", read_down(module.w2_weight[own].detach())[:, :inner]
+        if module.moe_config.has_bias:
+            # The kernel has its own references, which a reload may leave with the biases of an earlier version.
+            kernel = module.quant_method.moe_kernel.fused_experts
+            for part, bias in zip((gate, up), gate_and_up(kernel.w1_bias[own].detach()), strict=True):
+                yield f"{name}.{part}.bias", bias
+            yield f"{name}.{down}.bias", kernel.w2_bias[own].detach()
 
 
 def _quantised_experts(

@@ -50,6 +50,8 @@ class ReloadingLoader(SliceLoader):
         self._module_missing: Counter[str] = Counter()
         self._only_slice: dict[str, KeptSlice] = {}
         """The HF tensor of each parameter that has exactly one, under another name."""
+        self._fused: dict[str, str] = {}
+        """HF name of each part of a fused module, by the name that the part has beside this module, if they differ."""
         self._updating = False
 
     def context(self) -> AbstractContextManager[None]:
@@ -76,7 +78,8 @@ class ReloadingLoader(SliceLoader):
             if kept is not None and kept.numel == tensor.numel():
                 yield kept.name, tensor.reshape(kept.size)
             else:
-                yield hf_name(name), tensor
+                name = hf_name(name)
+                yield self._fused.get(name, name), tensor
 
     def keep(self, kept: Sequence[KeptSlice]) -> None:
         super().keep(kept)
@@ -86,6 +89,7 @@ class ReloadingLoader(SliceLoader):
             for each in kept
             if names[name := f"{each.module}.{each.parameter}"] == 1 and hf_name(name) != each.name
         }
+        self._fused = {name: each.name for each in kept if (name := hf_name(_part_name(each))) != each.name}
 
     def begin(self) -> None:
         # vLLM would silently continue an unfinished update with wrong results.
@@ -149,3 +153,10 @@ class ReloadingLoader(SliceLoader):
         # The module is complete: vLLM converts it and copies it into the memory of its kernels.
         if not self._module_missing[kept.module]:
             _layerwise_process(layer, info)
+
+
+def _part_name(kept: KeptSlice) -> str:
+    """Return the name of an HF tensor beside the module that contains it: gpt-oss's attn.qkv_proj has attn.q_proj,
+    which releases name self_attn.q_proj."""
+    folder, _, _ = kept.module.rpartition(".")
+    return ".".join([folder, *kept.name.split(".")[-2:]])

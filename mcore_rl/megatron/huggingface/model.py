@@ -59,6 +59,10 @@ class TransformersModel(ModelChunk):
             )
         # Its frequencies are computed, not loaded.
         causal.model.rotary_emb = type(causal.model.rotary_emb)(causal.config)
+        if "embedding_scale" in spec.arguments.transformer:
+            # Computed, too. Without initial values, this buffer is on meta.
+            embedding = causal.model.embed_tokens
+            embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device="cpu")
         if spec.role.section.recompute == "full":
             causal.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = causal.model

@@ -25,6 +25,7 @@ from mcore_rl.megatron.model.head_norm import use_head_norms
 from mcore_rl.megatron.model.linear_attention.specs import gate_outputs, is_linear, use_linear_attention
 from mcore_rl.megatron.model.mtp import DetachedMTPLayer
 from mcore_rl.megatron.model.norm import local_norm
+from mcore_rl.megatron.model.post_norms import use_post_norms
 from mcore_rl.megatron.model.routers import use_policy_router
 from mcore_rl.megatron.model.rows import fill_parameter
 
@@ -100,9 +101,12 @@ def _replace_modules(spec: TransformerBlockSubmodules, config: TransformerConfig
             use_head_norms(layer.submodules.self_attention.submodules, config)
     if config.attention_output_gate:
         gate_outputs(spec.layer_specs)
+    if not engine:
+        spec.layer_norm = local_norm(config)
+    if getattr(config, "post_norms", False):
+        use_post_norms(spec.layer_specs, spec.layer_norm)
     if engine:
         return
-    spec.layer_norm = local_norm(config)
     for layer in spec.layer_specs:
         _adapt_layer(layer.submodules, config)
 

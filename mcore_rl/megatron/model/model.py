@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.schema import ModelConfig, resolved_dtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.attention.packed import mark_sinks
+from mcore_rl.megatron.model.attention.rotation_by_layer import rotate_windows
 from mcore_rl.megatron.model.expert_rounding import round_experts
 from mcore_rl.megatron.model.layer_specs import decoder_specs, finish_latent_attention, mtp_specs
 from mcore_rl.megatron.model.output import ModelChunk, PolicyModel
@@ -37,7 +39,7 @@ from model_converters.mapping.layout import TrainLayout
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
-    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": quick_gelu,
 }
 
@@ -115,7 +117,7 @@ def _transformer_config(spec: ResolvedModel, implementation: Implementation) -> 
     given |= implementation.arguments()
     given |= recompute_arguments(spec, implementation)
     # megatron-core 0.16.1: the fused gate clamps before it adds the bias, and supports no clamp with SiLU.
-    given["bias_activation_fusion"] = given.get("activation_func_clamp_value") is None
+    given["bias_activation_fusion"] = given["activation_func"] is F.silu and "activation_func_clamp_value" not in given
     if given.get("num_moe_experts"):
         given |= _EXPERT_ARGUMENTS
     if not spec.role.model.random_init:
@@ -231,10 +233,20 @@ def _build_chunk(
         if isinstance(module, MoELayer):
             separate_experts(module)
         mark_sinks(module)
+    if arguments.window_rotary is not None:
+        rotate_windows(model, arguments.rotary, arguments.window_rotary)
+    if model.pre_process and "embedding_scale" in arguments.transformer:
+        _scale_embeddings(model, arguments.transformer["embedding_scale"])
     _move_to_device(model)
     if sharded:
         keep_rows(model, initialized=initialized)
     return model
+
+
+def _scale_embeddings(model: PolicyModel, scale: float) -> None:
+    """Multiply the embeddings by `scale`, which transformers rounds to their dtype first."""
+    rounded = float(torch.tensor(scale, dtype=model.config.params_dtype, device="cpu"))
+    model.embedding.register_forward_hook(lambda module, args, embedded: embedded * rounded)
 
 
 def _move_to_device(model: torch.nn.Module) -> None:

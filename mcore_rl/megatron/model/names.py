@@ -43,7 +43,7 @@ _FUSED_NORMS = {
 }
 _OUTSIDE_LAYERS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight")
 _IN_LAYER = re.compile(
-    r"(input_layernorm|pre_mlp_layernorm|self_attention\.(q_layernorm|k_layernorm|linear_qkv|linear_proj"
+    r"((input|pre_mlp|post_self_attn|post_mlp)_layernorm|self_attention\.(q_layernorm|k_layernorm|linear_qkv|linear_proj"
     r"|linear_q_proj|linear_(q|kv)_(down|up)_proj|kv_layernorm)"
     r"|mlp\.(linear_fc1|linear_fc2|router|shared_experts\.linear_fc[12]))\.(weight|bias)|mlp\.router\.expert_bias"
     r"|self_attention\.core_attention\.softmax_offset"

@@ -12,7 +12,7 @@ def transformers_layer(sizes: TransformerArguments, run: Execution, *, sparse: b
     """Yield the tensors of a layer of transformers."""
     hidden, b = sizes["hidden_size"], run.element_bytes
     # A norm saves its input in float32, and its output before it is multiplied by the weight.
-    yield SavedTensor("norms", 2 * run.norm(hidden))
+    yield SavedTensor("norms", (4 if sizes.get("post_norms") else 2) * run.norm(hidden))
     yield SavedTensor("attention", hidden * b)
     yield from (_latent if sizes.get("multi_latent_attention") else _grouped)(sizes, run)
     if sparse:

@@ -15,7 +15,7 @@ from typing import Literal
 from model_converters.errors import ConversionError
 from model_converters.families.parts.engine_rotation import refuse_rotation
 from model_converters.families.parts.family import Family
-from model_converters.families.parts.hf_config import HFConfig, integer, number
+from model_converters.families.parts.hf_config import ConfigWithDefaults, HFConfig, integer, number
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,8 @@ def refuse_for_engine(family: Family, config: HFConfig, engine: str) -> None:
             f"config.json: model_type {family.model_type} is not supported by {engine}: "
             f"{family.refused_by_engines[engine]}; set rollout.engine to another engine"
         )
+    if engine == "vllm":
+        family.check_vllm(ConfigWithDefaults(config, family.defaults, family.nullable))
     _refuse_unread(family, config, engine)
     refuse_rotation(family, config, engine)
     for key in SUBMODELS:

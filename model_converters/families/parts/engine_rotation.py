@@ -16,7 +16,7 @@ SGLang merges rope_parameters into those of config.json, so leaving a field out 
 from __future__ import annotations
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.family import Family
+from model_converters.families.parts.family import Family, ModelArguments
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.parts.rotary import RotarySettings, rope_section
 from model_converters.families.parts.rotary_scaling import Linear, LongRope, Yarn
@@ -28,11 +28,15 @@ _MAGNITUDE = {"mscale": 1.0, "mscale_all_dim": 0.0}
 """Defaults of yarn. Engines compute with 0, and fail for null."""
 
 
-def rotation_for_engines(config: HFConfig, rotary: RotarySettings) -> dict[str, object]:
-    """Return the rope_parameters with which engines compute like transformers; {} if config.json has them already.
+def rotation_for_engines(config: HFConfig, arguments: ModelArguments) -> dict[str, object]:
+    """Return the rope_parameters with which engines compute like transformers; {} if config.json has them already, or
+    has one object per layer type, which Family.check_vllm checks.
 
-    rotary: the rotation that transformers computes from `config`.
+    arguments: those of the family for `config`.
     """
+    if arguments.window_rotary is not None:
+        return {}
+    rotary = arguments.rotary
     _, found = rope_section(config)
     wanted = {**found, **_changes(found, rotary)}
     # transformers then rotates whole heads; engines have defaults of their own.
@@ -72,6 +76,8 @@ def refuse_rotation(family: Family, config: HFConfig, engine: str) -> None:
 
     Raises: ConversionError.
     """
+    if family.model_arguments(config).window_rotary is not None:
+        return  # Family.check_vllm
     name, found = rope_section(config)
     for key in (key for key in ROTATION_INSIDE if key not in family.own_fields):
         # vLLM reacts to the presence of mrope_section, whatever its value.

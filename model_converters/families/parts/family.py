@@ -37,7 +37,7 @@ REFUSED_BY_ATTENTION: dict[str, object] = {
 class TransformerArguments(TypedDict, total=False):
     """Keyword arguments of Megatron's TransformerConfig as plain values.
 
-    activation_func is a name ("silu", "quick_gelu"); mcore_rl.megatron replaces it by the function.
+    activation_func is a name ("silu", "quick_gelu", "gelu_tanh"); mcore_rl.megatron replaces it by the function.
     """
 
     num_layers: int
@@ -65,6 +65,8 @@ class TransformerArguments(TypedDict, total=False):
     softmax_type: str
     window_size: tuple[int, int]
     window_attn_skip_freq: list[int]
+    # Factor of attention scores; absent: 1 / sqrt(kv_channels).
+    softmax_scale: float
     # Linear attention; linear_attention_freq is 1 for each layer that has it, else 0.
     experimental_attention_variant: str
     linear_attention_freq: list[int]
@@ -103,13 +105,17 @@ class TransformerArguments(TypedDict, total=False):
     mscale_all_dim: float
     # OWN_ARGUMENTS.
     qk_norm_over_heads: bool
+    post_norms: bool
+    embedding_scale: float
     moe_router_bias_in_row: bool
 
 
-OWN_ARGUMENTS = frozenset({"qk_norm_over_heads", "moe_router_bias_in_row"})
+OWN_ARGUMENTS = frozenset({"qk_norm_over_heads", "post_norms", "embedding_scale", "moe_router_bias_in_row"})
 """TransformerArguments that Megatron does not have.
 
 qk_norm_over_heads: q and k have RMS norms over all heads of a token (model/head_norm.py), instead of qk_layernorm.
+post_norms: the outputs of attention and MLP have norms too (model/post_norms.py).
+embedding_scale: factor of the embeddings, rounded to their dtype.
 moe_router_bias_in_row: the correction bias of a router is [1, experts].
 """
 
@@ -118,6 +124,7 @@ moe_router_bias_in_row: the correction bias of a router is [1, experts].
 class ModelArguments:
     """Arguments of a GPTModel.
 
+    rotary: rotation of all layers; with window_rotary, of layers without a sliding window.
     mtp_num_layers: number of multi-token-prediction layers.
     latent_norm_epsilon: epsilon of the two norms inside multi-head latent attention, for which Megatron would use the
     model's epsilon; None without such norms.
@@ -130,6 +137,7 @@ class ModelArguments:
     tied_embeddings: bool
     mtp_num_layers: int = 0
     latent_norm_epsilon: float | None = None
+    window_rotary: RotarySettings | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +177,8 @@ class Family:
     ignored_tensors: prefixes of tensors in published checkpoints that transformers' class does not read.
     refused_by_engines: engine -> reason why it cannot compute this family like transformers.
     engine_values: function from config.json to the fields that engines must read with another value.
+    check_vllm: function that raises ConversionError for a config.json from which vLLM's implementation, which has
+    constants in place of some fields, builds another model.
     vllm_imports: optional packages that vLLM's implementation imports.
     """
 
@@ -187,6 +197,7 @@ class Family:
     ignored_tensors: tuple[str, ...] = ()
     refused_by_engines: Mapping[str, str] = field(default_factory=dict)
     engine_values: Callable[[HFConfig], dict[str, object]] = lambda config: {}
+    check_vllm: Callable[[HFConfig], None] = lambda config: None
     vllm_imports: tuple[str, ...] = ()
 
     def rows(self, config: HFConfig) -> list[Row]:
@@ -275,6 +286,10 @@ def attention_rows(attention: TransformerArguments, layers: Sequence[int]) -> li
     gated = attention.get("attention_output_gate", False)
     q_rows = output_columns * (2 if gated else 1)
     row = partial(Row, axis="tp", layers=tuple(layers))
+    # HF names the norm before the MLP after the attention that precedes it, unless attention has a norm of its own.
+    norms = ["post_attention_layernorm"]
+    if attention.get("post_norms"):
+        norms = ["pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"]
     qkv = partial(row, transform=GroupedQKV(num_groups, gated=gated), split_by="num_key_value_heads")
     rows = [
         whole_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", (hidden,), layers),
@@ -294,8 +309,11 @@ def attention_rows(attention: TransformerArguments, layers: Sequence[int]) -> li
             split_by="num_attention_heads * head_dim",
             fp8=True,
         ),
-        # HF names this norm after the attention that precedes it, Megatron after the MLP that follows.
-        whole_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", (hidden,), layers),
+        whole_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}{norms[0]}.weight", (hidden,), layers),
+        *(
+            whole_row(f"{mcore}{own}.weight", f"{hf}{other}.weight", (hidden,), layers)
+            for own, other in zip(("post_self_attn_layernorm", "post_mlp_layernorm"), norms[1:], strict=False)
+        ),
     ]
     if attention["add_qkv_bias"]:
         names = tuple(f"{hf}self_attn.{part}_proj.bias" for part in "qkv")

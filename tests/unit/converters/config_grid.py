@@ -92,6 +92,33 @@ _OF_KIND: dict[str, dict[str, list[object]]] = {
         "moe_norm_min": [ABSENT, None, 1e-12, 1e-6],
         "use_bias": [ABSENT, None, True, False, 0],
     },
+    "gemma3_text": {
+        "hidden_activation": [ABSENT, None, "silu", "gelu_pytorch_tanh"],
+        "query_pre_attn_scalar": [*_WRONG, 16],
+        "sliding_window": [*_WRONG, 1, 3],
+        "sliding_window_pattern": [ABSENT, None, 0, "x", 1, 2],
+        "layer_types": [
+            ABSENT,
+            [],
+            ["full_attention"] * 2,
+            ["full_attention", "sliding_attention"],
+            ["chunked_attention"] * 2,
+        ],
+        "rope_local_base_freq": [*_WRONG, 5e3],
+        "rope_parameters": [
+            None,
+            {},
+            {"full_attention": _DEFAULT},
+            {"full_attention": {"rope_type": "linear", "factor": 4.0}, "sliding_attention": None},
+            {"sliding_attention": {"type": "linear", "factor": 2.0}},
+            {"sliding_attention": YARN},
+            {"full_attention": 3},
+        ],
+        "rope_scaling": [{"rope_type": "linear", "factor": 8.0}, {"type": "linear", "factor": 8.0}, YARN],
+        "attn_logit_softcapping": [None, 30.0],
+        "final_logit_softcapping": [None, 30.0],
+        "use_bidirectional_attention": [None, True, False],
+    },
     "gpt_oss": {
         "swiglu_limit": [*_WRONG, 2.0],
         "swiglu_alpha": [ABSENT, None, "x", 1.5, 1.702],
@@ -189,7 +216,7 @@ _BASE_BY_LIST = _BASE | {"mlp_layer_types": ["dense", "sparse"], "first_k_dense_
 
 def changes(kind: str) -> Iterator[Change]:
     """Yield changes to a tiny configuration: one setting, or a few that belong together."""
-    experts = _EXPERTS if kind not in ("llama", "qwen2", "qwen3", "qwen3_5_text", "seed_oss") else {}
+    experts = _EXPERTS if kind not in ("llama", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "gemma3_text") else {}
     experts = experts | _OF_KIND.get(kind, {})
     latent = _LATENT if kind.startswith(("deepseek", "glm4_moe_lite")) else {}
     nets = _NETS if "linear_num_key_heads" in tiny_fields(kind) else {}
@@ -240,11 +267,21 @@ def facts_of_transformers(fields: dict[str, object]) -> dict[str, object]:
             config.sliding_window if whole_window else getattr(getattr(each, "self_attn", None), "sliding_window", None)
             for each in trunk.layers
         ],
-        "frequencies": trunk.rotary_emb.inv_freq,
-        "cosine scale": float(trunk.rotary_emb.attention_scaling),
+        **_rotations(trunk.rotary_emb),
         "neighbours paired": config.model_type in ("deepseek_v2", "ernie4_5_moe")
         or bool(getattr(config, "rope_interleave", False)),
         "routing": _routing(layer.mlp.gate) if hasattr(layer.mlp, "gate") else _router(layer.mlp),
+    }
+
+
+def _rotations(rotary: Any) -> dict[str, object]:
+    """Return frequencies and the factor on cosines; of a model with two rotations, those of each kind of layer."""
+    if hasattr(rotary, "inv_freq"):
+        return {"frequencies": rotary.inv_freq, "cosine scale": float(rotary.attention_scaling)}
+    return {
+        f"{name} of {kind}": getattr(rotary, f"{kind}_{attribute}")
+        for kind in rotary.layer_types
+        for name, attribute in (("frequencies", "inv_freq"), ("cosine scale", "attention_scaling"))
     }
 
 
@@ -286,6 +323,7 @@ def facts_of_ours(fields: dict[str, object]) -> dict[str, object]:
     }
     windows = sizes.get("window_attn_skip_freq", [0] * sizes["num_layers"])
     activations = {"silu": "SiLUActivation", "quick_gelu": (1.702, sizes.get("activation_func_clamp_value"))}
+    activations["gelu_tanh"] = "GELUTanh"
     latent = sizes.get("multi_latent_attention", False)
     head_dim = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"] if latent else sizes["kv_channels"]
     frequencies, cosine_scale, score_scale = _rotation(arguments, head_dim)
@@ -299,9 +337,18 @@ def facts_of_ours(fields: dict[str, object]) -> dict[str, object]:
         "windows": [sizes["window_size"][0] + 1 if window else None for window in windows],
         "frequencies": frequencies,
         "cosine scale": cosine_scale,
+        "frequencies of full_attention": frequencies,
+        "cosine scale of full_attention": cosine_scale,
+        "frequencies of sliding_attention": _window_frequencies(arguments),
+        "cosine scale of sliding_attention": arguments.window_rotary and arguments.window_rotary.factor,
         "neighbours paired": latent or sizes.get("rotary_interleaved", False),
         "routing": _our_routing(sizes) if sizes.get("moe_layer_freq", [1])[-1] and "num_moe_experts" in sizes else None,
     }
+
+
+def _window_frequencies(arguments: Any) -> torch.Tensor | None:
+    rotary = arguments.window_rotary
+    return rotary and inverse_frequencies(rotary, arguments.transformer["kv_channels"])
 
 
 def _rotation(arguments: Any, head_dim: int) -> tuple[torch.Tensor, float, float]:
@@ -309,7 +356,8 @@ def _rotation(arguments: Any, head_dim: int) -> tuple[torch.Tensor, float, float
     sizes = arguments.transformer
     if sizes.get("rope_type") != "yarn":
         rotated = sizes.get("qk_pos_emb_head_dim", sizes["kv_channels"])
-        return inverse_frequencies(arguments.rotary, rotated), arguments.rotary.factor, head_dim**-0.5
+        scale = sizes.get("softmax_scale", head_dim**-0.5)
+        return inverse_frequencies(arguments.rotary, rotated), arguments.rotary.factor, scale
     keys = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     rope = {"rope_type": "yarn", "rope_theta": sizes["rotary_base"], "factor": sizes["rotary_scaling_factor"]}
     rope |= {key: sizes[key] for key in keys}

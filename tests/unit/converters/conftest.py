@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model_converters.mapping.layout import Coordinates, TrainLayout
-from tests.unit.converters import hybrid_models
+from tests.unit.converters import hybrid_models, post_norm_models
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -137,6 +137,7 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
     },
     "kimi_k2": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "kimi_k2", "num_nextn_predict_layers": 0},
     **hybrid_models.CONFIGS,
+    **post_norm_models.CONFIGS,
 }
 LLAMA_PARTS, MIXTRAL_PARTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
@@ -206,13 +207,13 @@ def _has_nets(config: dict[str, object]) -> bool:
 
 def _attention_shapes(config: dict[str, object], layer: int) -> Shapes:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    norms = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    norms = {f"{name}_layernorm.weight": (hidden,) for name in post_norm_models.norm_names(config).values()}
     if _has_nets(config) and config["layer_types"][layer] == "linear_attention":
         return norms | hybrid_models.net_shapes(config["model_type"], hidden)
     if "kv_lora_rank" not in config:
         d, groups = config["head_dim"], config["num_key_value_heads"]
         has_bias = config["attention_bias"] or config["model_type"].startswith("qwen2")
-        has_norms = config.get("use_qk_norm") or config["model_type"].startswith(("qwen3", "minimax"))
+        has_norms = config.get("use_qk_norm") or config["model_type"].startswith(("qwen3", "minimax", "gemma3"))
         rows = {"q": heads * d * (2 if _has_nets(config) else 1), "k": groups * d, "v": groups * d}
         norm_sizes = rows if config["model_type"] == "minimax_m2" else {"q": d, "k": d}
         return {
@@ -321,10 +322,8 @@ def _vocabulary(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
 def _local_layer(
     hf: Tensors, config: dict[str, object], theirs: str, ours: str, layout: TrainLayout, at: Coordinates
 ) -> Tensors:
-    local = {
-        f"{ours}input_layernorm.weight": hf[f"{theirs}input_layernorm.weight"],
-        f"{ours}pre_mlp_layernorm.weight": hf[f"{theirs}post_attention_layernorm.weight"],
-    }
+    norms = post_norm_models.norm_names(config).items()
+    local = {f"{ours}{mine}_layernorm.weight": hf[f"{theirs}{name}_layernorm.weight"] for mine, name in norms}
     attention = (f"{theirs}self_attn.", f"{ours}self_attention.", layout, at)
     if f"{theirs}linear_attn.conv1d.weight" in hf:
         local |= hybrid_models.local_net(hf, f"{theirs}linear_attn.", f"{ours}self_attention.", layout, at)

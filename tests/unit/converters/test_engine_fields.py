@@ -13,7 +13,7 @@ from model_converters.families.parts.engine_fields import NEUTRAL, SUBMODELS
 from model_converters.families.parts.engine_rotation import ROTATION_INSIDE
 from model_converters.families.refusals import REFUSED
 from tests.engine_fields import OTHER_VALUES
-from tests.tiny_models import LONGROPE, YARN, tiny_fields
+from tests.tiny_models import LONGROPE, OSS, YARN, tiny_fields
 
 HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
 
@@ -21,6 +21,8 @@ HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
 def fields_of(name: str, **changes: object) -> dict[str, object]:
     family = FAMILIES[name]
     fields = tiny_fields(family.transformers_type or name) | {"model_type": name}
+    if name == "gpt_oss":
+        fields |= OSS
     if "head_dim" in family.unread_by_engines:
         fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
     return fields | changes
@@ -120,15 +122,15 @@ def test_check_for_engine_unfixable_field_is_rejected(name: str, engine: str) ->
             check_for_engine(fields_of(name), engine)
         return
     check_for_engine(fields_of(name), engine)
-    rejected: list[dict[str, object]] = [{key: {"num_hidden_layers": 2}} for key in SUBMODELS]
+    rotation = fields_of(name)["rope_parameters"]
+    rejected: dict[str, dict[str, object]] = {key: {key: {"num_hidden_layers": 2}} for key in SUBMODELS}
     inside = [key for key in ROTATION_INSIDE if key not in FAMILIES[name].own_fields]
-    rejected += [{"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, key: 8}} for key in inside]
-    rejected += [{key: None} for key in FAMILIES[name].absent_for_engines]
+    rejected |= {key: {"rope_parameters": {**rotation, key: 8}} for key in inside}
+    rejected |= {key: {key: None} for key in FAMILIES[name].absent_for_engines}
     values = {"head_dim": 24, "tie_word_embeddings": True, "moe_layer_freq": 2}
     unread = FAMILIES[name].unread_by_engines
-    rejected += [{key: value} for key, value in values.items() if engine in unread.get(key, ())]
-    for changes in rejected:
-        key = next(iter(changes.get("rope_parameters", changes).keys() - {"rope_type", "rope_theta"}))
+    rejected |= {key: {key: value} for key, value in values.items() if engine in unread.get(key, ())}
+    for key, changes in rejected.items():
         with pytest.raises(ConversionError, match=rf"\b{key} .* not supported"):
             check_for_engine(fields_of(name) | changes, engine)
 
@@ -153,6 +155,6 @@ def test_published_config_needs_no_neutral_values() -> None:
     supported = [config for config in configs if config["model_type"] in FAMILIES.keys() - REFUSED.keys()]
     assert len(supported) > 10
     for config in supported:
-        for engine in ("vllm", "sglang"):
+        for engine in {"vllm", "sglang"} - FAMILIES[config["model_type"]].refused_by_engines.keys():
             check_for_engine(config, engine)
         assert engine_overrides(config) == missing_engine_fields(config)

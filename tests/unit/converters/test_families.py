@@ -24,7 +24,7 @@ from tests.plans import assert_tiled
 from tests.tiny_models import GROUPS, LLAMA3, LONGROPE, VOCABULARY, YARN, tiny_config, tiny_model, write_tiny_model
 from tests.unit.converters.hf_models import bound_rows
 
-DENSE = ("llama", "qwen2", "qwen3", "qwen3_5_text", "seed_oss")
+DENSE = ("gemma3_text", "llama", "qwen2", "qwen3", "qwen3_5_text", "seed_oss")
 MODELS = [
     ("llama", {"rope_parameters": LLAMA3}),
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -48,6 +48,8 @@ MODELS = [
     ("gpt_oss", {}),
     ("gpt_oss", {"tie_word_embeddings": True, "intermediate_size": 48}),
     ("glm4_moe", {"tie_word_embeddings": True, "attention_bias": False, "use_qk_norm": False}),
+    ("gemma3_text", {}),
+    ("gemma3_text", {"tie_word_embeddings": True}),
     ("glm4_moe_lite", {}),
     ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 1, "q_lora_rank": None}),
     ("qwen2_moe", {}),

@@ -17,7 +17,7 @@ from model_converters.text_model import TEXT_TYPES, text_fields, text_tensors
 from tests.exported import export_through
 from tests.tiny_models import VOCABULARY, tiny_fields
 
-_VISION = {
+_QWEN_VISION = {
     "depth": 1,
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -26,12 +26,25 @@ _VISION = {
     "num_position_embeddings": 16,
     "patch_size": 4,
 }
+_GEMMA_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
 
 
 def _release(directory: Path, kind: str) -> torch.nn.Module:
     """Write a tiny release with a vision tower."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, text_config=tiny_fields(TEXT_TYPES[kind]), vision_config=_VISION)
+    vision = _GEMMA_VISION if kind == "gemma3" else _QWEN_VISION
+    # The head of a release is tied unless its own config.json, outside of text_config, says otherwise.
+    tied = {"tie_word_embeddings": kind == "gemma3"}
+    text = tiny_fields(TEXT_TYPES[kind], **tied)
+    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision, **tied)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
     model.save_pretrained(directory)
     return model
@@ -42,7 +55,7 @@ def test_release_with_images_exports_text_model(kind: str, tmp_path: Path) -> No
     model = _release(tmp_path / "hf", kind)
     with HFCheckpoint(tmp_path / "hf") as checkpoint:
         assert checkpoint.unlisted.notes[-1].endswith("tensors of the vision tower are left out")
-        assert not [name for name in checkpoint.shapes if "visual" in name or "language_model" in name]
+        assert not [name for name in checkpoint.shapes if "vis" in name or "language_model" in name]
     export_through(tmp_path / "hf", tmp_path / "out", TrainLayout(2, tp=2))
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     assert exported.config.model_type == TEXT_TYPES[kind]

@@ -18,7 +18,7 @@ from mcore_rl.resolved.model import (
     overridden_fields,
     policy_config,
 )
-from tests.tiny_models import tiny_fields
+from tests.tiny_models import OSS, YARN, tiny_fields
 
 
 def run_of(directory: Path, kind: str, changes: dict[str, Any], *overrides: str) -> Config:
@@ -38,6 +38,23 @@ def checked(config: Config) -> None:
 
 
 REJECTED = [
+    *(
+        ("gpt_oss", key, OSS | {key: value}, "vllm")
+        for key, value in {
+            "swiglu_limit": 1.0,
+            "rms_norm_eps": 1e-6,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        }.items()
+    ),
+    (
+        "gpt_oss",
+        "attention_factor",
+        OSS | {"rope_parameters": YARN | {"attention_factor": 2.0}},
+        "vllm",
+    ),
+    ("gpt_oss", "model_type", OSS, "sglang"),
     ("qwen2", "head_dim", {"head_dim": 12}, "vllm"),
     ("qwen2", "head_dim", {"head_dim": 12}, "sglang"),
     ("mixtral", "head_dim", {"head_dim": 12}, "sglang"),
@@ -60,13 +77,13 @@ def test_run_whose_engine_computes_another_model_is_rejected(
     checked(config)
 
 
-def test_policy_with_stacked_release_is_rejected_beside_engines(tmp_path: Path) -> None:
-    config = run_of(tmp_path, "gpt_oss", {})
+def test_divided_experts_with_biases_are_rejected_beside_engines(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "gpt_oss", OSS, "rollout.tp=2")
     spec = ResolvedModel.policy(ModelRole.policy(config.actor, config.model), 1)
     engines = EngineRole.rollout(config.rollout, config.model)
-    with pytest.raises(ConfigError, match=r"^model\.hf_path=.*gpt_oss cannot be sent .*policy_loss\.name=sft"):
+    with pytest.raises(ConfigError, match=r"^rollout\.tp=2: .*gpt_oss have biases.* set rollout\.expert_parallel=true"):
         check_policy_engines(engines, config.algorithm, spec)
-    config.algorithm.policy_loss.name = "sft"
+    config.rollout.expert_parallel = True
     check_policy_engines(engines, config.algorithm, spec)
 
 
