@@ -100,10 +100,11 @@ KNOWN = {
 WITHOUT_ENGINE_CLASS = {"seed_oss"}
 """Families for which both engines run transformers' own class, which reads the fields of transformers."""
 REJECTED_BESIDE = {
-    "vllm": {"gpt_oss"},
-    "sglang": {"gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
+    "vllm": {"deepseek_v32", "glm_moe_dsa", "gpt_oss"},
+    "sglang": {"deepseek_v32", "glm_moe_dsa", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
 }
-"""Engine -> families that runs reject (resolved.model, config.rules.linear_attention)."""
+"""Engine -> families that runs reject (resolved.model, Family.refused_by_engines,
+config.rules.linear_attention)."""
 CASES = [
     pytest.param(engine, name, id=f"{engine}-{name}", marks=MARKS[engine])
     for engine in MARKS
