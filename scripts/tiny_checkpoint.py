@@ -47,6 +47,16 @@ _SIGMOID_EXPERTS: JsonObject = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
+_CHOSEN_TOKENS: JsonObject = {
+    **_LATENT_ATTENTION,
+    **_SIGMOID_EXPERTS,
+    "mlp_layer_types": None,
+    # Several heads: a pair of tokens with the score 0 in each would tie with others.
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_topk": 5,
+    "pad_token_id": None,
+}
 _SOFTMAX_EXPERTS: JsonObject = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -93,6 +103,8 @@ _MORE_FIELDS: dict[str, JsonObject] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
     "deepseek_v2": {**_LATENT_ATTENTION, "q_lora_rank": None, **_SOFTMAX_EXPERTS},
     "deepseek_v3": {**_LATENT_ATTENTION, **_SIGMOID_EXPERTS},
+    "deepseek_v32": _CHOSEN_TOKENS,
+    "glm_moe_dsa": _CHOSEN_TOKENS,
     "ernie4_5_moe": {
         "moe_num_experts": 8,
         "moe_k": 2,

@@ -236,12 +236,18 @@ def _attention(installed: Installed, engine: bool, request: BuildRequest) -> Com
 
 
 def _check_variant(engine: bool, request: BuildRequest) -> None:
-    """Raise ConfigError for sinks and windows that the attention kernels of GPUs do not compute.
+    """Raise ConfigError for choices of indexers, sinks and windows that the attention kernels of GPUs do not compute.
 
     Source: TransformerEngine 2.11, get_attention_backend (softmax_type, qkv_format thd) and attn_forward_func_with_cp;
     every backend of `attention.BACKENDS` supports windows.
     """
     sizes, checkpoint = request.sizes, request.role.checkpoint
+    if sizes.get("dsa_indexer_topk"):
+        raise ConfigError(
+            f"{checkpoint}: no attention for packed rows on GPUs supports the choices of an indexer (index_topk): that "
+            "of megatron-core 0.16.1 rejects packed rows and rotates the wrong part of released weights (0.20.0 "
+            "corrects the rotation); train this model on CPUs, or use another model"
+        )
     if sizes.get("softmax_type", "vanilla") != "vanilla":
         raise ConfigError(
             f"{checkpoint}: no attention for packed rows on GPUs supports attention sinks (TransformerEngine 2.11 has "

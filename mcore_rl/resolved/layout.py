@@ -65,6 +65,11 @@ def role_layout(role: ModelRole, world_size: int, hf_config: HFConfig) -> TrainL
         return layout
     _check_expert_layers(role, hf_config)
     sizes = model_arguments(hf_config, role.checkpoint).transformer
+    if sizes.get("dsa_indexer_topk"):
+        raise ConfigError(
+            f"{role.key('strategy')}={FSDP2} is not supported for attention to the tokens that an indexer chooses "
+            "(index_topk), which would choose from all sequences of a packed row; set it to megatron"
+        )
     if sizes.get("num_moe_experts") and sizes.get("add_bias_linear"):
         raise ConfigError(
             f"{role.key('strategy')}={FSDP2} does not support experts with biases ({role.checkpoint}); set "
@@ -101,6 +106,7 @@ def train_layout(
     check_ranks_divide(parallel, world_size, etp, names)
     _check_tensor_axis(parallel, sizes, names)
     _check_linear_attention(parallel, sizes, names)
+    _check_indexer(parallel, sizes, names)
     _check_expert_axes(parallel, sizes, etp, names)
     _check_sequence_parallel(parallel, sizes, names)
     with conversion_errors(f"{names.key('parallel')}."):
@@ -158,6 +164,22 @@ def _check_linear_attention(parallel: ParallelConfig, sizes: TransformerArgument
         raise ConfigError(
             f"{names.key('parallel.cp')}={parallel.cp}, but the model has linear attention, whose states megatron does "
             "not pass between context-parallel ranks; set it to 1"
+        )
+
+
+def _check_indexer(parallel: ParallelConfig, sizes: TransformerArguments, names: KeyNames) -> None:
+    if not sizes.get("dsa_indexer_topk"):
+        return
+    indexed = "but the model attends to the tokens that an indexer chooses (index_topk)"
+    if parallel.cp > 1:
+        raise ConfigError(
+            f"{names.key('parallel.cp')}={parallel.cp}, {indexed}, and context-parallel ranks do not exchange the "
+            "choices; set it to 1"
+        )
+    if parallel.shard_parameters:
+        raise ConfigError(
+            f"{names.key('parallel.shard_parameters')}=true, {indexed}, and its frozen parameters are not sharded; set "
+            "it to false"
         )
 
 

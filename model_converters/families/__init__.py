@@ -5,6 +5,7 @@ from __future__ import annotations
 from model_converters.errors import ConversionError
 from model_converters.families.deepseek_v2 import DEEPSEEK_V2
 from model_converters.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from model_converters.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
 from model_converters.families.dense import LLAMA, QWEN2, QWEN3, SEED_OSS
 from model_converters.families.ernie4_5_moe import ERNIE4_5_MOE
 from model_converters.families.gemma3 import GEMMA3
@@ -29,10 +30,12 @@ FAMILIES: dict[str, Family] = {
     for family in (
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        DEEPSEEK_V32,
         ERNIE4_5_MOE,
         GEMMA3,
         GLM4_MOE,
         GLM4_MOE_LITE,
+        GLM_MOE_DSA,
         GPT_OSS,
         KIMI_K2,
         LLAMA,

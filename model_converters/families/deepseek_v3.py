@@ -23,7 +23,8 @@ _DEFAULTS = {
 }
 
 
-def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
+def layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
+    """Return the rows of decoder layers. pattern: see mlp_and_expert_rows."""
     return [
         *mla.latent_attention_rows(config, range(len(pattern))),
         *experts.mlp_and_expert_rows(config, pattern, corrected=True),
@@ -37,7 +38,7 @@ def _model_arguments(config: HFConfig) -> family.ModelArguments:
 
 DEEPSEEK_V3 = family.Family(
     "deepseek_v3",
-    partial(experts.rows_with_mtp, _layer_rows),
+    partial(experts.rows_with_mtp, layer_rows),
     _model_arguments,
     defaults=_DEFAULTS,
     nullable=("num_key_value_heads", "q_lora_rank"),

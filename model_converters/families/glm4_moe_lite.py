@@ -37,12 +37,22 @@ def num_dense_layers(config: HFConfig) -> int:
     """Return the number of first layers without experts. transformers reads them from mlp_layer_types, engines from
     first_k_dense_replace.
 
-    Raises: ConversionError if a layer without experts follows one with experts, or if the two fields differ.
+    Raises: ConversionError as listed_dense_layers, or if the two fields differ.
+    """
+    types = config.get("mlp_layer_types")
+    count = 1 if types is None else listed_dense_layers(config, types)
+    reason = f"transformers builds {count} layers without experts (mlp_layer_types, by default the first layer)"
+    require(config, "first_k_dense_replace", count, None, reason=reason)
+    require(config, "moe_layer_freq", 1, None, reason="transformers does not read it")
+    return count
+
+
+def listed_dense_layers(config: HFConfig, types: object) -> int:
+    """Return the number of first layers without experts in the list mlp_layer_types.
+
+    Raises: ConversionError if it is no such list, or if a layer without experts follows one with experts.
     """
     num_layers = integer(config, "num_hidden_layers")
-    types = config.get("mlp_layer_types")
-    if types is None:
-        types = ["dense"] + ["sparse"] * (num_layers - 1)
     if not isinstance(types, list | tuple) or not {"dense", "sparse"}.issuperset(map(str, types)):
         raise ConversionError(f"config.json: mlp_layer_types is {types!r}; it must be a list of 'dense' and 'sparse'")
     count = types.count("dense")
@@ -51,9 +61,6 @@ def num_dense_layers(config: HFConfig) -> int:
             f"config.json: mlp_layer_types must name all {num_layers} layers, those without experts first: inference "
             "engines read only their number (first_k_dense_replace)"
         )
-    reason = f"transformers builds {count} layers without experts (mlp_layer_types, by default the first layer)"
-    require(config, "first_k_dense_replace", count, None, reason=reason)
-    require(config, "moe_layer_freq", 1, None, reason="transformers does not read it")
     return count
 
 

@@ -18,10 +18,6 @@ class Refusal:
     missing: tuple[str, ...]
 
 
-_SPARSE_ATTENTION = (
-    "attention to the index_topk tokens that an indexer chooses (tensors self_attn.indexer.*): megatron-core 0.16.1's "
-    "own (experimental_attention_variant 'dsa') refuses packed sequences and needs CUDA's fast_hadamard_transform"
-)
 _STACKED_EXPERTS = "rows for experts stored as one tensor (feed_forward.experts.gate_up_proj)"
 
 _COMPRESSED_ATTENTION = (
@@ -42,11 +38,9 @@ _CHUNKED_ATTENTION = "attention within chunks of attention_chunk_size tokens, wh
 _NORM_AFTER_ROTATION = "norms of queries and keys after their rotation (use_qk_norm)"
 
 REFUSED: Mapping[str, Refusal] = {
-    "deepseek_v32": Refusal("DeepSeek-V3.2", (_SPARSE_ATTENTION,)),
     "deepseek_v4": Refusal("DeepSeek-V4", (_HYPER_CONNECTIONS, _COMPRESSED_ATTENTION, _HASH_ROUTING)),
     "gemma4": Refusal("Gemma 4", (_INPUTS_OF_LAYERS,)),
     "gemma4_text": Refusal("Gemma 4 (text)", (_INPUTS_OF_LAYERS,)),
-    "glm_moe_dsa": Refusal("GLM-5", (_SPARSE_ATTENTION,)),
     "llama4": Refusal("Llama 4 Scout, Maverick", (_CHUNKED_ATTENTION, _NORM_AFTER_ROTATION, _STACKED_EXPERTS)),
     "llama4_text": Refusal("Llama 4 (text)", (_CHUNKED_ATTENTION, _NORM_AFTER_ROTATION, _STACKED_EXPERTS)),
     "nemotron_h": Refusal("Nemotron-H, Nemotron 3", (_STATE_SPACE,)),

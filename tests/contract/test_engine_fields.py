@@ -99,11 +99,14 @@ KNOWN = {
 }
 WITHOUT_ENGINE_CLASS = {"seed_oss"}
 """Families for which both engines run transformers' own class, which reads the fields of transformers."""
-REJECTED_BESIDE: dict[str, set[str]] = {
-    "vllm": set(),
-    "sglang": {"gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
+REJECTED_BESIDE = {
+    "vllm": {"deepseek_v32", "glm_moe_dsa"},
+    "sglang": {
+        *("deepseek_v32", "glm_moe_dsa", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    },
 }
-"""Engine -> families that runs reject (resolved.model, config.rules.linear_attention)."""
+"""Engine -> families that runs reject (resolved.model, Family.refused_by_engines,
+config.rules.linear_attention)."""
 CASES = [
     pytest.param(engine, name, id=f"{engine}-{name}", marks=MARKS[engine])
     for engine in MARKS

@@ -46,6 +46,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3 yarn groups": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
     # Without a query latent, and with an epsilon that the latent norms must not use.
     "v3 no q latent": ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2, "rms_norm_eps": 1e-2}),
+    # Five of up to 16 tokens, chosen by indexers with two kinds of rotation.
+    "v3.2": ("deepseek_v32", {"rope_parameters": YARN, **GROUPS}),
+    "glm5": ("glm_moe_dsa", {"rms_norm_eps": 1e-2}),
     "v2": ("deepseek_v2", {}),
     # Two of four groups of two experts, ranked by the better one; then three of these four.
     "v2 yarn groups": (
@@ -108,6 +111,8 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "v3 pp2 vpp2": ("v3 yarn groups", {"pp": 2, "vpp": 2}),
         "v3 tp2 ep2": ("v3 yarn groups", {"tp": 2, "ep": 2}),
         "v3 no q latent tp2": ("v3 no q latent", {"tp": 2}),
+        "v3.2 tp2 ep2": ("v3.2", {"tp": 2, "ep": 2}),
+        "glm5 pp2": ("glm5", {"pp": 2}),
         "v2 tp2 ep2": ("v2", {"tp": 2, "ep": 2}),
         "oss tp2": ("oss", {"tp": 2}),
         "oss pp2": ("oss", {"pp": 2}),
@@ -150,6 +155,9 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
 }
 ON_DEMAND: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
     2: {
+        "v3.2 pp2 vpp2": ("v3.2", {"pp": 2, "vpp": 2}),
+        "glm5 tp2": ("glm5", {"tp": 2}),
+        "glm5 ep2": ("glm5", {"ep": 2}),
         "minimax pp2": ("minimax", {"pp": 2}),
         "minimax ep2": ("minimax", {"ep": 2}),
         "ernie ep2": ("ernie", {"ep": 2}),
@@ -209,7 +217,13 @@ def _reference(directory: str) -> dict[str, Any]:
         logp = torch.cat(rows).log_softmax(-1).gather(1, targets[:, None])
         total, count = total + logp.sum(), count + len(targets)
     (total / count).backward()
-    named = {name: parameter.grad for name, parameter in model.named_parameters()}
+    named = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    # Choices of an indexer have no gradient, so every rank keeps it frozen.
+    untrained = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert untrained == {name for name in named if ".indexer." in name}
     # It has no gradient and must be unchanged.
     named |= correction_biases(model)
     gradients = checkpoint_tensors(model, named)
@@ -312,7 +326,7 @@ def _backward(chunks: list[Any]) -> None:
     _schedule(wrapped, forward_step, _sequences()[replica::replicas], forward_only=False)
     for chunk in chunks:
         for parameter in chunk.parameters():
-            parameter.data.copy_(parameter.main_grad)
+            parameter.data.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros(()))
 
 
 def _gradient_pieces(chunks: list[Any], hf_config: dict[str, Any], layout: Any, rank: int) -> list[Any]:

@@ -168,8 +168,8 @@ def test_invalid_model_directory_is_refused(refused: Callable[..., str], base: P
     message = refused(f"model.hf_path={model_with(base, tmp_path, model_type='gpt2')}")
     assert "gpt2" in message
     assert "qwen3_moe" in message
-    directory = model_with(base, tmp_path, model_type="glm_moe_dsa")
-    assert f"reward_model.hf_path={directory}: model_type 'glm_moe_dsa'" in refused(f"reward_model.hf_path={directory}")
+    directory = model_with(base, tmp_path, model_type="deepseek_v4")
+    assert f"reward_model.hf_path={directory}: model_type 'deepseek_v4'" in refused(f"reward_model.hf_path={directory}")
     model_with(base, tmp_path, num_hidden_layers=1)
     message = refused("algorithm.kl.in_loss=0.1", f"reference.hf_path={directory}")
     assert f"reference.hf_path={directory} has another architecture than model.hf_path" in message

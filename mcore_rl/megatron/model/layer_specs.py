@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from mcore_rl.megatron.model.attention.chosen import use_chosen_attention
 from mcore_rl.megatron.model.attention.packed import SDPACoreAttention
 from mcore_rl.megatron.model.head_norm import use_head_norms
 from mcore_rl.megatron.model.linear_attention.specs import gate_outputs, is_linear, use_linear_attention
@@ -126,6 +127,8 @@ def _adapt_layer(parts: TransformerLayerSubmodules, config: TransformerConfig) -
         # the shared part of the key contains only one rank's heads. With a replicated projection and sequence
         # parallelism the gradient is summed over ranks.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+        if config.dsa_indexer_topk:
+            use_chosen_attention(parts)
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
 

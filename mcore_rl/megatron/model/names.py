@@ -47,6 +47,7 @@ _IN_LAYER = re.compile(
     r"|linear_q_proj|linear_(q|kv)_(down|up)_proj|kv_layernorm)"
     r"|mlp\.(linear_fc1|linear_fc2|router|shared_experts\.linear_fc[12]))\.(weight|bias)|mlp\.router\.expert_bias"
     r"|self_attention\.core_attention\.softmax_offset"
+    r"|self_attention\.core_attention\.indexer\.(linear_(wq_b|wk|weights_proj)\.weight|k_norm\.(weight|bias))"
     r"|self_attention\.(in_proj|conv1d|out_norm|out_proj)\.weight|self_attention\.(A_log|dt_bias)"
     r"|mlp\.shared_experts\.gate_weight"
 )

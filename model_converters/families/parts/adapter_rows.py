@@ -30,6 +30,7 @@ PREFIX = "base_model.model."
 """Prefix of module names in PEFT checkpoints."""
 _WEIGHT = ".weight"
 _REASONS = {
+    "indexer": "choices of an indexer have no gradient, so an adapter would never change",
     "embedding": "embeddings are not matrix products, and the loss reads the weight of the output projection directly",
     "router": "routers are not linear layers, here and in PEFT",
     "gate": "the gate of the shared expert is a parameter of its MLP in megatron, not a linear layer",
@@ -97,6 +98,8 @@ def _refusal(row: Row) -> str:
         return _REASONS["gate"]
     if len(row.shapes[0]) != 2 or not row.mcore.endswith(_WEIGHT):
         return _REASONS["expert"] if row.num_experts else "it is not a matrix"
+    if ".indexer." in row.mcore:
+        return _REASONS["indexer"]
     if ".router." in row.mcore:
         return _REASONS["router"]
     return _REASONS["expert"] if row.num_experts else ""

@@ -112,9 +112,13 @@ def refuse_for_engine(family: Family, config: HFConfig, engine: str) -> None:
     Raises: ConversionError.
     """
     if engine in family.refused_by_engines:
+        others = {"vllm", "sglang"} - family.refused_by_engines.keys()
+        remedy = (
+            "set rollout.engine to another engine" if others else "use algorithm.policy_loss.name=sft without engines"
+        )
         raise ConversionError(
             f"config.json: model_type {family.model_type} is not supported by {engine}: "
-            f"{family.refused_by_engines[engine]}; set rollout.engine to another engine"
+            f"{family.refused_by_engines[engine]}; {remedy}"
         )
     if engine == "vllm":
         family.check_vllm(ConfigWithDefaults(config, family.defaults, family.nullable))

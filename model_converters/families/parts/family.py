@@ -103,16 +103,27 @@ class TransformerArguments(TypedDict, total=False):
     beta_slow: float
     mscale: float
     mscale_all_dim: float
+    # Indexers of sparse attention.
+    dsa_indexer_n_heads: int
+    dsa_indexer_head_dim: int
+    dsa_indexer_topk: int
     # OWN_ARGUMENTS.
+    dsa_indexer_interleaved: bool
     qk_norm_over_heads: bool
     post_norms: bool
     embedding_scale: float
     moe_router_bias_in_row: bool
 
 
-OWN_ARGUMENTS = frozenset({"qk_norm_over_heads", "post_norms", "embedding_scale", "moe_router_bias_in_row"})
+OWN_ARGUMENTS = frozenset(
+    {
+        *("dsa_indexer_interleaved", "qk_norm_over_heads", "post_norms", "embedding_scale"),
+        "moe_router_bias_in_row",
+    }
+)
 """TransformerArguments that Megatron does not have.
 
+dsa_indexer_interleaved: the rotation of indexers pairs neighbouring elements (model/attention/indexer.py).
 qk_norm_over_heads: q and k have RMS norms over all heads of a token (model/head_norm.py), instead of qk_layernorm.
 post_norms: the outputs of attention and MLP have norms too (model/post_norms.py).
 embedding_scale: factor of the embeddings, rounded to their dtype.

@@ -81,6 +81,15 @@ _EXPERTS: dict[str, list[object]] = {
     "topk_method": [ABSENT, None, "greedy", "noaux_tc", 3],
     "use_qk_norm": [ABSENT, None, True, False, 0],
 }
+_INDEXED: dict[str, list[object]] = {
+    "index_head_dim": [*_WRONG, 4, 8],
+    "index_n_heads": [*_WRONG, 2],
+    "index_topk": [*_WRONG, 3],
+    "index_topk_freq": [1, 2, "x"],
+    "index_topk_pattern": ["FF", "FS"],
+    "indexer_types": [None, ["full", "full"], ["full", "shared"]],
+    "layer_types": [None, ["indexed_attention"] * 2, ["full_attention"] * 2],
+}
 _OF_KIND: dict[str, dict[str, list[object]]] = {
     "ernie4_5_moe": {
         "moe_k": [*_WRONG, 1, 3, 100],
@@ -131,6 +140,8 @@ _OF_KIND: dict[str, dict[str, list[object]]] = {
             ["chunked_attention"] * 2,
         ],
     },
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED,
     "minimax_m2": {"rotary_dim": [*_WRONG, 4, 12], "attn_type_list": [None, [1, 1], [0, 1], 3]},
 }
 _LATENT: dict[str, list[object]] = {
@@ -218,7 +229,7 @@ def changes(kind: str) -> Iterator[Change]:
     """Yield changes to a tiny configuration: one setting, or a few that belong together."""
     experts = _EXPERTS if kind not in ("llama", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "gemma3_text") else {}
     experts = experts | _OF_KIND.get(kind, {})
-    latent = _LATENT if kind.startswith(("deepseek", "glm4_moe_lite")) else {}
+    latent = _LATENT if "kv_lora_rank" in tiny_fields(kind) else {}
     nets = _NETS if "linear_num_key_heads" in tiny_fields(kind) else {}
     listed = _LISTED if "mlp_layer_types" in tiny_fields(kind) else {}
     tables = (_VALUES, experts, latent, nets, listed)
@@ -269,6 +280,8 @@ def facts_of_transformers(fields: dict[str, object]) -> dict[str, object]:
         ],
         **_rotations(trunk.rotary_emb),
         "neighbours paired": config.model_type in ("deepseek_v2", "ernie4_5_moe")
+        # Pairs neighbours, whatever the field is; only the indexer of deepseek_v32 does not.
+        or hasattr(attention, "indexer")
         or bool(getattr(config, "rope_interleave", False)),
         "routing": _routing(layer.mlp.gate) if hasattr(layer.mlp, "gate") else _router(layer.mlp),
     }

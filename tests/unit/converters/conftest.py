@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model_converters.mapping.layout import Coordinates, TrainLayout
-from tests.unit.converters import hybrid_models, post_norm_models
+from tests.unit.converters import hybrid_models, indexer_models, post_norm_models
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -135,6 +135,10 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
         "model_type": "glm4_moe_lite",
         "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
     },
+    **{
+        name: {**_COMMON, **_LATENT, **_SIGMOID, **indexer_models.CONFIG, "model_type": name}
+        for name in ("deepseek_v32", "glm_moe_dsa")
+    },
     "kimi_k2": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "kimi_k2", "num_nextn_predict_layers": 0},
     **hybrid_models.CONFIGS,
     **post_norm_models.CONFIGS,
@@ -235,6 +239,7 @@ def _attention_shapes(config: dict[str, object], layer: int) -> Shapes:
         "kv_b_proj": (heads * (nope + value), kv_rank),
         "o_proj": (hidden, heads * value),
     }
+    norms |= indexer_models.indexer_shapes(config)
     return norms | {f"self_attn.{name}.weight": shape for name, shape in projections.items()}
 
 
@@ -348,6 +353,7 @@ def _latent_attention(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, 
         if f"{theirs}{name}.weight" in hf:
             local[f"{ours}{mine}.weight"] = _part(hf[f"{theirs}{name}.weight"], 0, at.tp, layout.tp)
     local[f"{ours}linear_proj.weight"] = _part(hf[f"{theirs}o_proj.weight"], 1, at.tp, layout.tp)
+    local |= indexer_models.local_indexer(hf, theirs, ours)
     return {name: tensor for name, tensor in local.items() if tensor is not None}
 
 

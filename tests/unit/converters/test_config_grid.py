@@ -13,7 +13,7 @@ from tests.selection import on_demand_unless
 from tests.unit.converters.config_grid import changes, facts_of_ours, facts_of_transformers, grid_fields
 
 KINDS = sorted(name for name, family in FAMILIES.items() if not family.transformers_type)
-ON_DEMAND = ("ernie4_5_moe", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text")
+ON_DEMAND = ("ernie4_5_moe", "glm_moe_dsa", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text")
 """The arguments of the last two are read by the functions of another family, qwen3_next."""
 
 

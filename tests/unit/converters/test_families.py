@@ -52,6 +52,8 @@ MODELS = [
     ("gemma3_text", {"tie_word_embeddings": True}),
     ("glm4_moe_lite", {}),
     ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 1, "q_lora_rank": None}),
+    ("deepseek_v32", {"rope_parameters": YARN, **GROUPS}),
+    ("glm_moe_dsa", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}),
     ("qwen2_moe", {}),
     ("qwen2_moe", {"tie_word_embeddings": True, "mlp_only_layers": [0], "qkv_bias": False}),
     ("seed_oss", {}),

@@ -34,8 +34,12 @@ IGNORED_BY_THE_MATHS = {
     "eos_token_id": 7,
     "use_cache": False,
     "transformers_version": "0",
-    "torch_dtype": "float32",  # dtype of the file; the caller chooses the dtype of the model
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"), "float32"
+    ),  # dtype of the file; the caller chooses the dtype of the model
     "ep_size": 4,
+    "pad_token_id": 3,
+    "qk_head_dim": 8,  # computed by transformers
     "pretraining_tp": 4,
     "seq_aux": False,  # part of DeepSeek's auxiliary loss, with aux_loss_alpha
     "aux_loss_alpha": 0.5,
@@ -168,6 +172,8 @@ HUB = {
     "deepseek-ai--DeepSeek-R1": {},
     "moonshotai--Kimi-K2-Instruct": {},
     "glm-4.5-355b": {"model_type": "glm4_moe"},
+    "deepseek-ai--DeepSeek-V3.2": {},
+    "zai-org--GLM-5": {},
 }
 BILLIONS = {
     "DeepSeek-V3": 684.490,  # multi-token prediction included, with its copies of embedding and head
@@ -179,6 +185,8 @@ BILLIONS = {
     "deepseek-ai--DeepSeek-R1": 684.490,
     "moonshotai--Kimi-K2-Instruct": 1026.408,
     "glm-4.5-355b": 352.798,
+    "deepseek-ai--DeepSeek-V3.2": 685.355,
+    "zai-org--GLM-5": 755.767,
     "Moonlight-16B-A3B": 15.960,
     "GLM-4.7-Flash": 31.221,
     "Qwen1.5-MoE-A2.7B": 14.316,
