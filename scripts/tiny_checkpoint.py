@@ -126,6 +126,22 @@ _MORE_FIELDS: dict[str, JsonObject] = {
         "vision_config": _qwen3_vision("qwen3_vl_vision", deepstack_visual_indexes=[0, 1]),
         "rope_parameters": _sections([4, 2, 2], mrope_interleaved=True),
     },
+    "qwen3_vl_moe": {
+        **_IMAGE_TOKENS,
+        **_SPARSE_LAYERS,
+        "vision_config": _qwen3_vision("qwen3_vl_moe_vision", deepstack_visual_indexes=[2, 0]),
+        "rope_parameters": _sections([4, 2, 2], mrope_interleaved=True),
+    },
+    "qwen2_5_vl": {
+        **_IMAGE_TOKENS,
+        "vision_config": {
+            **_VISION, "model_type": "qwen2_5_vl_vision", "window_size": 16, "fullatt_block_indexes": [1]
+        },
+        "head_dim": 8,
+        "rope_parameters": _sections([1, 1, 2]),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
     "deepseek_v2": {**_LATENT_ATTENTION, "q_lora_rank": None, **_SOFTMAX_EXPERTS},
     "deepseek_v3": {**_LATENT_ATTENTION, **_SIGMOID_EXPERTS},
