@@ -135,7 +135,10 @@ _MORE_FIELDS: dict[str, JsonObject] = {
     "qwen2_5_vl": {
         **_IMAGE_TOKENS,
         "vision_config": {
-            **_VISION, "model_type": "qwen2_5_vl_vision", "window_size": 16, "fullatt_block_indexes": [1]
+            **_VISION,
+            "model_type": "qwen2_5_vl_vision",
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
         },
         "head_dim": 8,
         "rope_parameters": _sections([1, 1, 2]),

@@ -39,7 +39,7 @@ QWEN2_5_VL = replace(
     description=replace(
         QWEN2.description,
         models="Qwen2.5-VL 3B to 72B",
-        covers="text model of Qwen2, vision tower with windows, positions in time, height and width (images, no videos)",
+        covers="text model of Qwen2, vision tower with windows, positions in time, height and width (no videos)",
         vllm_cpu="not tried",
     ),
 )

@@ -43,7 +43,7 @@ def _moe_arguments(config: HFConfig) -> family.ModelArguments:
     return _arguments(QWEN3_MOE, {**config, "norm_topk_prob": True})
 
 
-_COVERS = "vision tower with deepstack, positions in time, height and width (images, no videos)"
+_COVERS = "vision tower with deepstack, positions in time, height and width (no videos)"
 QWEN3_VL = replace(
     QWEN3,
     model_type="qwen3_vl",

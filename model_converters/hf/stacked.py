@@ -8,8 +8,8 @@
 | gpt-oss in MXFP4, `_blocks` and `_scales` | [E, 2 I, h]: gate and up alternate | [E, h, I] |
 
 E experts with I units and hidden size h. The table declares these tensors (Row.stored), and the index of a checkpoint
-decides, layer by layer: config.json does not show how experts are stored. Of the orientations of Qwen3-VL-MoE, the shape
-decides.
+decides, layer by layer: config.json does not show how experts are stored. Qwen3-VL-MoE exists in two
+orientations, which the shapes show.
 """
 
 from __future__ import annotations

@@ -67,9 +67,7 @@ class VisionPolicy(PolicyModel):
             options["decoder_input"] = embedded.index_put((places,), merged[:, None].to(embedded.dtype))
             plain = {field.name: getattr(packed_seq_params, field.name) for field in fields(packed_seq_params)}
             packed_seq_params = DeepstackRow(**plain, features=tuple(deepstack), places=places)
-        return super().forward(
-            input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params, **options
-        )
+        return super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params, **options)
 
     def _features(self, images: RowImages) -> list[torch.Tensor]:
         with torch.no_grad():
