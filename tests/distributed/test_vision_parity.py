@@ -108,11 +108,11 @@ def _train_frozen(rank: int, directory: str) -> dict[str, Any]:
 
 
 def _save_and_restore(rank: int, directory: str, checkpoint: str) -> list[str]:
-    """Save a trained tower from two stages. Returns the names of tensors that another actor restores differently."""
+    """Save a trained tower. Returns the names of tensors that another actor restores differently."""
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.distributed.saving import save_checkpoint
 
-    config = vision_batch.config(directory, {"pp": 2}, SMALL)
+    config = vision_batch.config(directory, {}, SMALL)
     trained, restored = (policy_batch.build_actor(config) for _ in range(2))
     batch, _ = trained.recompute_logp([vision_batch.share(trained)], vision_batch.chunks())
     trained.update(batch, 0)
@@ -179,5 +179,5 @@ def test_frozen_tower_keeps_its_weights(directories: dict[str, str]) -> None:
 def test_checkpoint_contains_the_trained_tower(directories: dict[str, str], tmp_path: Any) -> None:
     from tests.distributed.launch import launch
 
-    differing = launch(_save_and_restore, 2, directories["qwen3_vl"], str(tmp_path / "checkpoint"))
-    assert differing == [[], []]
+    differing = launch(_save_and_restore, 1, directories["qwen3_vl"], str(tmp_path / "checkpoint"))
+    assert differing == [[]]

@@ -7,6 +7,7 @@ takes those of its own tokens, and their gradients are summed over the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -108,6 +109,13 @@ class _Adder:
         assert row.places is not None
         hidden, *rest = output
         return (hidden.index_add(0, row.places, row.features[self._index][:, None].to(hidden.dtype)), *rest)
+
+
+def set_trained(chunks: Iterable[torch.nn.Module], train: bool) -> None:
+    """Train or freeze the vision tower of a model, if it has one. `chunks` are bare models."""
+    for chunk in chunks:
+        if isinstance(chunk, VisionPolicy) and chunk.pre_process:
+            chunk.vision.requires_grad_(train)
 
 
 def text_positions(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
