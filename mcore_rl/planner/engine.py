@@ -49,7 +49,7 @@ from mcore_rl.config.schema import ClusterConfig, RolloutConfig
 from mcore_rl.weights.engine_config import engine_layout
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.engine_rows import is_divided, is_loaded, row_quantization
-from model_converters.families.parts.family import ModelArguments, TransformerArguments
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.mapping.placement import local_shape
 from model_converters.mapping.table import BoundRow
 

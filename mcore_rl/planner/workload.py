@@ -21,7 +21,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.planner.engine import longest_sequence
 from mcore_rl.planner.model_size import ModelSize
 from mcore_rl.resolved.costs import attention_flops, linear_attention_flops
-from model_converters.families.parts.family import ModelArguments
+from model_converters.families.parts.arguments import ModelArguments
 from model_converters.mapping.layout import TrainLayout
 
 

@@ -8,7 +8,7 @@ from math import prod
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.resolved.layout import model_arguments
 from model_converters.families import family_for
-from model_converters.families.parts.family import TransformerArguments
+from model_converters.families.parts.arguments import TransformerArguments
 from model_converters.families.parts.hf_config import HFConfig
 
 DELTA_RULE_CHUNK = 64

@@ -13,7 +13,7 @@ from mcore_rl.config.rules.validation import check_ranks_divide
 from mcore_rl.errors import ConfigError
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.families.parts.family import ModelArguments, TransformerArguments
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.mapping.layout import TrainLayout
 

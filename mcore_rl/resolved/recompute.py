@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import Implementation
-from model_converters.families.parts.family import ModelArguments, TransformerArguments
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 
 if TYPE_CHECKING:
     from mcore_rl.resolved.model import ResolvedModel

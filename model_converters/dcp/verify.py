@@ -13,7 +13,7 @@ import torch
 from model_converters.dcp.model import McoreCheckpoint
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.families.parts.family import ModelArguments
+from model_converters.families.parts.arguments import ModelArguments
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.parts.mtp import without_mtp
 from model_converters.hf.fp8_export import has_powers, is_quantised_from

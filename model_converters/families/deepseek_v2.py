@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts import experts, family, mla
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.families.parts.hf_config import HFConfig, integer, number, require
 from model_converters.mapping.table import Row
 
@@ -30,12 +31,12 @@ def _rows(config: HFConfig) -> list[Row]:
     ]
 
 
-def _model_arguments(config: HFConfig) -> family.ModelArguments:
+def _model_arguments(config: HFConfig) -> ModelArguments:
     require(config, "mlp_bias", False, reason="the table has no row for MLP biases")
     return mla.latent_model_arguments(config, experts.sparse_arguments(config, _routing(config)))
 
 
-def _routing(config: HFConfig) -> family.TransformerArguments:
+def _routing(config: HFConfig) -> TransformerArguments:
     require(config, "scoring_func", "softmax", None, reason="this family's scores are a softmax")
     # If it is true, DeepSeek's own code normalises the weights, but transformers does not.
     require(config, "norm_topk_prob", False, reason="implementations of this family disagree on it")

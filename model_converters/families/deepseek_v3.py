@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from model_converters.families.parts import experts, family, mla
+from model_converters.families.parts.arguments import ModelArguments
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.parts.mtp import num_mtp_layers
 from model_converters.mapping.table import Row
@@ -31,7 +32,7 @@ def layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
     ]
 
 
-def _model_arguments(config: HFConfig) -> family.ModelArguments:
+def _model_arguments(config: HFConfig) -> ModelArguments:
     sparse = experts.sparse_arguments(config, experts.sigmoid_routing(config))
     return replace(mla.latent_model_arguments(config, sparse), mtp_num_layers=num_mtp_layers(config))
 

@@ -13,6 +13,7 @@ from model_converters.errors import ConversionError
 from model_converters.families.deepseek_v3 import DEEPSEEK_V3, layer_rows
 from model_converters.families.glm4_moe_lite import listed_dense_layers
 from model_converters.families.parts import experts, family, indexer
+from model_converters.families.parts.arguments import ModelArguments
 from model_converters.families.parts.hf_config import HFConfig, integer, require
 from model_converters.mapping.table import Row
 
@@ -80,7 +81,7 @@ def _rows(interleaved: bool, config: HFConfig) -> list[Row]:
     return experts.rows_with_mtp(_layer_rows, {**config, **dense})
 
 
-def _model_arguments(interleaved: bool, config: HFConfig) -> family.ModelArguments:
+def _model_arguments(interleaved: bool, config: HFConfig) -> ModelArguments:
     index = indexer.index_arguments(config, interleaved=interleaved)
     arguments = DEEPSEEK_V3.build_arguments(_as_deepseek(config))
     return replace(arguments, transformer={**arguments.transformer, **index})

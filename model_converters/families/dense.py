@@ -7,10 +7,11 @@ from functools import partial
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts import family
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, number
 
 
-def _llama(config: HFConfig) -> family.TransformerArguments:
+def _llama(config: HFConfig) -> TransformerArguments:
     _refuse_mlp_bias(config)
     return family.grouped_attention(config)
 
@@ -20,17 +21,17 @@ def _refuse_mlp_bias(config: HFConfig) -> None:
         raise ConversionError("config.json: mlp_bias is not supported: the table has no row for MLP biases")
 
 
-def _seed_oss(config: HFConfig) -> family.TransformerArguments:
+def _seed_oss(config: HFConfig) -> TransformerArguments:
     _refuse_mlp_bias(config)
     if flag(config, "attention_out_bias"):
         raise ConversionError("config.json: attention_out_bias is not supported: the table has no row for o_proj.bias")
     return family.grouped_attention(config, qkv_bias=flag(config, "attention_bias"), bias_of_qkv_only=True)
 
 
-def _seed_oss_arguments(config: HFConfig) -> family.ModelArguments:
+def _seed_oss_arguments(config: HFConfig) -> ModelArguments:
     arguments = family.dense_arguments(_seed_oss, config)
     # Applied to the outputs of attention and MLP, like Megatron's; updates run without dropout.
-    dropout: family.TransformerArguments = {"hidden_dropout": number(config, "residual_dropout")}
+    dropout: TransformerArguments = {"hidden_dropout": number(config, "residual_dropout")}
     return replace(arguments, transformer=arguments.transformer | dropout)
 
 

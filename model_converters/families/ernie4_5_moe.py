@@ -7,6 +7,7 @@ read; it is dropped.
 from __future__ import annotations
 
 from model_converters.families.parts import experts, family, gated_mlp
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, integer, require
 from model_converters.mapping.table import Row
 
@@ -14,7 +15,7 @@ _NORM_MIN = 1e-12
 """Least sum by which routing weights are divided."""
 
 
-def _attention(config: HFConfig) -> family.TransformerArguments:
+def _attention(config: HFConfig) -> TransformerArguments:
     require(config, "use_bias", False, reason="the table has no rows for the biases of projections")
     return {**family.grouped_attention(config), "rotary_interleaved": True}
 
@@ -60,7 +61,7 @@ def _rows(config: HFConfig) -> list[Row]:
     return rows
 
 
-def _model_arguments(config: HFConfig) -> family.ModelArguments:
+def _model_arguments(config: HFConfig) -> ModelArguments:
     transformer, pattern = family.decoder_arguments(config, _attention(config)), _pattern(config)
     if any(pattern):
         require(config, "moe_norm_min", _NORM_MIN, reason="inference engines divide by the sum of the weights itself")

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts import family, gated_mlp
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.families.parts.hf_config import HFConfig, integer, number, require, section
 from model_converters.families.parts.rotary import rotary
 from model_converters.families.parts.windows import FULL, WINDOW, layer_kinds, window_arguments, with_rotation_of
@@ -37,7 +38,7 @@ _DEFAULTS: dict[str, object] = {
 _ROPE_TYPES = ("default", "linear")
 
 
-def _attention(config: HFConfig) -> family.TransformerArguments:
+def _attention(config: HFConfig) -> TransformerArguments:
     require(config, "hidden_activation", "gelu_pytorch_tanh", reason="the MLPs of this family have this activation")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         require(config, key, None, reason="megatron does not cap scores and logits")
@@ -58,7 +59,7 @@ def _rows(config: HFConfig) -> list[Row]:
     ]
 
 
-def _model_arguments(config: HFConfig) -> family.ModelArguments:
+def _model_arguments(config: HFConfig) -> ModelArguments:
     transformer = family.decoder_arguments(config, _attention(config))
     transformer |= window_arguments(config, layer_kinds(config, integer(config, "sliding_window_pattern")))
     transformer |= {

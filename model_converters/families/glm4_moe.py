@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from model_converters.families.parts import experts, family
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag
 from model_converters.families.parts.mtp import num_mtp_layers
 from model_converters.mapping.table import Row
@@ -28,7 +29,7 @@ _DEFAULTS = {
 }
 
 
-def _attention(config: HFConfig) -> family.TransformerArguments:
+def _attention(config: HFConfig) -> TransformerArguments:
     bias, norm = flag(config, "attention_bias"), flag(config, "use_qk_norm")
     return family.grouped_attention(config, qkv_bias=bias, qk_norm=norm, bias_of_qkv_only=True)
 
@@ -40,7 +41,7 @@ def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
     ]
 
 
-def _model_arguments(config: HFConfig) -> family.ModelArguments:
+def _model_arguments(config: HFConfig) -> ModelArguments:
     transformer = family.decoder_arguments(config, _attention(config))
     transformer |= experts.sparse_arguments(config, experts.sigmoid_routing(config))
     arguments = family.model_arguments(config, transformer, partial_rotation=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from model_converters.errors import ConversionError
 from model_converters.families.deepseek_v3 import DEEPSEEK_V3
-from model_converters.families.parts import family
+from model_converters.families.parts.arguments import ModelArguments
 from model_converters.families.parts.hf_config import HFConfig, integer, require
 from model_converters.mapping.table import Row
 
@@ -72,7 +72,7 @@ def _rows(config: HFConfig) -> list[Row]:
     return DEEPSEEK_V3.build_rows(_as_deepseek(config))
 
 
-def _model_arguments(config: HFConfig) -> family.ModelArguments:
+def _model_arguments(config: HFConfig) -> ModelArguments:
     return DEEPSEEK_V3.build_arguments(_as_deepseek(config))
 
 

@@ -11,6 +11,7 @@ from functools import partial
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts import experts, family, gated_mlp
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.families.parts.hf_config import HFConfig, has_mxfp4, integer, number, require, section
 from model_converters.families.parts.rotary import rope_section
 from model_converters.families.parts.rotary_scaling import Yarn
@@ -40,7 +41,7 @@ _DEFAULTS = {
 _MCORE, _HF = "decoder.layers.{l}.", "model.layers.{l}."
 
 
-def _attention(config: HFConfig) -> family.TransformerArguments:
+def _attention(config: HFConfig) -> TransformerArguments:
     require(config, "attention_bias", True, reason="megatron has biases in all linear layers or in none")
     if has_mxfp4(config):
         free = {"quant_method", "modules_to_not_convert", "dequantize", "use_kernels"}
@@ -119,7 +120,7 @@ def _expert_rows(hidden: int, intermediate: int, num_experts: int, layers: range
     ]
 
 
-def _model_arguments(config: HFConfig) -> family.ModelArguments:
+def _model_arguments(config: HFConfig) -> ModelArguments:
     # The gate is g * sigmoid(1.702 g), which Megatron calls quick_gelu.
     require(config, "swiglu_alpha", 1.702, reason="megatron's quick_gelu has this constant")
     transformer = family.decoder_arguments(config, _attention(config))

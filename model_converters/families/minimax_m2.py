@@ -11,6 +11,7 @@ from __future__ import annotations
 from model_converters.errors import ConversionError
 from model_converters.families import mixtral
 from model_converters.families.parts import experts, family
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.families.parts.hf_config import HFConfig, integer, require, whole_numbers
 from model_converters.mapping.table import Row
 
@@ -24,7 +25,7 @@ _FIXED: dict[str, object] = {
 }
 
 
-def _attention(config: HFConfig) -> family.TransformerArguments:
+def _attention(config: HFConfig) -> TransformerArguments:
     for key, value in _FIXED.items():
         require(config, key, value, None, reason="transformers' minimax_m2 computes this model, whatever the field is")
     if set(whole_numbers(config, "attn_type_list")) - {1}:
@@ -40,7 +41,7 @@ def _rows(config: HFConfig) -> list[Row]:
     ]
 
 
-def _model_arguments(config: HFConfig) -> family.ModelArguments:
+def _model_arguments(config: HFConfig) -> ModelArguments:
     transformer = family.decoder_arguments(config, _attention(config))
     intermediate = integer(config, "intermediate_size")
     routed = experts.softmax_experts(config, mixtral.num_experts(config), intermediate, normalised=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts import experts, family
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.mapping.table import Row
 
 _NAMES = experts.ExpertNames(block="block_sparse_moe", parts=("w1", "w3", "w2"), size_key="intermediate_size")
 
 
-def _attention(config: HFConfig) -> family.TransformerArguments:
+def _attention(config: HFConfig) -> TransformerArguments:
     # Absent means null, as in transformers' MixtralConfig.
     if config.get("sliding_window") is not None:
         raise ConversionError(
@@ -29,7 +30,7 @@ def num_experts(config: HFConfig) -> int:
     return integer(config, "num_local_experts", "num_experts")
 
 
-def rows(config: HFConfig, attention: family.TransformerArguments) -> list[Row]:
+def rows(config: HFConfig, attention: TransformerArguments) -> list[Row]:
     """Return the weight table of a model with experts in every layer, under Mixtral's names."""
     layers = range(integer(config, "num_hidden_layers"))
     hidden, intermediate = attention["hidden_size"], integer(config, "intermediate_size")
@@ -44,7 +45,7 @@ def _rows(config: HFConfig) -> list[Row]:
     return rows(config, _attention(config))
 
 
-def _model_arguments(config: HFConfig) -> family.ModelArguments:
+def _model_arguments(config: HFConfig) -> ModelArguments:
     transformer = family.decoder_arguments(config, _attention(config))
     intermediate = integer(config, "intermediate_size")
     transformer |= experts.softmax_experts(config, num_experts(config), intermediate, normalised=True)

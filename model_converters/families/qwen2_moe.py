@@ -6,6 +6,7 @@ Source: transformers models/qwen2_moe.
 from __future__ import annotations
 
 from model_converters.families.parts import experts, family, gated_mlp
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, require
 from model_converters.families.qwen3_moe import sparse_layers
 from model_converters.mapping.table import Row
@@ -24,7 +25,7 @@ _DEFAULTS = {
 }
 
 
-def _attention(config: HFConfig) -> family.TransformerArguments:
+def _attention(config: HFConfig) -> TransformerArguments:
     # With it, transformers needs a sliding_window.
     require(config, "use_sliding_window", False, reason="every layer attends to all tokens")
     return family.grouped_attention(config, qkv_bias=flag(config, "qkv_bias"))
@@ -45,7 +46,7 @@ def _rows(config: HFConfig) -> list[Row]:
     return rows
 
 
-def _model_arguments(config: HFConfig) -> family.ModelArguments:
+def _model_arguments(config: HFConfig) -> ModelArguments:
     transformer = family.decoder_arguments(config, _attention(config))
     sparse = set(sparse_layers(config))
     if sparse:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from model_converters.families.parts import delta_net, family
+from model_converters.families.parts.arguments import ModelArguments
 from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.families.parts.hybrid import SECTIONS, SHARED_EXPERT, hybrid_arguments, hybrid_table
 from model_converters.mapping.table import Row
@@ -18,7 +19,7 @@ def _rows(config: HFConfig, *, sparse: bool) -> list[Row]:
     return hybrid_table(config, [sparse] * integer(config, "num_hidden_layers"), separate=True)
 
 
-def _model_arguments(config: HFConfig, *, sparse: bool) -> family.ModelArguments:
+def _model_arguments(config: HFConfig, *, sparse: bool) -> ModelArguments:
     return hybrid_arguments(config, [sparse] * integer(config, "num_hidden_layers"))
 
 

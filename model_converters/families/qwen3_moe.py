@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from model_converters.families.parts import experts, family, gated_mlp
+from model_converters.families.parts.arguments import ModelArguments
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, whole_numbers
 from model_converters.mapping.table import Row
 
@@ -36,7 +37,7 @@ def _rows(config: HFConfig) -> list[Row]:
     return rows
 
 
-def _model_arguments(config: HFConfig) -> family.ModelArguments:
+def _model_arguments(config: HFConfig) -> ModelArguments:
     transformer = family.decoder_arguments(config, family.grouped_attention(config, qk_norm=True))
     sparse = set(sparse_layers(config))
     if sparse:

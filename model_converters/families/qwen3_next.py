@@ -7,6 +7,7 @@ dropped; num_nextn_predict_layers 1 keeps it. Source: transformers models/qwen3_
 from __future__ import annotations
 
 from model_converters.families.parts import delta_net, family
+from model_converters.families.parts.arguments import ModelArguments
 from model_converters.families.parts.hf_config import HFConfig, flag, integer
 from model_converters.families.parts.hybrid import SHARED_EXPERT, hybrid_arguments, hybrid_table
 from model_converters.families.qwen3_moe import sparse_layers
@@ -22,7 +23,7 @@ def _rows(config: HFConfig) -> list[Row]:
     return hybrid_table(config, _sparse(config), separate=False)
 
 
-def _model_arguments(config: HFConfig) -> family.ModelArguments:
+def _model_arguments(config: HFConfig) -> ModelArguments:
     return hybrid_arguments(config, _sparse(config), normalised=flag(config, "norm_topk_prob"))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from model_converters.errors import ConversionError, listing
-from model_converters.families.parts.family import ModelArguments
+from model_converters.families.parts.arguments import ModelArguments
 from model_converters.families.parts.rotary import inverse_frequencies
 from model_converters.hf.quant import FP8, SCALE_SUFFIX, Block, scale_shape
 from model_converters.hf.shards import StoredTensor

@@ -14,8 +14,8 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from mcore_rl.engines.vllm.optional_imports import declare_operators
 from mcore_rl.errors import ConfigError, WeightSyncError
+from mcore_rl.vision.operators import declare_operators
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 from model_converters.families import FAMILIES
 from model_converters.mapping.layout import TrainLayout

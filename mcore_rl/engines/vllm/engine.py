@@ -18,11 +18,12 @@ from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.engines.vllm.arguments import engine_arguments, sampling_arguments, set_environment
-from mcore_rl.engines.vllm.optional_imports import declare_operators, import_model
+from mcore_rl.engines.vllm.optional_imports import import_model
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError
 from mcore_rl.ports import Engine
 from mcore_rl.types import DraftCounts, SamplingOptions
+from mcore_rl.vision.operators import declare_operators
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -1,8 +1,7 @@
 """Implementations of models that import an optional package, such as torchvision.
 
-vLLM inspects the class of a model in a subprocess, where torchvision's wheel fails to load beside a CPU build of torch:
-it registers kernels of operators that only its own CUDA library declares. Here these operators are declared before the
-import, and the class is inspected in this process.
+vLLM inspects the class of a model in a subprocess, where torchvision's wheel may fail to load beside a CPU build of
+torch (vision/operators.py). Here its operators are declared first, and the class is inspected in this process.
 """
 
 from __future__ import annotations
@@ -10,16 +9,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 from mcore_rl.errors import ConfigError
+from mcore_rl.vision.operators import declare_operators
 from mcore_rl.weights.engine_config import optional_imports
-
-_TORCHVISION = {
-    "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-}
-"""Schemas of torchvision 0.28 whose fake kernels are registered on import."""
 
 
 def import_model(model_dir: str | Path) -> None:
@@ -41,15 +33,3 @@ def import_model(model_dir: str | Path) -> None:
 
     registered = ModelRegistry.models[architecture]
     ModelRegistry.models[architecture] = _RegisteredModel.from_model_cls(registered.load_model_cls())
-
-
-def declare_operators() -> None:
-    """Declare the operators that torchvision's wheel for CUDA needs beside a CPU build of torch, before its import.
-
-    transformers imports torchvision as well, wherever it is installed.
-    """
-    if torch.version.cuda is not None:
-        return
-    for name, schema in _TORCHVISION.items():
-        if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(f"torchvision::{name}", schema)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mcore_rl.planner.layers.execution import ALWAYS, Execution, SavedTensor
 from mcore_rl.resolved.costs import DELTA_RULE_CHUNK
-from model_converters.families.parts.family import TransformerArguments
+from model_converters.families.parts.arguments import TransformerArguments
 
 
 def linear_attention(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mcore_rl.planner.layers.execution import Execution, SavedTensor, core_attention
-from model_converters.families.parts.family import TransformerArguments
+from model_converters.families.parts.arguments import TransformerArguments
 
 
 def transformers_layer(sizes: TransformerArguments, run: Execution, *, sparse: bool) -> Iterator[SavedTensor]:

@@ -22,7 +22,8 @@ import torch
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts import family
-from model_converters.families.parts.family import TransformerArguments, whole_row
+from model_converters.families.parts.arguments import TransformerArguments
+from model_converters.families.parts.family import whole_row
 from model_converters.families.parts.hf_config import HFConfig, integer, require
 from model_converters.mapping.table import Row
 from model_converters.mapping.transforms import Heads, Section, Sections

@@ -16,7 +16,8 @@ SGLang merges rope_parameters into those of config.json, so leaving a field out 
 from __future__ import annotations
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.family import Family, ModelArguments
+from model_converters.families.parts.arguments import ModelArguments
+from model_converters.families.parts.family import Family
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.parts.rotary import RotarySettings, rope_section
 from model_converters.families.parts.rotary_scaling import Linear, LongRope, Yarn

@@ -12,7 +12,8 @@ import torch
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts import family
-from model_converters.families.parts.family import TransformerArguments, whole_row
+from model_converters.families.parts.arguments import TransformerArguments
+from model_converters.families.parts.family import whole_row
 from model_converters.families.parts.gated_mlp import PARTS, gated_rows, mlp_rows
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number, require
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers

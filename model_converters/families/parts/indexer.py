@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.family import TransformerArguments, whole_row
+from model_converters.families.parts.arguments import TransformerArguments
+from model_converters.families.parts.family import whole_row
 from model_converters.families.parts.hf_config import HFConfig, integer, require
 from model_converters.mapping.table import Row
 from model_converters.mapping.transforms import Shape

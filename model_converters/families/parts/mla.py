@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts import family
-from model_converters.families.parts.family import ModelArguments, TransformerArguments, whole_row
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
+from model_converters.families.parts.family import whole_row
 from model_converters.families.parts.hf_config import HFConfig, integer, refuse_unsupported, require
 from model_converters.families.parts.rotary import rope_section
 from model_converters.families.parts.rotary_scaling import Scaling, Yarn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.family import TransformerArguments
+from model_converters.families.parts.arguments import TransformerArguments
 from model_converters.families.parts.hf_config import HFConfig, integer, section
 
 WINDOW, FULL = "sliding_attention", "full_attention"

@@ -1,0 +1,77 @@
+"""Qwen3-VL: text models of Qwen3 and Qwen3-MoE with a vision tower. Source: transformers models/qwen3_vl, qwen3_vl_moe.
+
+Features of several depths of the tower (deepstack) are added behind the first decoder layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from model_converters.families.dense import QWEN3
+from model_converters.families.parts import family, vision
+from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, require
+from model_converters.families.qwen3_moe import QWEN3_MOE
+from model_converters.mapping.table import Row
+
+_SECTIONS = (24, 20, 20)
+"""Default of transformers."""
+
+
+def _rows(text: family.Family, config: HFConfig) -> list[Row]:
+    rows = [_both_orientations(row) for row in vision.language_rows(text.build_rows(config))]
+    return [*rows, *vision.qwen3_tower(config)]
+
+
+def _both_orientations(row: Row) -> Row:
+    """Let experts be stored as in the hub's files, [E, columns, rows], and as transformers 5 writes them."""
+    if not row.num_experts:
+        return row
+    stored = tuple(replace(place, transposed=True, either_way=True) for place in row.stored)
+    return replace(row, stored=stored, stacked_release=True, fp8=False)
+
+
+def _arguments(text: family.Family, config: HFConfig) -> ModelArguments:
+    arguments = text.build_arguments(vision.without_sections(config))
+    sections = vision.read_sections(config, _SECTIONS, arguments.transformer["kv_channels"] // 2)
+    rotation: TransformerArguments = {"mrope_section": sections, "mrope_interleaved": True}
+    return replace(arguments, transformer={**arguments.transformer, **rotation}, vision=vision.read_vision(config))
+
+
+def _moe_arguments(config: HFConfig) -> ModelArguments:
+    require(config, "norm_topk_prob", True, reason="transformers normalises the weights of the chosen experts")
+    return _arguments(QWEN3_MOE, {**config, "norm_topk_prob": True})
+
+
+_COVERS = "vision tower with deepstack, positions in time, height and width (no videos)"
+QWEN3_VL = replace(
+    QWEN3,
+    model_type="qwen3_vl",
+    build_rows=partial(_rows, QWEN3),
+    build_arguments=partial(_arguments, QWEN3),
+    architecture="Qwen3VLForConditionalGeneration",
+    own_fields=QWEN3.own_fields | vision.OWN_FIELDS,
+    vllm_imports=("torchvision",),
+    description=replace(
+        QWEN3.description, models="Qwen3-VL 2B to 32B", covers=f"Qwen3's text model, {_COVERS}", vllm_cpu="not tried"
+    ),
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    model_type="qwen3_vl_moe",
+    build_rows=partial(_rows, QWEN3_MOE),
+    build_arguments=_moe_arguments,
+    defaults={"decoder_sparse_step": 1, "head_dim": COMPUTED, "num_key_value_heads": 16},
+    engine_fields={"norm_topk_prob": True},
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    own_fields=QWEN3_MOE.own_fields | vision.OWN_FIELDS,
+    vllm_imports=("torchvision",),
+    description=replace(
+        QWEN3_MOE.description,
+        models="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
+        covers=f"text model of Qwen3-MoE, {_COVERS}; experts stored as one tensor per layer, in both orientations",
+        refused={**QWEN3_MOE.description.refused, "norm_topk_prob": False},
+        vllm_cpu="not tried",
+    ),
+)
