@@ -18,7 +18,7 @@ from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.engines.vllm.arguments import engine_arguments, sampling_arguments, set_environment
-from mcore_rl.engines.vllm.optional_imports import declare_operators, import_model
+from mcore_rl.engines.vllm.optional_imports import check_imports
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError
 from mcore_rl.ports import Engine
@@ -165,12 +165,11 @@ class VllmEngine(RankEngine):
 
 
 def _start(settings: EngineSettings) -> LLMEngine:
-    declare_operators()  # before the imports of vLLM, whose transformers imports torchvision
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     arguments = engine_arguments(settings)
-    import_model(settings.model_dir)
+    check_imports(settings.model_dir)
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except ValueError as error:
