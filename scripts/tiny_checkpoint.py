@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_rl.types.json import JsonObject, JsonValue
+from mcore_rl.vision.operators import declare_operators
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES, family_for
+from model_converters.vision_model import VISION_TYPES, nested_fields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -89,7 +91,41 @@ _SPARSE_LAYERS: JsonObject = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+IMAGE_TOKEN = 90
+_VISION: JsonObject = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "in_channels": 3,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_IMAGE_TOKENS: JsonObject = {
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+    "pad_token_id": None,
+}
+
+
+def _qwen3_vision(model_type: str, **changes: JsonValue) -> JsonObject:
+    return {**_VISION, "model_type": model_type, "num_position_embeddings": 64, **changes}
+
+
+def _sections(sections: list[JsonValue], **changes: JsonValue) -> JsonObject:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **changes}
+
+
 _MORE_FIELDS: dict[str, JsonObject] = {
+    "qwen3_vl": {
+        **_IMAGE_TOKENS,
+        "vision_config": _qwen3_vision("qwen3_vl_vision", deepstack_visual_indexes=[0, 1]),
+        "rope_parameters": _sections([4, 2, 2], mrope_interleaved=True),
+    },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
     "deepseek_v2": {**_LATENT_ATTENTION, "q_lora_rank": None, **_SOFTMAX_EXPERTS},
     "deepseek_v3": {**_LATENT_ATTENTION, **_SIGMOID_EXPERTS},
@@ -163,16 +199,19 @@ def tiny_config(kind: str, **changes: JsonValue) -> PretrainedConfig:
     """Return the transformers configuration with the fields of `tiny_fields`."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**tiny_fields(kind, **changes))
+    return AutoConfig.for_model(**nested_fields(tiny_fields(kind, **changes)))
 
 
 def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: JsonValue) -> PreTrainedModel:
     """Create a float32 model with peaked logits and norms away from 1, so that a misplaced weight changes the
     output."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), attn_implementation="eager").float().eval()
+    if kind in VISION_TYPES:
+        declare_operators()
+    loader = AutoModelForImageTextToText if kind in VISION_TYPES else AutoModelForCausalLM
+    model = loader.from_config(tiny_config(kind, **changes), attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Norms start at 1, or at 0 if their factor is 1 + weight.

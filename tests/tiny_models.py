@@ -66,8 +66,9 @@ def checkpoint_tensors(model: Any, named: dict[str, torch.Tensor]) -> dict[str, 
     from model_converters.families import FAMILIES
     from model_converters.hf.stacked import rows_of
     from model_converters.mapping.table import bind, exported_parts
+    from model_converters.vision_model import flat_fields
 
-    tensors, config = dict(revert_weight_conversion(model, named)), model.config.to_dict()
+    tensors, config = dict(revert_weight_conversion(model, named)), flat_fields(model.config.to_dict())
     if config["model_type"] not in FAMILIES:
         return tensors
     stacked = [

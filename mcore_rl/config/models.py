@@ -152,6 +152,8 @@ class ActorConfig:
     """Gather updated weights during the forward pass."""
     mtp_loss_coefficient: float = setting(0.0, minimum=0)
     """Loss coefficient of the model's multi-token-prediction layers; 0: these layers are not built."""
+    train_vision: bool = False
+    """Train the vision tower of a model that reads images too; false: it keeps its weights."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -284,6 +284,8 @@ def _rope(engine: bool, request: BuildRequest) -> Component:
         return Component("unfused", "megatron's fused RoPE for latent attention is experimental and supports yarn only")
     if not engine:
         return Component("unfused", "fused RoPE needs TransformerEngine's layers")
+    if request.sizes.get("mrope_section"):
+        return Component("unfused", "fused RoPE of packed rows has one angle per position, not per token (mrope)")
     if request.rotation_factor != 1:
         # megatron-core 0.16.1, rope_utils.apply_rotary_pos_emb: the branch of packed rows passes no mscale.
         return Component(

@@ -17,12 +17,15 @@ from mcore_rl.resolved.implementation import BuildRequest, Implementation, choos
 from mcore_rl.resolved.layout import check_experts, conversion_errors, model_arguments, role_layout
 from mcore_rl.resolved.quantization import check_blocks, check_trained_groups
 from mcore_rl.resolved.recompute import recompute_arguments
+from mcore_rl.resolved.vision import check_vision
+from model_converters.errors import ConversionError
 from model_converters.families import check_for_engine, engine_overrides, family_for, missing_engine_fields
 from model_converters.families.parts.family import ModelArguments
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.parts.mtp import num_mtp_layers, without_mtp
 from model_converters.hf.value_head import value_model_config
 from model_converters.mapping.layout import TrainLayout
+from model_converters.vision_model import VISION_TYPES, flat_fields
 
 if TYPE_CHECKING:
     from mcore_rl.resolved.installed import Installed
@@ -55,14 +58,21 @@ class ResolvedModel:
         hf_config = read_hf_config(role.model, role.checkpoint)
         with conversion_errors(f"{role.checkpoint}={role.model.hf_path}: "):
             # Only for its error: value_model_config accepts unknown families.
+            hf_config = flat_fields(hf_config)
             family_for(hf_config)
             hf_config = value_model_config(hf_config)
+            if hf_config["model_type"] in VISION_TYPES:
+                raise ConversionError(
+                    f"model_type {hf_config['model_type']!r} has a vision tower, which critics and reward models do "
+                    "not support; use a text model"
+                )
         return cls._checked(role, num_ranks, hf_config)
 
     @classmethod
     def _checked(cls, role: ModelRole, num_ranks: int, hf_config: dict[str, Any], left_out: int = 0) -> ResolvedModel:
         spec = cls(role, hf_config, role_layout(role, num_ranks, hf_config), left_out)
         check_experts(role.section.moe, spec.arguments.transformer, role)
+        check_vision(role, spec.arguments, spec.layout)
         return spec
 
     @cached_property
@@ -93,6 +103,7 @@ def policy_config(role: ModelRole) -> tuple[dict[str, object], int]:
     path = f"{role.checkpoint}={role.model.hf_path}"
     hf_config = read_hf_config(role.model, role.checkpoint)
     with conversion_errors(f"{path}: "):
+        hf_config = flat_fields(hf_config)
         # Only for its error: num_mtp_layers accepts unknown families.
         family_for(hf_config)
         layers = num_mtp_layers(hf_config)

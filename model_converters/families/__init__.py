@@ -20,6 +20,7 @@ from model_converters.families.qwen2_moe import QWEN2_MOE
 from model_converters.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.families.qwen3_next import QWEN3_NEXT
+from model_converters.families.qwen3_vl import QWEN3_VL
 from model_converters.families.refusals import REFUSED
 from model_converters.text_model import reads_images
 
@@ -43,6 +44,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5_MOE,
         QWEN3_MOE,
         QWEN3_NEXT,
+        QWEN3_VL,
         SEED_OSS,
     )
 }

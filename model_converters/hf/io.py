@@ -25,6 +25,7 @@ from model_converters.hf.writer import HFWriter
 from model_converters.mapping.table import bind
 from model_converters.mapping.transforms import Shape
 from model_converters.text_model import text_tensors
+from model_converters.vision_model import VISION_TYPES, tower_tensors
 
 __all__ = ["HFCheckpoint", "HFWriter"]
 
@@ -42,7 +43,8 @@ class HFCheckpoint:
     - Saved rotary frequencies are compared with config.json; `shapes` does not contain them.
     - `unlisted` describes the weight files, and the tensors of vision towers, that are ignored; `ignored` names the
       tensors that transformers' class does not read, which `shapes` does not contain either.
-    - Tensors and config.json are the text model's, if the release also reads images (see text_model.py).
+    - Tensors and config.json are the text model's, if the release also reads images (see text_model.py), unless the
+      family has its vision tower (see vision_model.py).
 
     Raises: ConversionError naming the file, for a missing config.json, an unsupported model_type or quantisation, a
     missing or truncated shard, an index that does not fit its shards, unlisted files with other tensors, FP8 weights
@@ -60,7 +62,10 @@ class HFCheckpoint:
         headers = read_headers(self.directory)
         # Before the tensors are split: an unlisted file may also contain scales and buffers.
         self.unlisted = find_unlisted(self.directory, headers)
-        listed, images = text_tensors(headers)
+        if self.config["model_type"] in VISION_TYPES:
+            listed, images = tower_tensors(headers), []
+        else:
+            listed, images = text_tensors(headers)
         if images:
             note = f"{len(images)} tensors of the vision tower are left out"
             self.unlisted = replace(self.unlisted, notes=(*self.unlisted.notes, note))

@@ -9,6 +9,7 @@ from pathlib import Path
 from model_converters.durable_files import sync, write_json
 from model_converters.errors import ConversionError
 from model_converters.inputs import open_regular, require_inside, special_kind
+from model_converters.vision_model import nested_fields
 
 HF_FOLDER = "config_and_tokenizer"
 """Folder of the side files in a Megatron checkpoint. Its name shows that it contains no weights."""
@@ -42,7 +43,7 @@ def copy_side_files(source: Path | str, target: Path | str, config: Mapping[str,
         # The caller renames the directory when it is complete; its files must be on the disk by then.
         sync(target / file.name)
     if config is not None:
-        write_json(target / _CONFIG, config)
+        write_json(target / _CONFIG, nested_fields(config))
     sync(target)
 
 

@@ -28,6 +28,7 @@ from model_converters.hf.stacked import matrix_of, rows_of
 from model_converters.mapping.placement import Piece, TensorPlan
 from model_converters.mapping.table import StoredPart
 from model_converters.mapping.transforms import Shape
+from model_converters.vision_model import nested_fields
 
 
 def plan_bytes(plan: TensorPlan) -> int:
@@ -249,7 +250,7 @@ class HFWriter:
             config = config or read_hf_config(Path(source))
         if config is not None:
             exported = exported_config(config, self._plans.values())
-            write_json(self.partial / "config.json", {**exported, **missing_engine_fields(config)})
+            write_json(self.partial / "config.json", nested_fields({**exported, **missing_engine_fields(config)}))
 
 
 class _FileTensor(NamedTuple):

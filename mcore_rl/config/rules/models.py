@@ -17,6 +17,7 @@ UNSUPPORTED = {
     "model.random_init": "checkpoints contain adapters only, and the base model is read again from model.hf_path; set "
     "it to false",
     "actor.mtp_loss_coefficient": "PEFT's adapters have no names for multi-token-prediction layers; set it to 0",
+    "actor.train_vision": "adapters belong to the decoder, and all other weights are frozen; set it to false",
     "actor.moe.bias_update_rate": "the bias belongs to the frozen weights; set it to 0",
     "actor.fp8": "models with adapters are built without TransformerEngine, which has the FP8 kernels; set it to none",
     "reference.refresh_every_steps": "the reference is the base model without adapters and cannot change; set it to 0",

@@ -42,11 +42,15 @@ def _fused_rotary(this: Fix, module: ModuleType) -> None:
             return original(t, cu_seqlens, freqs, mscale=mscale, cp_group=cp_group, **options)
         if multi_latent_attention:  # pairs are adjacent dimensions, and all dimensions are rotated
             t = torch.cat((t[..., 0::2], t[..., 1::2]), -1)
-        # The table has one row per position and no gradient.
+        # The table has no gradient.
         table = freqs.detach().flatten(1)
         cos, sin = ((function(table) * mscale).to(t.dtype) for function in (torch.cos, torch.sin))
         part = ContextPart(cp_group.rank(), cp_group.size())
-        return rotate(t, cos, sin, part.positions(cu_seqlens.diff().long()))
+        lengths = cu_seqlens.diff().long()
+        # As in Megatron's function: a table as long as the whole row has a row per token, not per position (mrope).
+        # For a single sequence the two are equal.
+        by_token = len(table) == int(cu_seqlens[-1])
+        return rotate(t, cos, sin, part.row_indices(lengths) if by_token else part.positions(lengths))
 
     this.patch(module, "_apply_rotary_pos_emb_thd", rotate_packed)
 

@@ -25,6 +25,8 @@ from mcore_rl.megatron.model.rows import keep_rows, use_row_layers
 from mcore_rl.megatron.model.shards import separate_experts
 from mcore_rl.megatron.model.stored_chunks import stored_chunks
 from mcore_rl.megatron.model.value_model import ValueModel
+from mcore_rl.megatron.model.vision.model import VisionPolicy
+from mcore_rl.megatron.model.vision.tower import build_tower
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import Installed, here
 from mcore_rl.resolved.layout import sequence_parallel
@@ -73,6 +75,9 @@ def build_model(
     stages = [None] if spec.layout.vpp is None else range(spec.layout.vpp)
     sharded = spec.role.section.parallel.shard_parameters
     chunks = [_build_chunk(kind, config, spec.arguments, engine, stage, sharded=sharded) for stage in stages]
+    for chunk in chunks:
+        if isinstance(chunk, VisionPolicy) and chunk.pre_process:
+            chunk.vision.requires_grad_(spec.role.section.train_vision)
     if spec.role.section.quantization_aware:
         for chunk in chunks:
             round_experts(chunk.decoder.layers, spec.role.section.quantization_aware)
@@ -203,6 +208,9 @@ def _build_chunk(
     sharded: bool,
 ) -> PolicyModel:
     tp = config.tensor_model_parallel_size
+    if arguments.vision is not None:
+        assert kind is PolicyModel, "resolved.vision rejects other models with a tower"
+        kind = VisionPolicy
     scale_rotation(config, arguments.rotary)
     spec = decoder_specs(config, engine, vp_stage)
     initialized = config.init_method is not _unchanged
@@ -217,7 +225,7 @@ def _build_chunk(
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=arguments.tied_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if arguments.vision is None else "mrope",
         rotary_percent=arguments.rotary.fraction,
         rotary_base=arguments.rotary.base,
         mtp_block_spec=mtp_specs(config, spec, engine, vp_stage),
@@ -225,6 +233,10 @@ def _build_chunk(
     )
     model.unpadded_vocab_size = arguments.vocab_size
     set_frequencies(model, arguments.rotary)
+    if isinstance(model, VisionPolicy) and model.pre_process:
+        assert arguments.vision is not None
+        tower = build_tower(arguments.vision, config, initialized=initialized)
+        model.add_tower(tower, arguments.vision.deepstack)
     for module in model.modules():
         if isinstance(module, MultiLatentAttention):
             finish_latent_attention(module, config, arguments.latent_norm_epsilon)

@@ -13,6 +13,8 @@
 Multi-token-prediction layers are `mtp.layers.{m}`, with a decoder layer under `transformer_layer`. With several
 pipeline stages, the last stage then has a copy of the embedding.
 
+A vision tower has the same names in every model: `vision.` and the name of its parameter.
+
 The canonical names of a model of transformers (huggingface/model.py) are the names of its HF checkpoint. Its stacked
 experts are separate tensors, of which a rank has those that it stores.
 
@@ -31,6 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mcore_rl.megatron.model.output import ModelChunk, unwrap
 from mcore_rl.megatron.model.shards import local_shard, shard_of
+from model_converters.families.parts.vision import MCORE_PREFIX
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -95,7 +98,8 @@ def _canonical_parts(model: ModelChunk, live_name: str, tensor: torch.Tensor) ->
 
 def canonical_name(model: ModelChunk, live_name: str) -> str:
     """Map a name of this chunk's tensors to its canonical name. Raises: KeyError for an unknown name."""
-    if model.has_hf_names or live_name in _OUTSIDE_LAYERS or _IN_MTP.fullmatch(live_name):
+    outside = live_name in _OUTSIDE_LAYERS or live_name.startswith(MCORE_PREFIX)
+    if model.has_hf_names or outside or _IN_MTP.fullmatch(live_name):
         return live_name
     canonical = None
     if matched := _LAYER.fullmatch(live_name):

@@ -10,6 +10,7 @@ import math
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mcore_rl.megatron.model.vision.rotation import SectionedRotation
 from model_converters.families.parts.rotary import RotarySettings, inverse_frequencies
 
 
@@ -38,5 +39,12 @@ def set_frequencies(model: GPTModel, rotary: RotarySettings) -> None:
     embedding = model.rotary_pos_emb
     frequencies = inverse_frequencies(rotary, config.kv_channels)
     assert frequencies.shape == embedding.inv_freq.shape, "Megatron rotates another number of elements"
+    if config.mrope_section is not None:
+        model.rotary_pos_emb = SectionedRotation(
+            frequencies.to(embedding.inv_freq.device),
+            config.mrope_section,
+            interleaved=getattr(config, "mrope_interleaved", False),
+        )
+        return
     # Not a buffer, so that neither bfloat16 nor moving the model changes it.
     embedding.inv_freq = frequencies.to(embedding.inv_freq.device)

@@ -17,9 +17,10 @@ from mcore_rl.megatron.model.shards import replicas_of
 from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts
 from mcore_rl.types import Root
 
-# In this order: MTP layers contain all other kinds, and names of routers and experts contain `mlp.`.
+# In this order: MTP layers and vision towers contain all other kinds, and names of routers and experts contain `mlp.`.
 _PARTS = (
     ("mtp.", "mtp"),
+    ("vision.", "vision"),
     ("embedding.", "embedding"),
     ("embed_tokens.", "embedding"),
     ("output_layer.", "output"),

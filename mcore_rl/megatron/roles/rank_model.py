@@ -107,6 +107,7 @@ class RankModel:
             group=parallel_state.get_data_parallel_group() if layout.dp > 1 else None,
             device=self.device,
             context=self.context,
+            vision=spec.arguments.vision,
         )
         # Float16Module would otherwise copy the output to float32 (see output.py).
         self._forward_options = {"fp32_output": False} if role.model.dtype == "bfloat16" else {}
@@ -180,8 +181,11 @@ class RankModel:
                 # Megatron requires a number of tokens, which sum_gradients ignores.
                 return loss, torch.tensor(0, dtype=torch.int), result
 
-            options = self._forward_options
-            return chunk(batch.tokens[None], None, None, packed_seq_params=batch.sequences, **options), loss_function
+            options = self._forward_options | ({} if batch.images is None else {"images": batch.images})
+            output = chunk(
+                batch.tokens[None], batch.positions, None, packed_seq_params=batch.sequences, **options
+            )
+            return output, loss_function
 
         # Every virtual stage passes over all micro-batches.
         iterators = [iter(zip(batches, rows, strict=True)) for _ in self.modules]

@@ -29,7 +29,10 @@ from mcore_rl.data.packing import TOKENS, SequenceCost, pack
 from mcore_rl.errors import DataError, McoreRLError
 from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.attention.packed import PackedRow, pack_sequences, upload
+from mcore_rl.megatron.model.vision.tower import RowImages
+from mcore_rl.megatron.step.images import image_inputs, prompt_images
 from mcore_rl.types import RankShare, TrajectoryBuffers
+from model_converters.families.parts.vision import VisionArguments
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,14 @@ class MicroBatch:
     staleness: version that the updates produce minus version that sampled the token; 1 if the updates start from the
         weights that sampled it, as always in synchronous runs.
     owners: with context parallelism, the rank of each of the M trained tokens of all ranks.
+    positions, images: of a row with images: the positions of all ranks' tokens in time, height and width, and the
+        images; else None.
 
     With context parallelism, `tokens` and per-token tensors hold this rank's part; sequences, lengths, whole_counts and
     owners describe all ranks. A micro-batch without samples is a dummy: it makes the number of passes equal on all
     ranks and contributes exactly zero.
 
-    Shapes: tokens int64 [T]; owners int64 [M]; other tensors [N], N trained tokens: predictors, targets int64;
+    Shapes: tokens int64 [T]; owners int64 [M]; positions int32 [3, tokens of all ranks]; other tensors [N], N trained tokens: predictors, targets int64;
     advantages, loss_weights, logp_rollout, staleness, temperatures float32.
     """
 
@@ -66,6 +71,8 @@ class MicroBatch:
     logp_rollout: torch.Tensor
     staleness: torch.Tensor
     temperatures: torch.Tensor | float | None = None
+    positions: torch.Tensor | None = None
+    images: RowImages | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class Packing:
     group: ranks that must run the same number of micro-batches.
     cost: cost to be balanced over micro-batches, within the token budget.
     context: this rank's part of every row.
+    vision: vision tower of the model; None: trajectories must not have images.
     """
 
     tokens: int
@@ -87,6 +95,7 @@ class Packing:
     device: torch.device | str = "cpu"
     cost: SequenceCost = TOKENS
     context: ContextPart = SINGLE_RANK
+    vision: VisionArguments | None = None
 
 
 def distinct_samples(shares: Sequence[RankShare], *, first: int = 0) -> RankShare:
@@ -181,9 +190,13 @@ def _microbatch(
     # Sort by descending length, so that sequences of equal length are adjacent and attention copies nothing.
     members = members[np.argsort(-share.total_tokens[members], kind="stable")]
     sequences = [_sequence(chunks[share.chunk_ids[i]], share, int(i)) for i in members]
+    images = [prompt_images(chunks[share.chunk_ids[i]], int(share.rows[i])) for i in members]
     row_lengths, row, trained = _row(sequences, packing)
     tokens, predictors, owners = _part_of_row(row_lengths, row, trained["predictors"], packing.context)
     mine = slice(None) if packing.context.size == 1 else owners == packing.context.rank
+    positions, row_images = image_inputs(
+        [computed for computed, _ in sequences], images, row_lengths, packing.vision, packing.context
+    )
     whole_responses = np.repeat(np.arange(len(sequences)), [len(arrays["targets"]) for _, arrays in sequences])
     responses = whole_responses[mine]
 
@@ -205,6 +218,8 @@ def _microbatch(
         logp_rollout=to_device(trained["logp_rollout"][mine]),
         staleness=to_device(trained["staleness"][mine]),
         temperatures=_compact_temperatures(trained["temperatures"][mine], to_device),
+        positions=None if positions is None else to_device(positions),
+        images=None if row_images is None else row_images.on(packing.device),
     )
 
 

@@ -119,7 +119,7 @@ def refuse_for_engine(family: Family, config: HFConfig, engine: str) -> None:
     _refuse_unread(family, config, engine)
     refuse_rotation(family, config, engine)
     for key in SUBMODELS:
-        if config.get(key) is not None:
+        if config.get(key) is not None and key not in family.own_fields:
             raise ConversionError(
                 f"config.json: {key} is not supported: inference engines read the model's fields from it, but "
                 f"transformers' {family.model_type} does not; remove it"

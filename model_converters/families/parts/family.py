@@ -11,6 +11,7 @@ from model_converters.errors import ConversionError
 from model_converters.families.parts import gated_mlp, hf_config
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number
 from model_converters.families.parts.rotary import ROPE_TYPES, RotarySettings, rotary
+from model_converters.families.parts.vision import VisionArguments
 from model_converters.mapping.table import FINAL_NORM, Place, Row
 from model_converters.mapping.transforms import GroupedQKV, Heads, KeyValueHeads, Same, Shape, Vocabulary
 
@@ -101,14 +102,18 @@ class TransformerArguments(TypedDict, total=False):
     beta_slow: float
     mscale: float
     mscale_all_dim: float
+    # Rotation by positions in time, height and width (parts/vision.py).
+    mrope_section: list[int]
     # OWN_ARGUMENTS.
+    mrope_interleaved: bool
     qk_norm_over_heads: bool
     moe_router_bias_in_row: bool
 
 
-OWN_ARGUMENTS = frozenset({"qk_norm_over_heads", "moe_router_bias_in_row"})
+OWN_ARGUMENTS = frozenset({"mrope_interleaved", "qk_norm_over_heads", "moe_router_bias_in_row"})
 """TransformerArguments that Megatron does not have.
 
+mrope_interleaved: pairs of elements rotate by time, height and width in turn, not in blocks.
 qk_norm_over_heads: q and k have RMS norms over all heads of a token (model/head_norm.py), instead of qk_layernorm.
 moe_router_bias_in_row: the correction bias of a router is [1, experts].
 """
@@ -121,6 +126,7 @@ class ModelArguments:
     mtp_num_layers: number of multi-token-prediction layers.
     latent_norm_epsilon: epsilon of the two norms inside multi-head latent attention, for which Megatron would use the
     model's epsilon; None without such norms.
+    vision: vision tower; None for a text model.
     """
 
     transformer: TransformerArguments
@@ -130,6 +136,7 @@ class ModelArguments:
     tied_embeddings: bool
     mtp_num_layers: int = 0
     latent_norm_epsilon: float | None = None
+    vision: VisionArguments | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from model_converters.families.parts.quantization import (
 )
 from model_converters.inputs import is_number, read_object
 from model_converters.text_model import text_fields
+from model_converters.vision_model import flat_fields
 
 HFConfig = Mapping[str, object]
 _ABSENT = "config.json has no "
@@ -30,7 +31,7 @@ _ABSENT = "config.json has no "
 
 def read_hf_config(path: Path | str) -> dict[str, object]:
     """Read config.json; `path` is an HF directory or the file itself. If the release also reads images, these are the
-    fields of its text model.
+    fields of its text model, or, for a model that is trained with its vision tower, the flat form of vision_model.py.
 
     Raises: ConversionError naming the file if it is missing, not JSON, or has no model_type.
     """
@@ -44,7 +45,7 @@ def read_hf_config(path: Path | str) -> dict[str, object]:
         raise ConversionError(f"{path} does not exist; a model directory needs its config.json") from None
     if not isinstance(config.get("model_type"), str):
         raise ConversionError(f"{path} has no model_type")
-    return text_fields(config)
+    return text_fields(flat_fields(config))
 
 
 COMPUTED = "its default"

@@ -3,7 +3,7 @@ shared expert, and at most one multi-token-prediction layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from model_converters.errors import ConversionError
@@ -11,9 +11,9 @@ from model_converters.families.parts import experts, family, gated_mlp
 from model_converters.families.parts.delta_net import hybrid_attention, hybrid_rows, linear_layers
 from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.families.parts.mtp import SEPARATE, mtp_rows, num_mtp_layers
+from model_converters.families.parts.vision import without_sections
 from model_converters.mapping.table import Row
 
-_AXES = ("mrope_section", "mrope_interleaved")
 SHARED_EXPERT = frozenset({"shared_expert_intermediate_size"})
 SECTIONS = frozenset({"mrope_section"})
 """Parts of Family.own_fields: fields that transformers uses too, of models with experts and with Qwen3.5's rotation."""
@@ -59,7 +59,8 @@ def hybrid_arguments(config: HFConfig, sparse: Sequence[bool], *, normalised: bo
         if all(sparse):  # config.json of Qwen3.5 has no size of dense layers
             config = {"intermediate_size": intermediate, **config}
     transformer: family.TransformerArguments = {**family.decoder_arguments(config, attention), **routing}
-    arguments = family.model_arguments(_without_axes(config), transformer, partial_rotation=True)
+    # The three positions of a text token are equal.
+    arguments = family.model_arguments(without_sections(config), transformer, partial_rotation=True)
     return replace(arguments, mtp_num_layers=num_mtp_layers(config))
 
 
@@ -85,14 +86,3 @@ def _check_mtp(config: HFConfig, linear: Sequence[bool]) -> None:
             "config.json: mtp_num_hidden_layers 1 with linear attention in the last decoder layer (layer_types) is not "
             "supported: megatron builds the multi-token-prediction layer like the last one; set it to 0"
         )
-
-
-def _without_axes(config: HFConfig) -> dict[str, object]:
-    """Remove the rotation's sections for time, height and width: the three positions of a text token are equal."""
-    sections = {name: config[name] for name in ("rope_scaling", "rope_parameters") if name in config}
-    without = {
-        name: {key: value for key, value in section.items() if key not in _AXES}
-        for name, section in sections.items()
-        if isinstance(section, Mapping)
-    }
-    return {**config, **without}

@@ -1,0 +1,1 @@
+"""Images of prompts: positions of their tokens."""
