@@ -49,4 +49,4 @@ from mcore_rl.types.rollout import (
     Trajectory,
     extra_of_turns,
 )
-from mcore_rl.types.vision import PromptImages
+from mcore_rl.types.vision import ImageSource, PromptImages
