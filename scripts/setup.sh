@@ -122,7 +122,7 @@ install_packages() {
   fi
   pip_install "${packages[@]}"
   if [[ $extra == cpu ]]; then
-    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    "$venv/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec
   fi
 }
 

@@ -89,6 +89,8 @@ class DataConfig:
     """Column with the ground truth and, for supervised warm start, the target text; null: `reward_model.ground_truth`,
     else `answer`, else `ground_truth` (target text: `answer`). Rows in verl's format that lack this column use their
     `reward_model.ground_truth`."""
+    image_key: str = "images"
+    """Column with the images of a prompt, for models with a vision tower: paths, bytes, or objects with either."""
     template: str = setting("auto", choices=("auto", "chat", "plain"))
     """Rendering of prompts. auto: chat if the tokenizer has a chat template, else plain."""
     plain_template: str = "{prompt}"

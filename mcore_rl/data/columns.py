@@ -20,9 +20,11 @@ from mcore_rl.data.sources.paths import Names, find_files, format_files
 from mcore_rl.data.sources.row_options import SELECTION, TOOLS, RowTools, check_sampling, check_turns
 from mcore_rl.data.templates import with_system
 from mcore_rl.errors import DataError
-from mcore_rl.types import Prompt
+from mcore_rl.types import ImageSource, Prompt
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 from mcore_rl.types.json import JsonValue
+from mcore_rl.vision.placeholders import marked
+from mcore_rl.vision.sources import image_sources
 
 _MEDIA = re.compile(
     r"(image|picture|video|audio)s?(_(url|path|file|bytes|data)s?)?|pixel_values|multi_?modal_(data|inputs)|mm_data",
@@ -71,6 +73,7 @@ class Columns:
     key: configuration key of the file, for messages.
     runs_tools: whether rows may require episodes with tools.
     trained: whether responses are trained on, which restricts their sampling options.
+    image_text: text of an image in prompts; None: the model reads text only.
     notes: notes for the user, with the number of rows.
     ignored: columns that are not empty and not used.
     """
@@ -82,6 +85,7 @@ class Columns:
     runs_tools: bool = False
     trained: bool = False
     tools: Sequence[ToolSchema] = ()
+    image_text: str | None = None
     notes: Counter[str] = field(default_factory=Counter)
     ignored: dict[str, None] = field(default_factory=dict)
 
@@ -101,21 +105,17 @@ class Columns:
         where = f"{self.key}: {place}"
         # NaN marks a missing value, except in max_turns, where check_turns rejects it.
         row = {name: value for name, value in row.items() if value == value or name == "max_turns"}
-        media = next((name for name in row if _MEDIA.fullmatch(name) and not is_empty(row[name])), None)
-        if media is not None:
-            raise DataError(
-                f"{where} has {media}, but prompts are text only, and the model would be trained without it; set"
-                f" {self.key} to a file without such rows, or without the column if the text suffices"
-            )
-        self._read = set(_KNOWN)
+        self._check_media(row, where)
+        self._read = {*_KNOWN, self.data_config.image_key}
         extra_info = _object(row, "extra_info", where)
         self._check_tools(row, extra_info, where)
         self._check_template_kwargs(row, where)
+        messages, images = self._messages(row, where)
         prompt = Prompt(
             row=-1,
             token_ids=_NO_TOKENS,
             text="",
-            messages=self._messages(row, where),
+            messages=messages,
             data_source=_data_source(row, where),
             ground_truth=to_plain(self._ground_truth(row, where)),
             extra_info=extra_info,
@@ -127,12 +127,35 @@ class Columns:
             ),
             max_turns=check_turns(_source_of("max_turns", row, extra_info, where).get("max_turns"), where),
             tools=self._row_tools(row, extra_info, where),
+            images=tuple(images),
         )
         self.ignored |= {name: None for name in row if name not in self._read and not is_empty(row[name])}
         return prompt
 
-    def _messages(self, row: Row, where: str) -> list[ChatMessage]:
-        prompt, struct_nulls = self._prompt(row, where), self._struct_nulls
+    def _check_media(self, row: Row, where: str) -> None:
+        """Reject columns with media that the model does not read."""
+        read = () if self.image_text is None else (self.data_config.image_key,)
+        media = [name for name in row if _MEDIA.fullmatch(name) and name not in read and not is_empty(row[name])]
+        if not media:
+            return
+        if self.image_text is None:
+            raise DataError(
+                f"{where} has {media[0]}, but prompts are text only, and the model would be trained without it; set"
+                f" {self.key} to a file without such rows, or without the column if the text suffices"
+            )
+        raise DataError(
+            f"{where} has {media[0]}, but prompts have text, and images in column {read[0]!r} only; set data.image_key"
+            " if this is the column of images, or remove the column or the row"
+        )
+
+    def _messages(self, row: Row, where: str) -> tuple[list[ChatMessage], list[ImageSource]]:
+        """Return the messages and images of a row."""
+        prompt, struct_nulls, images = self._prompt(row, where), self._struct_nulls, list[ImageSource]()
+        if self.image_text is not None:
+            column = row.get(self.data_config.image_key)
+            given = [] if is_empty(column) else column if isinstance(column, list | tuple) else [column]
+            places = marked(prompt, given, self.image_text, where)
+            prompt, images = places.prompt, image_sources(places.images, where, self.path.parent)
         if isinstance(prompt, list):
             # to_plain would convert such bytes to base64 text, which must not become a prompt.
             if _has_binary(prompt):
@@ -141,7 +164,8 @@ class Columns:
         if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
             prompt, struct_nulls = _messages_of_text(prompt, where), False
             self.notes["have chat messages as JSON text, which was parsed"] += 1
-        return with_system(chat_messages(prompt, where, struct_nulls=struct_nulls), self.data_config.system_prompt)
+        messages = chat_messages(prompt, where, struct_nulls=struct_nulls)
+        return with_system(messages, self.data_config.system_prompt), images
 
     def _prompt(self, row: Row, where: str) -> object:
         wanted = self.data_config.prompt_key

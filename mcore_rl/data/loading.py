@@ -21,6 +21,7 @@ from mcore_rl.data.trajectories import offsets_of
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types import Prompt
 from mcore_rl.types.chat import ToolSchema
+from mcore_rl.vision.processor import ImageProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +39,7 @@ def load_prompts(
     max_prompts: int | None = None,
     runs_tools: bool = False,
     tools: Sequence[ToolSchema] = (),
+    images: ImageProcessor | None = None,
 ) -> tuple[PromptSet, LoadReport]:
     """Read, render and tokenise the prompts of all files in `names`, in order.
 
@@ -46,11 +48,12 @@ def load_prompts(
     max_prompts: stop reading after this number of kept prompts.
     runs_tools: whether rows may require episodes with tools.
     tools: OpenAI schemas that the chat template shows.
+    images: image processor of a model that reads images.
 
     Raises: DataError naming file and row for a malformed row, or `key` for files without a usable prompt;
     ConfigError for a template that the tokenizer cannot apply.
     """
-    tokeniser = BlockTokeniser(tokenizer, data_config, rollout_config, key, runs_tools, tuple(tools))
+    tokeniser = BlockTokeniser(tokenizer, data_config, rollout_config, key, runs_tools, tuple(tools), images=images)
     rows, report = _load(names, tokeniser, max_prompts)
     return rows.prompts, report
 
@@ -61,6 +64,7 @@ def load_supervised(
     data_config: DataConfig,
     rollout_config: RolloutConfig,
     key: str = "data.train",
+    images: ImageProcessor | None = None,
 ) -> tuple[SupervisedSet, LoadReport]:
     """Read prompts and targets (column data.answer_key) of all files in `names`.
 
@@ -75,7 +79,7 @@ def load_supervised(
             f"data.long_prompts={data_config.long_prompts}: the target of a row does not fit its truncated prompt; "
             "set data.long_prompts=drop for supervised training"
         )
-    return _load(names, BlockTokeniser(tokenizer, data_config, rollout_config, key, with_targets=True))
+    return _load(names, BlockTokeniser(tokenizer, data_config, rollout_config, key, with_targets=True, images=images))
 
 
 def _load(names: Names, tokeniser: BlockTokeniser, max_prompts: int | None = None) -> tuple[SupervisedSet, LoadReport]:
@@ -89,6 +93,7 @@ def _load(names: Names, tokeniser: BlockTokeniser, max_prompts: int | None = Non
     notes = [*report.notes, *([] if cache is None else cache.notes)]
     if unused := [path for path, kept in zip(files, report.of_files, strict=True) if not kept]:
         notes.insert(len(report.notes), f"no row kept of {format_files(unused)}")
+    rows = replace(rows, images=tokeniser.images)
     # The files of a cache entry may have had other names.
     return rows, replace(report, key=tokeniser.key, path=format_files(files), notes=tuple(notes))
 

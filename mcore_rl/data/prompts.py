@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.data.trajectories import offsets_of
-from mcore_rl.types import Prompt, RolloutScalars, TrajectoryBuffers
+from mcore_rl.data.trajectories import distinct_images, offsets_of
+from mcore_rl.types import Prompt, PromptImages, RolloutScalars, TrajectoryBuffers
+from mcore_rl.vision.processor import ImageProcessor
 
 COLUMNS = tuple(each.name for each in fields(Prompt) if each.name not in ("row", "token_ids"))
 """Fields of Prompt that are stored as lists: all after row and token_ids."""
@@ -39,6 +40,10 @@ class PromptSet:
         token_ids = self.tokens[self.offsets[row] : self.offsets[row + 1]]
         # Positional arguments: a curriculum may read a million rows, and keywords take 30 % longer.
         return Prompt(int(row), token_ids, *map(itemgetter(row), self.columns.values()))
+
+    @property
+    def has_images(self) -> bool:
+        return any(self.columns["images"])
 
     def take(self, rows: Sequence[int] | np.ndarray) -> PromptSet:
         """Return a set of these rows in this order, renumbered from 0."""
@@ -94,15 +99,28 @@ def joined(sets: Sequence[PromptSet]) -> PromptSet:
 class SupervisedSet:
     """Tokenised prompts with their targets; a target ends with the end-of-sequence token.
 
+    images: image processor of a model that reads images.
+
     Shapes: target_tokens int32 [sum T]; target_offsets int64 [N + 1].
     """
 
     prompts: PromptSet
     target_tokens: np.ndarray
     target_offsets: np.ndarray
+    images: ImageProcessor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def images_of(self, row: int) -> PromptImages | None:
+        """Read and process the images of a row.
+
+        Raises: DataError for an image that cannot be read.
+        """
+        sources = self.prompts.columns["images"][row]
+        if not sources or self.images is None:
+            return None
+        return self.images.process(sources, self.prompts[row].token_ids, f"prompt {row + 1} of train")
 
 
 def supervised_chunk(data: SupervisedSet, rows: np.ndarray) -> tuple[TrajectoryBuffers, RolloutScalars]:
@@ -114,16 +132,21 @@ def supervised_chunk(data: SupervisedSet, rows: np.ndarray) -> tuple[TrajectoryB
     """
     prompts = [data.prompts.tokens[a:b] for a, b in _bounds(data.prompts.offsets, rows)]
     targets = [data.target_tokens[a:b] for a, b in _bounds(data.target_offsets, rows)]
-    return trained_chunk(prompts, targets, rows)
+    return trained_chunk(prompts, targets, rows, images=[data.images_of(int(row)) for row in rows])
 
 
 def trained_chunk(
-    prompts: Sequence[np.ndarray], targets: Sequence[np.ndarray], rows: np.ndarray, logp: np.ndarray | None = None
+    prompts: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray],
+    rows: np.ndarray,
+    logp: np.ndarray | None = None,
+    images: Sequence[PromptImages | None] = (),
 ) -> tuple[TrajectoryBuffers, RolloutScalars]:
     """Build a chunk in which all target tokens are trained, with one group per row.
 
-    `logp` are the log-probabilities of the target tokens, by default 0.
+    `logp` are the log-probabilities of the target tokens, by default 0. `images` of each prompt, by default none.
     """
+    distinct, image_rows = distinct_images(images)
     prompt_tokens = np.array([len(prompt) for prompt in prompts], np.int32)
     target_tokens = np.array([len(target) for target in targets], np.int32)
     # In the flat layout, the target of a row follows its prompt.
@@ -137,6 +160,8 @@ def trained_chunk(
         logp_rollout=np.zeros(num_trained, np.float32) if logp is None else logp,
         versions=np.zeros(num_trained, np.int32),
         trained=np.ones(num_trained, np.uint8),
+        images=distinct,
+        image_rows=image_rows,
     )
     zeros = np.zeros(len(rows), np.float32)
     scalars = RolloutScalars(

@@ -128,6 +128,17 @@ class PromptRenderer:
         text = self.render(messages, where, tools)
         return text, self._presence.check(messages, text, where)
 
+    def check_image(self, text: str) -> None:
+        """Check that the chat template writes `text` for a part of type image, if it writes anything.
+
+        Raises: ConfigError.
+        """
+        if self._chat and (found := self._style.image_text()) not in ("", text):
+            raise ConfigError(
+                f"the chat template of model.tokenizer_path writes {found!r} for an image, but the model reads {text!r}"
+                "; remove arguments such as add_vision_id from data.template_kwargs"
+            )
+
     def take_notes(self) -> Counter[str]:
         """Return and reset the notes on rendered rows, with the number of rows."""
         # Unary plus drops counts of 0.

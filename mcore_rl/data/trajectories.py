@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import TypedDict
 
 import numpy as np
 
-from mcore_rl.types import TrajectoryBuffers
+from mcore_rl.types import PromptImages, TrajectoryBuffers
 
 
 def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers:
@@ -29,12 +30,14 @@ def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers
         routed_experts=None if experts is None else experts[tokens],
         turn_rewards=None if buffers.turn_rewards is None else buffers.turn_rewards[responses],
         temperatures=temperatures,
+        **_chosen_images([images_of(buffers, int(row)) for row in rows]),
     )
 
 
 def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
     """Concatenate the trajectories of buffers. Routed experts and turn rewards must exist in all buffers or in none."""
-    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(TrajectoryBuffers)}
+    names = {field.name for field in fields(TrajectoryBuffers)} - {"images", "image_rows"}
+    columns = {name: [getattr(part, name) for part in parts] for name in names}
     # Temperatures may be scalar in one buffer and an array in another, so they need their own function.
     temperatures = _joined_temperatures(parts)
     del columns["temperatures"]
@@ -43,7 +46,43 @@ def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
     for name in ("token_offsets", "response_offsets"):
         lengths = np.concatenate([np.diff(offsets) for offsets in columns[name]])
         joined[name] = offsets_of(lengths)
-    return TrajectoryBuffers(**joined, temperatures=temperatures)
+    images = [images_of(part, row) for part in parts for row in range(len(part.prompt_tokens))]
+    return TrajectoryBuffers(**joined, temperatures=temperatures, **_chosen_images(images))
+
+
+class _ImageColumns(TypedDict):
+    images: tuple[PromptImages, ...]
+    image_rows: np.ndarray | None
+
+
+def images_of(buffers: TrajectoryBuffers, row: int) -> PromptImages | None:
+    """Return the images of a trajectory's prompt."""
+    index = -1 if buffers.image_rows is None else int(buffers.image_rows[row])
+    return None if index < 0 else buffers.images[index]
+
+
+def distinct_images(images: Sequence[PromptImages | None]) -> tuple[tuple[PromptImages, ...], np.ndarray | None]:
+    """Return the distinct images, and the index of each trajectory's images in them: int32 [B], -1 without images, or
+    None if none has any.
+
+    Prompts with equal images at other places are distinct.
+    """
+    places: dict[tuple[str, bytes], int] = {}
+    chosen: list[PromptImages] = []
+    rows = np.full(len(images), -1, np.int32)
+    for row, found in enumerate(images):
+        if found is not None:
+            key = found.digest, found.starts.tobytes()
+            if key not in places:
+                places[key] = len(chosen)
+                chosen.append(found)
+            rows[row] = places[key]
+    return tuple(chosen), rows if chosen else None
+
+
+def _chosen_images(images: Sequence[PromptImages | None]) -> _ImageColumns:
+    chosen, rows = distinct_images(images)
+    return {"images": chosen, "image_rows": rows}
 
 
 def compact_temperatures(temperatures: np.ndarray) -> np.ndarray | None:

@@ -17,6 +17,7 @@ from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.models import uses_lora, uses_reference, uses_reward_model
 from mcore_rl.config.rules.rollout import has_turns
+from mcore_rl.config.sampling import NO_DRAFTS
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import ClusterConfig, DataConfig, RolloutConfig, resolved_dtype
 from mcore_rl.data.chat.limits import check_limits
@@ -50,6 +51,7 @@ from mcore_rl.sandbox.check import check_sandbox
 from mcore_rl.trainer.batches import response_filter
 from mcore_rl.trainer.validation import ValidationParts, validation_parts
 from mcore_rl.types.json import JsonObject
+from mcore_rl.vision.processor import ImageProcessor
 from model_converters.mapping.layout import TrainLayout
 
 if TYPE_CHECKING:
@@ -154,9 +156,11 @@ def prepare(config: Config) -> Prepared:
         ranks = config.reward_model.num_ranks or config.num_trainer_ranks
         role = ModelRole.reward_model(config.reward_model, config.model)
         reward_model = reward_model_layout(role, config.cluster, ranks, algorithm.policy_loss.name, needs)
-    data = (
-        _load_prompts(config, tokenizer) if needs.advantages else _load_targets(config.data, config.rollout, tokenizer)
-    )
+    images = _image_processor(config, spec, tokenizer)
+    if needs.advantages:
+        data = _load_prompts(config, tokenizer, images)
+    else:
+        data = _load_targets(config.data, config.rollout, tokenizer, images)
     train = data.prompts["train"] if data.targets is None else data.targets.prompts
     sampler = _sampler(config.data, train, data.reports[0], config.run.seed)
     check_judge(config.judge, config.rollout, config.model, algorithm, data.prompts)
@@ -166,13 +170,44 @@ def prepare(config: Config) -> Prepared:
     return Prepared(**vars(models), reward_model=reward_model, data=data, sampler=sampler, lines=lines)
 
 
-def _load_targets(data: DataConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
+def _image_processor(config: Config, spec: ResolvedModel, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
+    """Return the image processor of a model with a vision tower."""
+    if spec.arguments.vision is None:
+        return None
+    return ImageProcessor.load(config.model.hf_path, tokenizer, "model.hf_path")
+
+
+def _check_images(rollout: RolloutConfig, key: str, prompts: PromptSet) -> None:
+    """Reject settings that prompts with images do not support.
+
+    Raises: ConfigError.
+    """
+    number = sum(map(bool, prompts.columns["images"]))
+    if number and rollout.engine != "vllm":
+        raise ConfigError(f"rollout.engine={rollout.engine}: {number} prompts of {key} have images; set it to vllm")
+    if number and rollout.draft != NO_DRAFTS:
+        raise ConfigError(f"rollout.draft={rollout.draft}: {number} prompts of {key} have images; set it to none")
+    if number and rollout.long_history == "drop_turns" and has_turns(rollout):
+        raise ConfigError(
+            f"rollout.long_history=drop_turns: {number} prompts of {key} have images, which only the first sequence of "
+            "an episode contains; set it to end"
+        )
+    if number and rollout.history == "new_sequence" and has_turns(rollout):
+        raise ConfigError(
+            f"rollout.history=new_sequence: {number} prompts of {key} have images, which only the first sequence of an "
+            "episode contains; set it to keep"
+        )
+
+
+def _load_targets(
+    data: DataConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None
+) -> RunData:
     check_keys(data, {"data.train": data.train})
-    targets, report = load_supervised(data.train, tokenizer, data, rollout)
+    targets, report = load_supervised(data.train, tokenizer, data, rollout, images=images)
     return RunData({}, targets, [report], [], ValidationParts())
 
 
-def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> RunData:
+def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None) -> RunData:
     """Check graders and episode, then load the prompts. All sets of data.val are joined into the split `val`."""
     data, rollout, reward = config.data, config.rollout, config.reward
     load_grader(reward, config.sandbox)  # raises for functions that do not load
@@ -183,8 +218,17 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> RunData
     for key, files in named.items():
         limit = None if key == "data.train" else data.val_max_prompts
         loaded[key], report = load_prompts(
-            files, tokenizer, data, rollout, key, max_prompts=limit, runs_tools=has_turns(rollout), tools=tools
+            files,
+            tokenizer,
+            data,
+            rollout,
+            key,
+            max_prompts=limit,
+            runs_tools=has_turns(rollout),
+            tools=tools,
+            images=images,
         )
+        _check_images(rollout, key, loaded[key])
         reports.append(report)
         sources = loaded[key].columns["data_source"]
         check_data_sources(reward, key, report.path, sources)

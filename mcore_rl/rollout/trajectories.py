@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mcore_rl.data.trajectories import compact_temperatures, offsets_of
+from mcore_rl.data.trajectories import compact_temperatures, distinct_images, offsets_of
 from mcore_rl.errors import McoreRLError
 from mcore_rl.types import NOT_SAMPLED, Trajectory, TrajectoryBuffers
 
@@ -24,6 +24,7 @@ def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] =
     prompt_tokens = np.array([len(t.prompt_ids) for t in trajectories], np.int32)
     response_tokens = np.array([len(t.token_ids) for t in trajectories], np.int32)
     pieces = [piece for t in trajectories for piece in (t.prompt_ids, t.token_ids)]
+    images, image_rows = distinct_images([t.images for t in trajectories])
     has_turns = any(t.rewards is not None for t in trajectories)
     return TrajectoryBuffers(
         tokens=_concatenate(pieces, np.int32),
@@ -38,6 +39,8 @@ def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] =
         temperatures=compact_temperatures(
             _filled([t.temperatures for t in trajectories], response_tokens, np.nan, np.float32)
         ),
+        images=images,
+        image_rows=image_rows,
     )
 
 

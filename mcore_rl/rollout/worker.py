@@ -27,12 +27,14 @@ from mcore_rl.types import (
     EpisodeOutcome,
     GenerationRequest,
     Prompt,
+    PromptImages,
     RolloutScalars,
     RolloutTask,
     SamplingOptions,
     Score,
     TrajectoryBuffers,
 )
+from mcore_rl.vision.processor import ImageProcessor
 
 
 @dataclass
@@ -40,7 +42,7 @@ class RolloutWorker:
     """Generates and grades tasks. Calls of `run` may overlap if the player supports it.
 
     failed_reward: reward of an episode that raised an error. Without rules (`has_rules`), no grader decides whether a
-    response is right; its accuracy is then its reward.
+    response is right; its accuracy is then its reward. images: image processor of a model that reads images.
     """
 
     player: Player
@@ -48,6 +50,7 @@ class RolloutWorker:
     prompts: Mapping[str, PromptSource]
     failed_reward: float = 0.0
     has_rules: bool = True
+    images: ImageProcessor | None = None
     _keys: Iterator[int] = field(default_factory=itertools.count, init=False)
     """Unique keys of responses at the rewarder."""
 
@@ -75,7 +78,8 @@ class RolloutWorker:
                 return
             graded_here.append(keys[place])
             text, tokens = outcome.text, sum(len(trajectory.token_ids) for trajectory in outcome.trajectories)
-            prompt = attempts[place].prompt
+            # Graders read texts: images of several megabytes would be sent to their processes once per response.
+            prompt = replace(attempts[place].prompt, images=())
             if outcome.extra:  # graders receive the episode's fields
                 prompt = replace(prompt, extra_info={**prompt.extra_info, **outcome.extra})
             self.rewarder.submit(keys[place], prompt, text, tokens, group=group_of[place], task=keys)
@@ -106,6 +110,13 @@ class RolloutWorker:
 
     def _attempts(self, task: RolloutTask) -> list[Attempt]:
         of_group = [self.prompts[task.prompt_set][int(row)] for row in task.prompt_rows]
+        first, last = task.span
+        num_samples = task.samples_per_prompt
+        # Once per prompt, not per response, and not for prompts of which other engines generate all responses.
+        images = {
+            group: self._processed(task.prompt_set, of_group[group])
+            for group in range(first // num_samples, -(-last // num_samples))
+        }
         seeds = request_seeds(task.seed, task.group_ids, task.samples_per_prompt)
         attempts = []
         for response in range(*task.span):
@@ -113,10 +124,22 @@ class RolloutWorker:
             options, spans = _sampling(task.sampling, prompt), task.spans[response] if task.spans else ()
             name, per_version = task.request_id(response), task.tokens_per_version
             request = GenerationRequest(
-                name, prompt.token_ids, seed, options, tokens_per_version=per_version, spans=spans
+                name,
+                prompt.token_ids,
+                seed,
+                options,
+                tokens_per_version=per_version,
+                spans=spans,
+                images=images[response // num_samples],
             )
             attempts.append(Attempt(request, prompt, trained=task.is_trained))
         return attempts
+
+    def _processed(self, prompt_set: str, prompt: Prompt) -> PromptImages | None:
+        if not prompt.images:
+            return None
+        assert self.images is not None, "the prompts were tokenized with an image processor"
+        return self.images.process(prompt.images, prompt.token_ids, f"prompt {prompt.row + 1} of {prompt_set}")
 
     def _score(self, outcome: EpisodeOutcome, graded: Score | None) -> Score:
         """Combine the score of graders, or of the episode itself, with the rewards of turns."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 from mcore_rl.types.json import JsonValue
-from mcore_rl.types.vision import PromptImages
+from mcore_rl.types.vision import ImageSource, PromptImages
 
 
 class SamplingOverrides(TypedDict, total=False):
@@ -44,8 +44,9 @@ class Prompt:
     `messages` are the chat messages that `text` was rendered from (a plain string becomes one user message); they stay
     complete if the text is truncated. `sampling` overrides SamplingOptions for this row, `max_turns` overrides the
     run's limit, `tools` are the OpenAI schemas offered for this row; None: the run's settings apply.
+    `images`: encoded images, in the order of their places in the prompt.
 
-    Shapes: token_ids int32 [P].
+    Shapes: token_ids int32 [P], with one placeholder token per feature of an image; `text` has one per image.
     """
 
     row: int
@@ -58,6 +59,7 @@ class Prompt:
     sampling: SamplingOverrides | None = None
     max_turns: int | None = None
     tools: list[ToolSchema] | None = None
+    images: tuple[ImageSource, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class GenerationRequest:
 
     `partial` is the aborted response to continue. A response that has sampled `tokens_per_version` tokens under one
     weight version pauses so that others can run; None: no limit. `spans` prescribes the weight version of each token,
-    and the request waits for these versions; (): the current weights.
+    and the request waits for these versions; (): the current weights. `images`: images of the prompt that the tokens
+    begin with.
     """
 
     request_id: str
@@ -94,6 +97,7 @@ class GenerationRequest:
     partial: Completion | None = None
     tokens_per_version: int | None = None
     spans: Spans = ()
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 from mcore_rl.types.chat import ChatMessage
 from mcore_rl.types.data import Batch, BuffersRef, RolloutScalars, SamplingOptions, Spans
 from mcore_rl.types.metrics import Metric
+from mcore_rl.types.vision import PromptImages
 
 RolloutResult = tuple[BuffersRef, RolloutScalars]
 """Trajectories and scalars of one task."""
@@ -100,6 +101,7 @@ class Trajectory:
     rewards float32 [T], rewards of turns at the last token of each turn, None without turns;
     routed_experts [P + T - 1, layers, k], see Completion;
     temperatures float32 [T], sampling temperature of each token (NaN if not sampled), None: not recorded.
+    images: images of the prompt.
     Units: logp in nats.
     """
 
@@ -111,6 +113,7 @@ class Trajectory:
     rewards: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
     temperatures: np.ndarray | None = None
+    images: PromptImages | None = None
 
 
 def extra_of_turns(num_turns: int = 1, tool_rewards: Sequence[float] = ()) -> dict[str, object]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
+
+ImageSource = bytes | str
+"""Encoded image, such as the bytes of a PNG file, or the path of its file."""
 
 
 @dataclass(frozen=True)
@@ -23,3 +27,10 @@ class PromptImages:
     grids: np.ndarray
     starts: np.ndarray
     digest: str
+
+    @classmethod
+    def of(cls, pixels: np.ndarray, grids: np.ndarray, starts: np.ndarray) -> PromptImages:
+        """Return the images with their digest."""
+        digest = hashlib.blake2b(grids.tobytes(), digest_size=16)
+        digest.update(pixels.tobytes())
+        return cls(pixels, grids, starts, digest.hexdigest())

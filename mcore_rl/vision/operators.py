@@ -1,10 +1,14 @@
 """Import of torchvision's wheel for CUDA beside a CPU build of torch.
 
-The wheel registers kernels of operators that only its own CUDA library declares. Wherever torchvision is installed,
-transformers imports it with models that read images, and so do inference engines.
+The wheel registers kernels of operators that only its own CUDA library declares, so its import fails without that
+library, and so does the import of transformers and vLLM, which import it wherever it is installed. pyproject.toml
+registers `declare_operators` as an entry point of torch.backends: every process of the environment calls it at the end
+of `import torch`, also vLLM's subprocess that inspects the class of a model, where nothing else of this project runs.
 """
 
 from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -17,8 +21,16 @@ _TORCHVISION = {
 
 def declare_operators() -> None:
     """Declare the operators that torchvision needs; call it before torchvision is imported."""
-    if torch.version.cuda is not None:
+    if torch.version.cuda is not None or _declares_operators():
         return
     for name, schema in _TORCHVISION.items():
         if not hasattr(torch.ops.torchvision, name):
             torch.library.define(f"torchvision::{name}", schema)
+
+
+def _declares_operators() -> bool:
+    """Return whether torchvision is a build for CPUs, which declares the operators itself, or is not installed."""
+    try:
+        return version("torchvision").endswith("+cpu")
+    except PackageNotFoundError:
+        return True

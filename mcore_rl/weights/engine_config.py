@@ -67,6 +67,14 @@ def optional_imports(model_dir: str | Path) -> tuple[str, tuple[str, ...]]:
     return family.architecture, family.vllm_imports
 
 
+def has_vision_tower(model_dir: str | Path) -> bool:
+    """Return whether the engine loads the model with its vision tower.
+
+    Raises: ConversionError for a directory without a config.json.
+    """
+    return "vision_config" in read_hf_config(model_dir)
+
+
 def _quantised(hf_config: HFConfig, quantization: str, group: int) -> dict[str, object] | None:
     if quantization == UNQUANTIZED:
         return None

@@ -15,7 +15,6 @@ import torch
 from _pytest.mark import ParameterSet
 
 from mcore_rl.errors import ConfigError, WeightSyncError
-from mcore_rl.vision.operators import declare_operators
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 from model_converters.families import FAMILIES
 from model_converters.mapping.layout import TrainLayout
@@ -86,7 +85,7 @@ CASES: dict[str, tuple[str, Fields, Fields, TrainLayout]] = {
 layout that exports the engine's first weights."""
 DELTA_NETS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 """Sizes for which vLLM's CPU kernels of gated delta nets are compiled. They compute in bfloat16 only."""
-NEEDS_TORCHVISION = needs_package("torchvision", "pip install --no-deps torchvision")
+NEEDS_TORCHVISION = needs_package("torchvision", "make setup")
 NET_CASES: dict[str, TrainLayout] = {
     "qwen3_next": TrainLayout(4, tp=2, ep=2),
     "qwen3_5_text": TrainLayout(4, tp=2, pp=2),
@@ -175,7 +174,6 @@ def families_with_nets() -> list[ParameterSet]:
 @pytest.mark.parametrize("process", ["vllm"], indirect=True)
 @pytest.mark.parametrize("family", families_with_nets())
 def test_delta_nets_from_export_and_after_updates_are_close(process: RemoteEngine, family: str, tmp_path: Path) -> None:
-    declare_operators()
     model = exported_model(tmp_path, family, DELTA_NETS, {}, NET_CASES[family])
     engine = process.start(tmp_path / "exported", dtype="bfloat16")
     check_two_updates(engine, model, check_close)

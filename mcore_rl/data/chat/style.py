@@ -78,6 +78,14 @@ class ChatStyle:
             new_id = kimi_id
         return with_call_ids(made, where, strict=strict, new_id=new_id)
 
+    def image_text(self) -> str:
+        """Return the text that the template writes for a part of type image; "" if it writes none."""
+        image: list[TextPart] = [{"type": "text", "text": _MARKS[0]}, {"type": "image"}]  # type: ignore[typeddict-item]
+        text = _try_render(replace(self, parts=False), _user([*image, {"type": "text", "text": _MARKS[1]}]))
+        found = text.partition(_MARKS[0])[2].partition(_MARKS[1])[0].strip()
+        # Some templates print the list as Python or JSON.
+        return "" if "type" in found else found
+
     def render(self, messages: Sequence[ChatMessage], where: str, *, opens_turn: bool, continues: bool = True) -> str:
         """Render canonical messages.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mcore_rl.data.image_arrays import DTYPES as IMAGE_DTYPES
+from mcore_rl.data.image_arrays import array_buffers
 from mcore_rl.data.kept_steps.array_files import Arrays, damaged, read_arrays
 from mcore_rl.data.kept_steps.writers import COLUMNS, GREEDY, RANKS, RESPONSES, SAMPLES
 from mcore_rl.data.trajectories import join_rows, take_rows
@@ -21,8 +23,9 @@ _DTYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("logp_rollout", "turn_rewards", "temperatures"), (np.float32,)),
     "trained": (np.uint8,),
     "routed_experts": (np.uint8, np.int16),
+    **IMAGE_DTYPES,
 }
-"""Allowed types of the arrays of TrajectoryBuffers."""
+"""Allowed types of the arrays of TrajectoryBuffers and of their images."""
 _PER_RESPONSE_TOKEN = ("logp_rollout", "versions", "trained", "turn_rewards")
 
 
@@ -103,18 +106,17 @@ def _trajectories(folder: Path, step: int, count: int) -> TrajectoryBuffers:
 
 def _buffers(path: Path, arrays: Mapping[str, np.ndarray], count: int) -> TrajectoryBuffers:
     """Check shapes and types: the ranks index the arrays without checks."""
-    known = {field.name for field in fields(TrajectoryBuffers)}
-    if wrong := sorted(name for name, array in arrays.items() if name not in known or array.dtype not in _DTYPES[name]):
+    if wrong := sorted(name for name, array in arrays.items() if array.dtype not in _DTYPES.get(name, ())):
         raise damaged(path, f"{wrong[0]} is unknown or has another type")
     try:
-        buffers = TrajectoryBuffers(**arrays)
-    except TypeError as error:
+        buffers = array_buffers(arrays)
+    except (TypeError, ValueError) as error:
         raise damaged(path, str(error)) from None
     for offsets in (buffers.token_offsets, buffers.response_offsets):
         if offsets.shape != (count + 1,) or offsets[0] or (np.diff(offsets) < 0).any():
             raise damaged(path, "its offsets are no offsets of its trajectories")
     responses = buffers.response_offsets[-1]
-    sizes = dict.fromkeys(_PER_RESPONSE_TOKEN, responses) | {"prompt_tokens": count}
+    sizes = dict.fromkeys(_PER_RESPONSE_TOKEN, responses) | {"prompt_tokens": count, "image_rows": count}
     sizes |= dict.fromkeys(("tokens", "routed_experts"), buffers.token_offsets[-1])
     if buffers.temperatures is not None and buffers.temperatures.ndim:
         sizes["temperatures"] = responses

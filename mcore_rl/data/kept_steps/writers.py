@@ -17,6 +17,7 @@ import numpy as np
 from mcore_rl.config.observe import TRAJECTORIES
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import gather
+from mcore_rl.data.image_arrays import buffer_arrays
 from mcore_rl.data.kept_steps.array_files import Arrays, write_arrays
 from mcore_rl.data.trajectories import join_rows
 from mcore_rl.types import Groups, RankShare, RolloutScalars, TrajectoryBuffers
@@ -98,7 +99,7 @@ class TrajectoryWriter:
         samples = np.full(firsts[-1], -1, np.int64)
         for share in shares:
             samples[firsts[share.chunk_ids] + share.rows] = share.samples
-        arrays: Arrays = {name: array for name, array in vars(trajectories).items() if array is not None}
+        arrays: Arrays = buffer_arrays(trajectories)
         # The weight version at the start of step n is n - 1.
         step = shares[0].version + 1
         path = self.directory / f"step_{step}" / RANKS.replace("*", str(self.dp_rank))

@@ -16,6 +16,8 @@ from mcore_rl.data.templates import PromptRenderer, encode
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
 from mcore_rl.types.chat import ToolSchema
+from mcore_rl.vision.placeholders import expanded
+from mcore_rl.vision.processor import ImageProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +57,7 @@ class BlockTokeniser:
     """Reads the columns of rows, renders the prompts and encodes them.
 
     key: configuration key of the files.
+    images: image processor of a model that reads images.
 
     Raises: ConfigError for a template that the tokenizer cannot apply.
     """
@@ -66,11 +69,14 @@ class BlockTokeniser:
     runs_tools: bool = False
     tools: tuple[ToolSchema, ...] = ()
     with_targets: bool = False
+    images: ImageProcessor | None = None
     _renderer: PromptRenderer = field(init=False)
 
     def __post_init__(self) -> None:
         # The dataclass is frozen, and the renderer is part of what the tokenising processes receive.
         object.__setattr__(self, "_renderer", PromptRenderer(self.tokenizer, self.data_config, self.tools))
+        if self.images is not None:
+            self._renderer.check_image(self.images.text)
 
     @property
     def samples_train(self) -> bool:
@@ -90,12 +96,15 @@ class BlockTokeniser:
             runs_tools=self.runs_tools,
             trained=self.samples_train,
             tools=self.tools,
+            image_text=None if self.images is None else self.images.text,
         )
         rows = [(f"{self.key}: {place}", columns.read(place, row)) for place, row in block.rows]
         messages = [self._renderer.canonical(row.messages, where) for where, row in rows]
         shown = [(each, where, row.tools) for each, (where, row) in zip(messages, rows, strict=True)]
         texts = list(self._renderer.render_all(shown))
         ids = encode(self.tokenizer, texts, self._renderer.leading_ids)
+        if self.images is not None:
+            ids = [self._with_images(each, row, where) for each, (where, row) in zip(ids, rows, strict=True)]
         prompts = [
             replace(row, messages=row_messages, text=text, token_ids=token_ids)
             for (_, row), row_messages, text, token_ids in zip(rows, messages, texts, ids, strict=True)
@@ -104,6 +113,19 @@ class BlockTokeniser:
         # Columns does not read the target column and would report it as ignored.
         ignored = [name for name in columns.ignored if name != self._target_column]
         return Block(block.file, prompts, targets, columns.notes + self._renderer.take_notes(), ignored)
+
+    def _with_images(self, token_ids: np.ndarray, row: Prompt, where: str) -> np.ndarray:
+        """Repeat the placeholders of images. Shapes: int32 [tokens of the text] -> int32 [P]."""
+        assert self.images is not None
+        if row.images and self.data_config.long_prompts != "drop":
+            raise DataError(
+                f"{where} has images, which data.long_prompts={self.data_config.long_prompts} could cut; set it to drop"
+            )
+        counts = [
+            self.images.num_features(source, f"{where}: image {number}")
+            for number, source in enumerate(row.images, start=1)
+        ]
+        return expanded(token_ids, self.images.image_token, counts, where)
 
     @property
     def _target_column(self) -> str | None:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 FORMAT = 5
 """Version of the cached files. Increase it when the same rows would be read, rendered or written differently."""
 # Keys that change the tokenised rows. data.shuffle and data.weights, for example, do not.
-_DATA_KEYS = "prompt_key answer_key template plain_template system_prompt template_kwargs long_prompts".split()
+_DATA_KEYS = (
+    "prompt_key answer_key image_key template plain_template system_prompt template_kwargs long_prompts".split()
+)
 _ROLLOUT_KEYS = ("max_prompt_tokens", "max_response_tokens")
 _PACKAGES = ("mcore-rl", "transformers", "tokenizers", "jinja2")
 _PATH_SETTINGS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file")
@@ -60,6 +62,7 @@ def digest(files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: int | 
         "targets": tokeniser.with_targets,
         "max_prompts": max_prompts,
         "samples_train": tokeniser.samples_train,
+        "image_text": None if tokeniser.images is None else tokeniser.images.text,
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -99,7 +102,7 @@ def _tokenizer_facts(tokeniser: BlockTokeniser) -> list[str]:
 
 _REPORT = b"mcore_rl.report"
 _TOKENS, _TARGETS, _TEXTS, _ROWS = "tokens", "targets", "texts", "rows"
-_ROW_COLUMNS = tuple(name for name in COLUMNS if name != "text")
+_ROW_COLUMNS = tuple(name for name in COLUMNS if name not in ("text", "images"))
 """Columns that are stored as one JSON object per row."""
 
 
@@ -172,6 +175,8 @@ def open_cache(files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: in
 
 def _json_lines(prompts: PromptSet) -> list[str] | str:
     """Return a line per row; if a value would change in JSON, return the reason instead."""
+    if any(prompts.columns["images"]):
+        return "images are not part of it"  # and an image may change without its path
     lines = []
     for number in range(len(prompts)):
         row = {name: prompts.columns[name][number] for name in _ROW_COLUMNS}
@@ -221,7 +226,8 @@ def _read(path: Path) -> tuple[SupervisedSet, LoadReport]:
     tokens, targets = batch.column(_TOKENS), batch.column(_TARGETS)
     rows = [json.loads(line) for line in batch.column(_ROWS).to_pylist()]
     texts = batch.column(_TEXTS).to_pylist()
-    columns = {name: texts if name == "text" else [row[name] for row in rows] for name in COLUMNS}
+    columns = {name: [row[name] for row in rows] for name in _ROW_COLUMNS}
+    columns = {name: columns.get(name, texts) for name in COLUMNS} | {"images": [()] * len(rows)}
     prompts = PromptSet(tokens.values.to_numpy(), tokens.offsets.to_numpy(), columns)
     report |= {name: tuple(report[name]) for name in ("notes", "of_files")}
     return SupervisedSet(prompts, targets.values.to_numpy(), targets.offsets.to_numpy()), LoadReport(**report)

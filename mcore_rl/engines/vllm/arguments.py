@@ -15,7 +15,7 @@ from mcore_rl.config.sampling import MTP, NO_DRAFTS
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.types import SamplingOptions
-from mcore_rl.weights.engine_config import engine_overrides
+from mcore_rl.weights.engine_config import engine_overrides, has_vision_tower
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -92,6 +92,15 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
     if config.max_batched_tokens is not None:
         # A prompt that exceeds the remaining tokens of a pass is computed in pieces.
         arguments |= {"max_num_batched_tokens": config.max_batched_tokens, "enable_chunked_prefill": True}
+    if has_vision_tower(settings.model_dir):
+        # vLLM measures the largest image with the model's processor, which needs the tokenizer. Requests carry processed
+        # images, so its cache of processed images stays empty.
+        arguments |= {
+            "skip_tokenizer_init": False,
+            "limit_mm_per_prompt": {"image": 1, "video": 0},
+            "mm_processor_cache_gb": 0,
+            "mm_device_do_normalize": False,
+        }
     return arguments | _device_arguments(settings)
 
 

@@ -18,15 +18,16 @@ from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.engines.vllm.arguments import engine_arguments, sampling_arguments, set_environment
-from mcore_rl.engines.vllm.optional_imports import import_model
+from mcore_rl.engines.vllm.images import image_features
+from mcore_rl.engines.vllm.optional_imports import check_imports
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.ports import Engine
-from mcore_rl.types import DraftCounts, SamplingOptions
-from mcore_rl.vision.operators import declare_operators
+from mcore_rl.types import DraftCounts, GenerationRequest, SamplingOptions
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.engine.llm_engine import LLMEngine
 
 
@@ -64,6 +65,8 @@ class VllmEngine(RankEngine):
             self._ranks.call("start_routing_capture")
         self._routed_layers = self._ranks.call("routed_layers")[0] if settings.capture_routing else None
         self.vocab_size = self._engine.model_config.get_vocab_size()
+        vision = getattr(self._engine.model_config.hf_config, "vision_config", None)
+        self._merge_size: int | None = None if vision is None else vision.spatial_merge_size
 
     def _release(self, *, keep_weights: bool) -> int:
         """Use vLLM's sleep mode on GPUs: level 1 (weights to host memory) or 2 (weights discarded).
@@ -92,7 +95,11 @@ class VllmEngine(RankEngine):
         cleanup_dist_env_and_memory()
 
     def _empty_prefix_cache(self, recompute: bool) -> bool:
-        return bool(self._core.reset_prefix_cache(reset_running_requests=recompute))
+        emptied = bool(self._core.reset_prefix_cache(reset_running_requests=recompute))
+        if recompute and self._merge_size is not None:
+            # Running requests compute their prompts again, and must not find features of the earlier vision tower.
+            self._core.reset_encoder_cache()
+        return emptied
 
     def _add(self, added: Mapping[str, ActiveRequest]) -> None:
         from vllm.v1.engine import EngineCoreRequest
@@ -109,7 +116,7 @@ class VllmEngine(RankEngine):
                 EngineCoreRequest(
                     request_id=engine_id,
                     prompt_token_ids=request.token_ids.tolist() + entry.token_ids,
-                    mm_features=None,
+                    mm_features=self._image_features(request),
                     sampling_params=sampling_params,
                     pooling_params=None,
                     # Equal times: the scheduler then keeps the order of submission.
@@ -119,6 +126,13 @@ class VllmEngine(RankEngine):
                     data_parallel_rank=None,
                 )
             )
+
+    def _image_features(self, request: GenerationRequest) -> list[MultiModalFeatureSpec] | None:
+        if request.images is None:
+            return None
+        if self._merge_size is None:
+            raise DataError(f"prompt {request.request_id} has images, but the model reads text only")
+        return image_features(request.images, self._merge_size, self.weight_version)
 
     def _run_step(self, limit: int) -> list[StepOutput]:
         # One pass per call: rank 0 is in this process, so calls cost nothing.
@@ -166,12 +180,11 @@ class VllmEngine(RankEngine):
 
 
 def _start(settings: EngineSettings) -> LLMEngine:
-    declare_operators()  # before the imports of vLLM, whose transformers imports torchvision
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     arguments = engine_arguments(settings)
-    import_model(settings.model_dir)
+    check_imports(settings.model_dir)
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except ValueError as error:

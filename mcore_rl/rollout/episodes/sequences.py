@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from mcore_rl.types import NOT_SAMPLED, Completion, Trajectory
+from mcore_rl.types import NOT_SAMPLED, Completion, PromptImages, Trajectory
 
 
 class TokenSequence:
     """One sequence; `number` counts sequences in the order in which they started."""
 
-    def __init__(self, number: int, prompt_ids: np.ndarray) -> None:
+    def __init__(self, number: int, prompt_ids: np.ndarray, images: PromptImages | None = None) -> None:
         self.number = number
-        self.prompt_ids = prompt_ids
+        self.prompt_ids, self.images = prompt_ids, images
         self.tokens = prompt_ids
         """All tokens including the prompt, int32 [S]."""
         self._pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -65,7 +65,9 @@ class TokenSequence:
         response = self.tokens[len(self.prompt_ids) :]
         logp, versions = logp.astype(np.float32, copy=False), versions.astype(np.int32, copy=False)
         mask = sampled if trained else np.zeros_like(sampled)
-        return Trajectory(self.prompt_ids, response, logp, versions, mask, rewards, self._experts, temperatures)
+        return Trajectory(
+            self.prompt_ids, response, logp, versions, mask, rewards, self._experts, temperatures, self.images
+        )
 
 
 class SequenceBook:
@@ -80,11 +82,14 @@ class SequenceBook:
         # The longest one: branches of an episode share their first turns.
         return max(found, key=lambda sequence: len(sequence.tokens), default=None)
 
-    def add(self, token_ids: np.ndarray, completion: Completion, temperature: float) -> TokenSequence:
-        """Add the completion of `token_ids`, sampled at `temperature`. Returns the sequence that contains it."""
+    def add(
+        self, token_ids: np.ndarray, completion: Completion, temperature: float, images: PromptImages | None = None
+    ) -> TokenSequence:
+        """Add the completion of `token_ids`, sampled at `temperature`. Returns the sequence that contains it. `images`:
+        images in `token_ids`."""
         sequence = self.find(token_ids)
         if sequence is None:
-            sequence = TokenSequence(len(self.sequences), token_ids)
+            sequence = TokenSequence(len(self.sequences), token_ids, images)
             self.sequences.append(sequence)
         sequence.extend(token_ids, completion, temperature)
         return sequence

@@ -18,7 +18,7 @@ from mcore_rl.data.chat.style import opens_thought
 from mcore_rl.data.seeds import turn_seed
 from mcore_rl.data.sources.row_options import check_sampling, with_overrides
 from mcore_rl.data.transcripts import TextDecoder, response_text
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rollout.episodes import trace as states
 from mcore_rl.rollout.episodes.history import turn_message
 from mcore_rl.rollout.episodes.limits import EpisodeLimits
@@ -141,7 +141,7 @@ class Session:
         max_response_tokens applies to this turn.
 
         Raises: EpisodeLimitError if no turn or token is left (this ends the episode normally); DataError for invalid
-        sampling options.
+        sampling options, or if the row has images and the tokens do not begin with its prompt.
         """
         ids = np.asarray(token_ids, np.int32)
         sequence = self.book.find(ids)
@@ -153,7 +153,7 @@ class Session:
         self._calls_of_turn = 0
         with self._spent(GENERATING):
             completion = await self._sample(request)
-        sequence = self.book.add(ids, completion, request.sampling.temperature)
+        sequence = self.book.add(ids, completion, request.sampling.temperature, request.images)
         self.truncated = completion.finish_reason == "length"
         found = completion.token_ids.tolist()
         logp, versions, reason = completion.logp.tolist(), completion.versions.tolist(), completion.finish_reason
@@ -311,7 +311,14 @@ class Session:
             return self._request if unchanged else replace(self._request, sampling=options)
         digest = zlib.crc32(key)
         name, seed = f"{self.id}/{digest:08x}.{again}", turn_seed(self.seed, digest, again)
-        return GenerationRequest(name, ids, seed, options, tokens_per_version=self._request.tokens_per_version)
+        images, prompt = self._request.images, self.prompt_ids
+        if images is not None and not np.array_equal(ids[: len(prompt)], prompt):
+            raise DataError(
+                "the row has images, but session.generate was called with tokens that do not begin with its prompt; "
+                "extend session.prompt_ids"
+            )
+        per_version = self._request.tokens_per_version
+        return GenerationRequest(name, ids, seed, options, tokens_per_version=per_version, images=images)
 
     @contextlib.contextmanager
     def _traced_call(self) -> Iterator[None]:

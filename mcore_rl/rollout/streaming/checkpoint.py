@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.data.checksum import saved_file
+from mcore_rl.data.image_arrays import array_buffers, buffer_arrays
 from mcore_rl.data.trajectories import join_rows, split_rows
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.rollout.streaming.interface import JOURNAL, Group, TaskStream
@@ -118,7 +119,7 @@ def write_trajectories(path: Path, parts: Sequence[TrajectoryBuffers]) -> SavedF
     Raises: OSError.
     """
     joined = join_rows(parts)
-    arrays = {name: array for name, array in vars(joined).items() if array is not None}
+    arrays = buffer_arrays(joined)
     arrays[COUNTS] = np.array([len(part.prompt_tokens) for part in parts], np.int64)
     with durable_write(path) as file:
         np.savez(file, **arrays)
@@ -129,7 +130,7 @@ def read_trajectories(path: Path) -> list[TrajectoryBuffers]:
     """Read the parts in order."""
     with np.load(path, allow_pickle=False) as arrays:
         given = {name: arrays[name] for name in arrays.files if name != COUNTS}
-        return split_rows(TrajectoryBuffers(**given), arrays[COUNTS].tolist())
+        return split_rows(array_buffers(given), arrays[COUNTS].tolist())
 
 
 def _as_json(group: SavedGroup) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from mcore_rl.config.reward import NO_RULE, STEP
 from mcore_rl.config.rules.rollout import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.checksum import saved_file
+from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
+from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.engines.rank_engine import RankEngine
 from mcore_rl.engines.registry import engine_class, follower
 from mcore_rl.engines.settings import ONE_HOST, EngineHosts, EngineSettings
@@ -45,6 +47,7 @@ from mcore_rl.types import (
     Span,
     TrajectoryBuffers,
 )
+from mcore_rl.vision.processor import ImageProcessor
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
@@ -100,6 +103,7 @@ class EngineProcess(RunProcess):
             engine = build_engine(config, self.name, tokenizer, hosts, load_weights=context.loads_weights)
             self.receiver: RankEngine = engine
             self.loop = EngineLoop(engine, None if journal is None else TokenJournal(Path(journal)))
+            images = _image_processor(config, tokenizer, resolved.values())
             player = _player(config, self.loop, tokenizer, self._episodes.record)
             worker = RolloutWorker(
                 player,
@@ -107,10 +111,11 @@ class EngineProcess(RunProcess):
                 resolved,
                 failed_reward=config.rollout.failed_reward,
                 has_rules=config.reward.function != NO_RULE,
+                images=images,
             )
             low = concurrent_episodes(config.rollout)
             probe = RolloutWorker(
-                SingleTurnPlayer(self.loop, tokenizer), DeferredRewarder(), {PROBE: resolved["train"]}
+                SingleTurnPlayer(self.loop, tokenizer), DeferredRewarder(), {PROBE: resolved["train"]}, images=images
             )
             self._probe = probe.run
 
@@ -309,6 +314,13 @@ class FollowerProcess(RunProcess):
 ENGINE_GROUPS = {"watch": 2, "cut": 1, "run": 1, "engine": 2}
 EngineActor = ray.remote(concurrency_groups=ENGINE_GROUPS, max_restarts=0)(EngineProcess)
 FollowerActor = ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)(FollowerProcess)
+
+
+def _image_processor(config: Config, tokenizer: Any, sources: Iterable[PromptSource]) -> ImageProcessor | None:
+    """Return the image processor if any prompt has images."""
+    if not any(isinstance(source, PromptSet) and source.has_images for source in sources):
+        return None
+    return ImageProcessor.load(config.model.hf_path, tokenizer, "model.hf_path")
 
 
 def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[str, float, float], None]) -> Player:

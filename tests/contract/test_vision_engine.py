@@ -1,0 +1,89 @@
+"""Models that read images on real engines, compared with transformers: tokens, log-probabilities, new weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.types import GenerationRequest, SamplingOptions
+from mcore_rl.vision.placeholders import expanded
+from mcore_rl.vision.processor import ImageProcessor
+from tests.contract.engines import RemoteEngine
+from tests.contract.hf_trainer import HFTrainer
+from tests.selection import needs_package
+from tests.tiny_models import tiny_model
+from tests.vision_models import SPECIAL, engine_sizes, png, vision_tokenizer, write_vision_model
+
+IMAGE, _, START, END = SPECIAL.values()
+PROMPTS = (
+    ([5, 6, START, IMAGE, END, 7, 8], [png(24, 16)]),
+    ([9, 10, 11], []),
+    ([START, IMAGE, END, 12, START, IMAGE, END, 13], [png(16, 16, 1), png(16, 32, 2)]),
+)
+TOKENS = 10
+pytestmark = needs_package("torchvision", "make setup")
+
+
+def requests_of(directory: Path, sampling: SamplingOptions) -> list[GenerationRequest]:
+    processor = ImageProcessor.load(directory, vision_tokenizer(), "model.hf_path")
+    requests = []
+    for number, (ids, files) in enumerate(PROMPTS):
+        counts = [processor.num_features(file, "test") for file in files]
+        tokens = expanded(np.array(ids, np.int32), IMAGE, counts, "test")
+        images = processor.process(files, tokens, "test") if files else None
+        requests.append(GenerationRequest(str(number), tokens, number, sampling, images=images))
+    return requests
+
+
+def reference(model: Any, request: GenerationRequest, tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities of transformers at each of the response's tokens, [T, V]."""
+    ids = torch.tensor([[*request.token_ids.tolist(), *tokens]])
+    inputs: dict[str, Any] = {}
+    model.model.rope_deltas = None
+    if request.images is not None:
+        types = (ids == IMAGE).int()
+        # Placeholders in the response are ordinary tokens; transformers would take them for images.
+        types[:, len(request.token_ids) :] = 0
+        inputs = {
+            "pixel_values": torch.from_numpy(request.images.pixels),
+            "image_grid_thw": torch.from_numpy(request.images.grids).long(),
+            "mm_token_type_ids": types,
+        }
+    with torch.no_grad():
+        logits = model(input_ids=ids, **inputs).logits[0]
+    return logits[len(request.token_ids) - 1 : -1].double().log_softmax(-1)
+
+
+def check_images(engine: RemoteEngine, model: Any, version: int) -> None:
+    requests = requests_of(engine.directory, SamplingOptions(TOKENS, temperature=0.0))
+    done = engine.generate(requests)
+    for request in requests:
+        completion = done[request.request_id]
+        assert completion.versions.tolist() == [version] * len(completion.token_ids)
+        tokens = completion.token_ids.tolist()
+        logp = reference(model, request, tokens)
+        assert logp.argmax(-1).tolist() == tokens
+        expected = logp.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(completion.logp, expected, atol=5e-5)
+
+
+@pytest.mark.parametrize("process", ["vllm"], indirect=True)
+@pytest.mark.parametrize("model_type", ["qwen3_vl"])
+def test_vision_model_from_export_and_after_update_is_exact(
+    process: RemoteEngine, model_type: str, tmp_path: Path
+) -> None:
+    sizes = engine_sizes(model_type)
+    write_vision_model(tmp_path, model_type, **sizes)
+    model = tiny_model(model_type, **sizes)
+    engine = process.start(tmp_path, max_prompt_tokens=64)
+    check_images(engine, model, 0)
+    trainer = HFTrainer(model, engine, 40 << 10, 2)
+    # The tower is updated, too: features of the earlier weights must not be used again.
+    trainer.perturb(1)
+    trainer.publish(1)
+    check_images(engine, model, 1)
+    assert trainer.certify() > 10

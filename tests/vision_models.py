@@ -1,0 +1,70 @@
+"""Tiny models that read images, with their tokenizers and processors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tiny_checkpoint import IMAGE_TOKEN, VOCABULARY, tiny_fields, write_tiny_model
+from tiny_processor import END, IMAGE, START, VIDEO, write_processor
+
+SPECIAL = {IMAGE: IMAGE_TOKEN, VIDEO: 91, START: 92, END: 93}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    f"{{% if p.type == 'image' %}}{START}{IMAGE}{END}{{% else %}}{{{{ p.text }}}}{{% endif %}}"
+    "{% endfor %}{% endif %} {% endfor %}"
+)
+"""Shows parts like the templates of the Qwen-VL families: without a separator."""
+
+
+def engine_sizes(model_type: str) -> dict[str, Any]:
+    """Sizes that vLLM's CPU attention supports."""
+    fields = tiny_fields(model_type)
+    rotation = fields["rope_parameters"] | {"mrope_section": [8, 4, 4]}
+    tower = fields["vision_config"] | {"out_hidden_size": 128}
+    return {
+        "hidden_size": 128,
+        "head_dim": 32,
+        "num_hidden_layers": 3,
+        "rope_parameters": rotation,
+        "vision_config": tower,
+    }
+
+
+def vision_tokenizer() -> Any:
+    """A tokenizer of words: "w17" is token 17, any other word token 0."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(VOCABULARY) if number not in SPECIAL.values()} | SPECIAL
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="w0",
+        pad_token="w0",
+        eos_token="w1",
+        additional_special_tokens=list(SPECIAL),
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def write_vision_model(directory: Path, model_type: str = "qwen3_vl", **changes: Any) -> Path:
+    """Write a tiny model with its tokenizer and processors."""
+    write_tiny_model(directory, model_type, **changes)
+    write_processor(directory, vision_tokenizer(), model_type)
+    return directory
+
+
+def png(height: int, width: int, seed: int = 0) -> bytes:
+    """A picture of noise as a PNG file."""
+    from io import BytesIO
+
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
