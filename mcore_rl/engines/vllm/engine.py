@@ -18,10 +18,16 @@ from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.engines.vllm.arguments import engine_arguments, sampling_arguments, set_environment
-from mcore_rl.engines.vllm.optional_imports import declare_operators, import_model
+from mcore_rl.engines.vllm.optional_imports import (
+    declare_operators,
+    import_without_lowering,
+    inspect_models_here,
+    require_packages,
+)
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError
 from mcore_rl.ports import Engine
+from mcore_rl.processes.large_imports import first_import
 from mcore_rl.types import DraftCounts, SamplingOptions
 
 if TYPE_CHECKING:
@@ -165,12 +171,15 @@ class VllmEngine(RankEngine):
 
 
 def _start(settings: EngineSettings) -> LLMEngine:
+    require_packages(settings.model_dir)
     declare_operators()  # before the imports of vLLM, whose transformers imports torchvision
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
+    with first_import("vllm"):
+        import_without_lowering()
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
-    arguments = engine_arguments(settings)
-    import_model(settings.model_dir)
+        arguments = engine_arguments(settings)
+        inspect_models_here()
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except ValueError as error:
