@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -241,6 +243,19 @@ def _batch_limits(engine: Any) -> tuple[int, bool, int]:
 def test_engine_max_batched_tokens_limits_batch(engine: RemoteEngine) -> None:
     require_vllm(engine)
     assert engine.call(_batch_limits) == (PASS_TOKENS, True, 32)
+
+
+def _start_costs(engine: Any) -> tuple[bool, bool]:
+    from vllm.model_executor.models import registry
+
+    return registry._run_in_subprocess(os.getpid) == os.getpid(), "torch._inductor.lowering" in sys.modules
+
+
+def test_vllm_on_cpu_inspects_models_here_and_skips_the_compiler(engine: RemoteEngine) -> None:
+    require_vllm(engine)
+    if torch.version.cuda is not None:
+        pytest.skip("a CUDA build inspects models in a subprocess and may compile them")
+    assert engine.call(_start_costs) == (True, False)
 
 
 def test_generate_finish_reasons_are_stop_and_length(engine: RemoteEngine) -> None:

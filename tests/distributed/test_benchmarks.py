@@ -27,8 +27,8 @@ GROUPS = {
     "runs": ("async_step", "whole_step"),
 }
 """Benchmarks that need processes with their own imports; `python -m benchmarks` runs them."""
-LONG = ("drafts", "sglang", "runs")
-"""Groups that start two more engines, five SGLang processes or four whole runs."""
+LONG = ("engines", "drafts", "sglang", "runs")
+"""Groups that start two or more engines, five SGLang processes or four whole runs: on demand."""
 FORKED = [
     name
     for name, benchmark in BENCHMARKS.items()

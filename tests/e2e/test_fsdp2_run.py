@@ -23,8 +23,8 @@ FSDP2 = ("actor.strategy=fsdp2", "actor.parallel.ep=1", "actor.recompute=full")
     ("kind", "more"),
     [
         pytest.param("qwen3_moe", EXPERTS, id="experts"),
-        # Adapters of attention, dense MLPs and shared experts.
-        pytest.param("glm4_moe", (*EXPERTS, *LORA), id="adapters"),
+        # Adapters of attention, dense MLPs and shared experts. tests/distributed/test_lora_run.py compares both models.
+        pytest.param("glm4_moe", (*EXPERTS, *LORA), id="adapters", marks=pytest.mark.on_demand),
     ],
 )
 def test_fsdp2_run_generates_with_its_weights_and_resumes_on_megatron(

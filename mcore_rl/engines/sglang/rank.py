@@ -18,6 +18,7 @@ from mcore_rl.engines.sglang.settings import RankSettings, disable_nagle
 from mcore_rl.errors import McoreRLError
 from mcore_rl.parent_death import die_with
 from mcore_rl.processes import served
+from mcore_rl.processes.large_imports import first_import
 from mcore_rl.processes.stacks import write_child_stacks
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def _scheduler(settings: RankSettings) -> SteppedScheduler:
         from mcore_rl.engines.sglang.devices.cpu import Cpu
 
         device = Cpu(settings)
-    device.import_sglang()
+    with first_import("sglang"):
+        device.import_sglang()
     from mcore_rl.engines.sglang.scheduler import SteppedScheduler
 
     scheduler = SteppedScheduler(settings, device)

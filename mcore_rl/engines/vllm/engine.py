@@ -19,10 +19,11 @@ from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.engines.vllm.arguments import engine_arguments, sampling_arguments, set_environment
 from mcore_rl.engines.vllm.images import image_features
-from mcore_rl.engines.vllm.optional_imports import check_imports
+from mcore_rl.engines.vllm.optional_imports import check_imports, import_without_lowering, inspect_models_here
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.ports import Engine
+from mcore_rl.processes.large_imports import first_import
 from mcore_rl.types import DraftCounts, GenerationRequest, SamplingOptions
 
 if TYPE_CHECKING:
@@ -180,11 +181,14 @@ class VllmEngine(RankEngine):
 
 
 def _start(settings: EngineSettings) -> LLMEngine:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    arguments = engine_arguments(settings)
     check_imports(settings.model_dir)
+    with first_import("vllm"):
+        import_without_lowering()
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        arguments = engine_arguments(settings)
+        inspect_models_here()
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except ValueError as error:

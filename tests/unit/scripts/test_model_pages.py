@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 from model_pages import FOLDER, ROOT, PlannedRecipe, first_comment, page, recipe_files, recipes_by_model, step_seconds
@@ -11,21 +13,22 @@ from mcore_rl.planner.engine import GIB
 from tests.selection import on_demand_unless
 
 SECTIONS = ["Model", "GPUs and memory", "Layout", "Communication", "Expected step", "Start", "Limits"]
-MODELS = recipes_by_model()
+MODELS = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
+"""Models that have a page. Every test process collects this file, so it reads no recipe."""
 QUICK = "Qwen3-30B-A3B"
 """Model with experts whose recipes, a synchronous and an asynchronous one, are planned in seconds."""
 
 
 @pytest.fixture(scope="module")
-def planned() -> dict[str, list[PlannedRecipe]]:
-    """Planned recipes by model, filled by the tests."""
-    return {}
+def recipes() -> dict[str, list[str]]:
+    """Recipes by model."""
+    return recipes_by_model()
 
 
-def recipes_of(model: str, planned: dict[str, list[PlannedRecipe]]) -> list[PlannedRecipe]:
-    if model not in planned:
-        planned[model] = [PlannedRecipe.read(name) for name in MODELS[model]]
-    return planned[model]
+@pytest.fixture(scope="module")
+def recipes_of(recipes: dict[str, list[str]]) -> Callable[[str], list[PlannedRecipe]]:
+    """Return a function that plans the recipes of a model, once."""
+    return cache(lambda model: [PlannedRecipe.read(name) for name in recipes[model]])
 
 
 def table(text: str, section: str, place: int = 0) -> dict[str, dict[str, str]]:
@@ -36,12 +39,12 @@ def table(text: str, section: str, place: int = 0) -> dict[str, dict[str, str]]:
     return {row[0].strip("`"): dict(zip(head, row, strict=True)) for row in rows}
 
 
-def test_every_recipe_for_gpus_is_on_the_page_of_its_model() -> None:
+def test_every_recipe_for_gpus_is_on_the_page_of_its_model(recipes: dict[str, list[str]]) -> None:
     paths = (*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs").glob("sglang/*.yaml"))
     large = {str(path.relative_to(ROOT / "configs")) for path in paths if not path.name.endswith("_cpu.yaml")}
-    assert {name for names in MODELS.values() for name in names} == large
-    assert {path.stem for path in FOLDER.glob("*.md")} == {"index", *MODELS}
-    for model, names in MODELS.items():
+    assert {name for names in recipes.values() for name in names} == large
+    assert {path.stem for path in FOLDER.glob("*.md")} == {"index", *recipes}
+    for model, names in recipes.items():
         text = (FOLDER / f"{model}.md").read_text(encoding="utf-8")
         assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == SECTIONS
         assert re.findall(r"^### (.*)$", text, flags=re.MULTILINE) == names
@@ -51,13 +54,13 @@ def test_every_recipe_for_gpus_is_on_the_page_of_its_model() -> None:
 
 
 @pytest.mark.parametrize("model", [pytest.param(name, marks=on_demand_unless(name == QUICK)) for name in MODELS])
-def test_page_has_the_numbers_of_the_plan(model: str, planned: dict[str, list[PlannedRecipe]]) -> None:
+def test_page_has_the_numbers_of_the_plan(model: str, recipes_of: Callable[[str], list[PlannedRecipe]]) -> None:
     text = (FOLDER / f"{model}.md").read_text(encoding="utf-8")
-    assert text == page(model, recipes_of(model, planned)), "run: python scripts/model_pages.py"
+    assert text == page(model, recipes_of(model)), "run: python scripts/model_pages.py"
 
 
-def test_memory_and_layout_are_those_of_the_json(planned: dict[str, list[PlannedRecipe]]) -> None:
-    recipes = recipes_of(QUICK, planned)
+def test_memory_and_layout_are_those_of_the_json(recipes_of: Callable[[str], list[PlannedRecipe]]) -> None:
+    recipes = recipes_of(QUICK)
     text = page(QUICK, recipes)
     for recipe in recipes:
         numbers = recipe.plan.to_json()
@@ -72,8 +75,8 @@ def test_memory_and_layout_are_those_of_the_json(planned: dict[str, list[Planned
         assert [shown[name] for name in ("tp", "ep", "dp")] == [str(layout[name]) for name in ("tp", "ep", "dp")]
 
 
-def test_step_is_sum_of_phases_or_the_longer_side(planned: dict[str, list[PlannedRecipe]]) -> None:
-    alone, ahead = sorted(recipes_of(QUICK, planned), key=lambda recipe: recipe.config.rollout.max_staleness)
+def test_step_is_sum_of_phases_or_the_longer_side(recipes_of: Callable[[str], list[PlannedRecipe]]) -> None:
+    alone, ahead = sorted(recipes_of(QUICK), key=lambda recipe: recipe.config.rollout.max_staleness)
     seconds, overlap = alone.plan.seconds, ahead.plan.overlap
     assert None not in (seconds.generate, seconds.logp, seconds.update)
     assert step_seconds(alone) == sum((seconds.generate or 0, seconds.logp or 0, seconds.update or 0))

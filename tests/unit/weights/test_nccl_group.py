@@ -144,10 +144,8 @@ def test_wait_without_answer_names_the_peer(gpus: Gpus) -> None:
 def test_abandon_ends_the_waits_of_all_members(gpus: Gpus) -> None:
     server = store()
     first, second, third = channels(Rendezvous("127.0.0.1", server.port, 1), [0, 1, 2])
-    start = time.monotonic()
     calls = [partial(lost, first, 2), partial(lost, second, 2), partial(third.abandon, "member 7: closed")]
-    messages = at_once(calls)[:2]
-    assert time.monotonic() - start < 10  # of 60
+    messages = at_once(calls)[:2]  # the message of a timeout is another one
     assert messages == ["the weight sync has lost a process: member 7: closed"] * 2
     assert [group.aborts for group in gpus.groups if group.rank == 2] == [1]
     with pytest.raises(PeerLostError, match="must connect again"):

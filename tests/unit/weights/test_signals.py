@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -165,10 +164,9 @@ def test_wait_fails_when_the_other_process_dies_while_its_child_lives(child_of_i
         assert child.stdout.readline() == "joined\n"
         wait(reader, WRITER, READER)
         threading.Timer(0.5, os.kill, (child.pid, kind)).start()
-        started = time.monotonic()
+        # The message of a timeout is another one.
         with pytest.raises(PeerLostError, match="user 0: it has closed"):
-            wait(reader, WRITER, READER, seconds=20)
-        assert time.monotonic() - started < 15
+            wait(reader, WRITER, READER, seconds=60)
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
