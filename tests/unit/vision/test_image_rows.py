@@ -24,7 +24,7 @@ from tests.unit.data.rows import jsonl, parquet
 from tests.vision_models import SPECIAL, png, vision_tokenizer
 
 pytestmark = needs_package("torchvision", "make setup")
-IMAGE, VIDEO, START, END = SPECIAL.values()
+IMAGE, _, START, END = SPECIAL.values()
 SMALL, WIDE = png(16, 16), png(16, 32, 1)  # 4 and 8 features of 8 x 8 pixels
 
 
@@ -32,10 +32,8 @@ SMALL, WIDE = png(16, 16), png(16, 32, 1)  # 4 and 8 features of 8 x 8 pixels
 def processor(tmp_path_factory: pytest.TempPathFactory) -> ImageProcessor:
     directory = tmp_path_factory.mktemp("model")
     write_processor(directory, vision_tokenizer(), "qwen3_vl")
-    ids = dict(
-        zip(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), SPECIAL.values())
-    )
-    (directory / "config.json").write_text(str(ids).replace("'", '"'))
+    ids = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
+    (directory / "config.json").write_text(json.dumps(ids))
     return ImageProcessor.load(directory, vision_tokenizer(), "model.hf_path")
 
 
@@ -138,10 +136,7 @@ def test_image_rows_survive_selection_joining_and_files() -> None:
     for buffers in (joined, array_buffers(buffer_arrays(joined))):
         found = [images_of(buffers, index) for index in range(7)]
         assert [each and each.digest for each in found] == [each and each.digest for each in expected]
-        assert all(
-            each is None or np.array_equal(each.pixels, other.pixels)
-            for each, other in zip(found, expected, strict=True)
-            if other
-        )
+        for each, other in zip(found, expected, strict=True):
+            assert each is other is None or np.array_equal(each.pixels, other.pixels)
     assert take_rows(packed, np.array([2])).images == ()
     assert pack_trajectories(trajectories[2:3]).image_rows is None
