@@ -2,7 +2,7 @@
 
 There are three kinds of single-turn problems; episode_tasks has the multi-turn tasks, image_tasks the task with images.
 `work3`: 3-digit addition, digit by digit, then the answer after `#` (`347+285=` is continued by
-`7+5+0=12;4+8+1=13;3+2+1=6#632`). `latent` and `dense`: the same problems for a DeepSeek-V3 and a dense Qwen3; the models
+`7+5+0=12;4+8+1=13;3+2+1=6#632`). `latent` and `dense`: the same problems for a DeepSeek-V3 and a dense Qwen3; models
 of other tasks are Qwen3-MoE. `think2`: 2-digit addition. Most of its warm-start targets are a wrong answer without
 working; a few show the working (`<7+5+0=12;3+8+1=12>#122`). Learning is therefore visible as growing length.
 """
