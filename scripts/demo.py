@@ -88,6 +88,15 @@ DEMOS = {
             *("trainer.steps=145", "actor.optimizer.decay_steps=180"),
         ),
     ),
+    "see": Demo(
+        "see",
+        "configs/demo_see_cpu.yaml",
+        "runs/demo_see",
+        (
+            *("actor.parallel.ep=1", "actor.train_vision=true", "rollout.max_prompt_tokens=16"),
+            *("rollout.max_response_tokens=4", "trainer.steps=100", "actor.optimizer.decay_steps=150"),
+        ),
+    ),
     "tool": Demo("tool", "configs/demo_tool_cpu.yaml", "runs/demo_tool", ("rollout.max_prompt_tokens=24",)),
     "game": Demo(
         "game",

@@ -1,10 +1,10 @@
 """Tasks of the demo: problems, a small tokenizer and a tiny random model, generated from one seed.
 
-There are three kinds of single-turn problems; episode_tasks has the multi-turn tasks. `work3`: 3-digit addition, digit
-by digit, then the answer after `#` (`347+285=` is continued by `7+5+0=12;4+8+1=13;3+2+1=6#632`). `latent` and `dense`:
-the same problems for a DeepSeek-V3 and a dense Qwen3; the models of other tasks are Qwen3-MoE. `think2`: 2-digit
-addition. Most of its warm-start targets are a wrong answer without working; a few show the working
-(`<7+5+0=12;3+8+1=12>#122`). Learning is therefore visible as growing length.
+There are three kinds of single-turn problems; episode_tasks has the multi-turn tasks, image_tasks the task with images.
+`work3`: 3-digit addition, digit by digit, then the answer after `#` (`347+285=` is continued by
+`7+5+0=12;4+8+1=13;3+2+1=6#632`). `latent` and `dense`: the same problems for a DeepSeek-V3 and a dense Qwen3; models
+of other tasks are Qwen3-MoE. `think2`: 2-digit addition. Most of its warm-start targets are a wrong answer without
+working; a few show the working (`<7+5+0=12;3+8+1=12>#122`). Learning is therefore visible as growing length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import episode_tasks
+import image_tasks
 from episode_tasks import Problem
+from tiny_processor import write_processor
 
 from model_converters.durable_files import durable_write
 
@@ -173,6 +175,7 @@ class DemoTask:
     tokenizer: Callable[[], PreTrainedTokenizerFast] = build_tokenizer
     num_tokens: Callable[[str], int] = len
     model: Callable[[int], PretrainedConfig] = qwen3_moe_config
+    reads_images: bool = False
 
 
 TASKS = {
@@ -182,6 +185,14 @@ TASKS = {
     "think2": DemoTask(partial(additions, think2, 10, 100), 4096, 3072),
     "tool": DemoTask(episode_tasks.tool_rows, 16384, 4096, episode_tasks.tool_tokenizer, episode_tasks.num_tokens),
     "game": DemoTask(episode_tasks.game_rows, 16384, 4096, episode_tasks.game_tokenizer, episode_tasks.num_tokens),
+    "see": DemoTask(
+        image_tasks.see_rows,
+        8192,
+        4096,
+        image_tasks.see_tokenizer,
+        model=image_tasks.qwen3_vl_config,
+        reads_images=True,
+    ),
 }
 
 
@@ -197,16 +208,20 @@ def problems(name: str, seed: int = 1) -> dict[str, list[Problem]]:
     return splits
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    """Write a jsonl file atomically."""
+def write_rows(path: Path, rows: Iterable[tuple[Problem, str]]) -> None:
+    """Write problems with the text of their column `answer` to a jsonl file atomically."""
     with durable_write(path) as file:
-        file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+        for problem, answer in rows:
+            row: dict[str, object] = {"prompt": problem.prompt, "answer": answer}
+            if problem.image is not None:
+                row["images"] = [image_tasks.image_uri(problem.image)]
+            file.write(json.dumps(row).encode() + b"\n")
 
 
 def write_model(directory: Path, task: DemoTask, seed: int) -> int:
     """Write a random model and the tokenizer of a task as an HF checkpoint; returns the number of parameters."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -214,9 +229,14 @@ def write_model(directory: Path, task: DemoTask, seed: int) -> int:
     # The caller's random state stays as it is.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(task.model(len(tokenizer)))
+        loader = AutoModelForImageTextToText if task.reads_images else AutoModelForCausalLM
+        model = loader.from_config(task.model(len(tokenizer)))
     model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    if task.reads_images:
+        sizes = {"patch_size": image_tasks.PATCH_SIZE, "max_pixels": image_tasks.EDGE**2}
+        write_processor(directory, tokenizer, model.config.model_type, **sizes)
+    else:
+        tokenizer.save_pretrained(directory)
     return int(model.num_parameters())
 
 
@@ -246,11 +266,9 @@ def prepare(directory: Path, name: str = "work3", seed: int = 1) -> bool:
     staging.mkdir(parents=True)
     try:
         splits = problems(name, seed)
-        write_rows(
-            staging / "warm_start.jsonl", ({"prompt": p.prompt, "answer": p.target} for p in splits["warm_start"])
-        )
+        write_rows(staging / "warm_start.jsonl", ((p, p.target) for p in splits["warm_start"]))
         for split in ("train", "val"):
-            write_rows(staging / f"{split}.jsonl", ({"prompt": p.prompt, "answer": p.answer} for p in splits[split]))
+            write_rows(staging / f"{split}.jsonl", ((p, p.answer) for p in splits[split]))
         num_parameters = write_model(staging / "model", TASKS[name], seed)
         record = {"task": name, "seed": seed, "format": FORMAT, "parameters": num_parameters}
         # Last: a directory with this file is complete.

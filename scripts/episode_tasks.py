@@ -45,11 +45,12 @@ NUMBERS, RANGE, GUESSES = 15, "0-14?", 4
 
 
 class Problem(NamedTuple):
-    """Problem with the warm-start target and the answer that the reward expects."""
+    """Problem with the warm-start target and the answer that the reward expects. image: a PNG file for the prompt."""
 
     prompt: str
     target: str
     answer: str
+    image: bytes | None = None
 
 
 def tool_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Problem]]:

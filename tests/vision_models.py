@@ -26,7 +26,7 @@ def engine_sizes(model_type: str) -> dict[str, Any]:
     return {
         "hidden_size": 128,
         "head_dim": 32,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 4,
         "rope_parameters": rotation,
         "vision_config": tower,
     }

@@ -134,8 +134,8 @@ class Columns:
 
     def _check_media(self, row: Row, where: str) -> None:
         """Reject columns with media that the model does not read."""
-        read = () if self.image_text is None else (self.data_config.image_key,)
-        media = [name for name in row if _MEDIA.fullmatch(name) and name not in read and not is_empty(row[name])]
+        column = None if self.image_text is None else self.data_config.image_key
+        media = [name for name in row if _MEDIA.fullmatch(name) and name != column and not is_empty(row[name])]
         if not media:
             return
         if self.image_text is None:
@@ -144,7 +144,7 @@ class Columns:
                 f" {self.key} to a file without such rows, or without the column if the text suffices"
             )
         raise DataError(
-            f"{where} has {media[0]}, but prompts have text, and images in column {read[0]!r} only; set data.image_key"
+            f"{where} has {media[0]}, but prompts have text, and images in column {column!r} only; set data.image_key"
             " if this is the column of images, or remove the column or the row"
         )
 

@@ -18,6 +18,7 @@ from mcore_rl.errors import RewardError
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.trajectories import temperature_spans, version_spans
 from mcore_rl.types import EpisodeOutcome, Grades, RolloutScalars, RolloutTask, Score, Trajectory, TrajectoryBuffers
+from mcore_rl.vision.thumbnails import thumbnails
 
 FAILED_EPISODE = "the episode failed"
 """Prefix of error messages for failed episodes."""
@@ -110,11 +111,17 @@ def _digests(responses: Sequence[Response]) -> np.ndarray:
 def write_records(path: Path, task: RolloutTask, responses: Sequence[Response]) -> None:
     """Write one JSON object per trajectory."""
     # A text can contain half of a surrogate pair, such as a truncated emoji, which UTF-8 cannot encode.
+    of_group: dict[int, list[str]] = {}
     with open(path, "w", encoding="utf-8", errors=SURROGATE_ERRORS) as file:
         for index, response in enumerate(responses, start=task.span[0]):
             place = int(task.group_ids[index // task.samples_per_prompt]), index % task.samples_per_prompt
+            # Once per prompt: an image may have several megabytes.
+            if (sources := response.attempt.prompt.images) and place[0] not in of_group:
+                of_group[place[0]] = thumbnails(sources)
             for trajectory in response.outcome.trajectories:
                 record = _record(response, trajectory, *place, task.version)
+                if sources:
+                    record["images"] = of_group[place[0]]
                 file.write(json.dumps(record, ensure_ascii=False, default=to_plain) + "\n")
 
 

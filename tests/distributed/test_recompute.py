@@ -43,7 +43,7 @@ MODES: dict[str, list[dict[str, Any]]] = {
         FULL,
         _selective("core_attn", "moe"),
     ],
-    "gemma3_text": [FULL, _selective("mlp", "layernorm")],
+    "gemma3_text": [FULL, _selective("mlp", *NORMS)],
     # Without shared_experts: the gradients of their gate and of their input are then added in another order.
     "qwen3_next": [FULL, _selective("core_attn", "moe", "layernorm")],
 }

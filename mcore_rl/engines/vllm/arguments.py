@@ -93,8 +93,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         # A prompt that exceeds the remaining tokens of a pass is computed in pieces.
         arguments |= {"max_num_batched_tokens": config.max_batched_tokens, "enable_chunked_prefill": True}
     if has_vision_tower(settings.model_dir):
-        # vLLM measures the largest image with the model's processor, which needs the tokenizer. Requests carry processed
-        # images, so its cache of processed images stays empty.
+        # vLLM measures the largest image with the model's processor, which needs the tokenizer. Requests carry images
+        # that are processed and normalized already.
         arguments |= {
             "skip_tokenizer_init": False,
             "limit_mm_per_prompt": {"image": 1, "video": 0},

@@ -119,7 +119,7 @@ def write_trajectories(path: Path, parts: Sequence[TrajectoryBuffers]) -> SavedF
     Raises: OSError.
     """
     joined = join_rows(parts)
-    arrays = buffer_arrays(joined)
+    arrays: dict[str, Any] = {**buffer_arrays(joined)}
     arrays[COUNTS] = np.array([len(part.prompt_tokens) for part in parts], np.int64)
     with durable_write(path) as file:
         np.savez(file, **arrays)

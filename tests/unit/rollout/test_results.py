@@ -3,12 +3,15 @@ run."""
 
 from __future__ import annotations
 
+import base64
 import json
 import zlib
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError, RewardError
@@ -25,6 +28,7 @@ from mcore_rl.types import (
     Trajectory,
 )
 from tests.unit.rollout.made import made_scalars
+from tests.vision_models import png
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "mine.py", line 3, in f'
 
@@ -53,6 +57,20 @@ def test_write_records_digest_covers_prompt_and_response(tmp_path: Path) -> None
     write_records(tmp_path / "part", task, [response])
     record = json.loads((tmp_path / "part").read_text())
     assert record["digest"] == zlib.crc32(np.array([3, 4, 5, 6], np.int32).tobytes())
+
+
+def test_write_records_prompt_with_image_has_thumbnail(tmp_path: Path) -> None:
+    ids, sampling = np.array([3, 4], np.int32), SamplingOptions(8)
+    prompt = Prompt(0, ids, "34", "", None, images=(png(300, 200),))
+    attempt = Attempt(GenerationRequest("train.0.0", ids, 1, sampling), prompt)
+    zeros = np.zeros(2)
+    outcome = EpisodeOutcome((Trajectory(ids, ids, zeros, zeros.astype(np.int32)),), "34", "stop")
+    task = RolloutTask("train", np.array([0]), np.array([0]), 2, sampling, 1)
+    write_records(tmp_path / "part", task, [Response(attempt, outcome, Score(1.0, 1.0))] * 2)
+    for line in (tmp_path / "part").read_text().splitlines():
+        (uri,) = json.loads(line)["images"]
+        with Image.open(BytesIO(base64.b64decode(uri.removeprefix("data:image/jpeg;base64,")))) as image:
+            assert image.size == (85, 128)
 
 
 def graded(size: int, *failed: int, traceback: str | None = None) -> RolloutScalars:

@@ -1,6 +1,6 @@
 // One response: its texts and facts, and its tokens in colors.
 
-const SHOWN = new Set("prompt response digest line messages judge versions masked temperatures".split(" "));
+const SHOWN = new Set("prompt images response digest line messages judge versions masked temperatures".split(" "));
 const MODES = ["engine - trainer difference", "weight version", "loss mask"];
 
 function responseItem(run, row, record) {
@@ -23,7 +23,7 @@ function responseItem(run, row, record) {
 async function fillResponse(body, run, row, record) {
   const part = (title, ...content) => body.append(element("h3", {}, title), ...content);
   const text = (value) => element("pre", { dir: "auto" }, visible(value));
-  part("Prompt", text(record.prompt));
+  part("Prompt", text(record.prompt), ...images(record));
   part("Response", text(record.response));
   for (const [number, answer] of (Array.isArray(record.judge) ? record.judge : []).entries()) {
     part(`Judge, answer ${number + 1}: ${answer?.error ? `no score (${answer.error})` : `score ${format(answer?.score)}`}`, text(answer?.text ?? ""));
@@ -42,6 +42,12 @@ async function fillResponse(body, run, row, record) {
   last.dataset.complete = "true";
   body.append(last);
 }
+
+// Thumbnails of the prompt's images. Other addresses, and files that were cut for their length, are not shown.
+const THUMBNAIL = /^data:image\/jpeg;base64,[A-Za-z0-9+/]+=*$/;
+const images = (record) => (Array.isArray(record.images) ? record.images : [])
+  .filter((each) => THUMBNAIL.test(each))
+  .map((each, number) => element("img", { src: each, alt: `image ${number + 1}`, title: `image ${number + 1} of the prompt` }));
 
 const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 

@@ -1,0 +1,32 @@
+"""Small copies of images for records of responses, as URIs that a browser shows."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from io import BytesIO
+
+from mcore_rl.types.vision import ImageSource
+from mcore_rl.vision.sources import read_image
+
+MAX_EDGE = 128
+"""Longest edge in pixels; such a file has a few kilobytes."""
+MAX_IMAGES = 4
+"""Number of images of a prompt that its records contain."""
+_QUALITY = 80
+
+
+def thumbnails(sources: Sequence[ImageSource]) -> list[str]:
+    """Return the first images of a prompt as JPEG files of at most MAX_EDGE x MAX_EDGE pixels.
+
+    Raises: DataError for an image that cannot be read.
+    """
+    return [_thumbnail(source) for source in sources[:MAX_IMAGES]]
+
+
+def _thumbnail(source: ImageSource) -> str:
+    image = read_image(source, "image of a record")
+    image.thumbnail((MAX_EDGE, MAX_EDGE))
+    file = BytesIO()
+    image.save(file, "jpeg", quality=_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
