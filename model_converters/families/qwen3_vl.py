@@ -50,7 +50,7 @@ QWEN3_VL = replace(
     build_rows=partial(_rows, QWEN3),
     build_arguments=partial(_arguments, QWEN3),
     architecture="Qwen3VLForConditionalGeneration",
-    own_fields=QWEN3.own_fields | vision.OWN_FIELDS,
+    own_fields=vision.OWN_FIELDS,
     vllm_imports=("torchvision",),
     description=replace(
         QWEN3.description, models="Qwen3-VL 2B to 32B", covers=f"Qwen3's text model, {_COVERS}", vllm_cpu="not tried"
@@ -64,7 +64,7 @@ QWEN3_VL_MOE = replace(
     defaults={"decoder_sparse_step": 1, "head_dim": COMPUTED, "num_key_value_heads": 16},
     engine_fields={"norm_topk_prob": True},
     architecture="Qwen3VLMoeForConditionalGeneration",
-    own_fields=QWEN3_MOE.own_fields | vision.OWN_FIELDS,
+    own_fields=vision.OWN_FIELDS | {"decoder_sparse_step", "mlp_only_layers"},
     vllm_imports=("torchvision",),
     description=replace(
         QWEN3_MOE.description,
