@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import load_config
-from mcore_rl.config.roles import ModelRole
+from mcore_rl.config import Config, load_config
+from mcore_rl.config.roles import EngineRole, ModelRole
+from mcore_rl.config.rules.validation import check_engine_sizes
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.model import ResolvedModel
@@ -82,3 +83,11 @@ def test_setting_without_support_for_towers_is_rejected(
 def test_critic_with_tower_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'qwen3_vl' has a vision tower, which critics and reward models do not"):
         _resolve(tmp_path, "qwen3_vl", critic=True)
+
+
+def test_engine_sizes_of_nested_text_model_are_checked() -> None:
+    config = Config()
+    config.rollout.tp = 3
+    role = EngineRole.rollout(config.rollout, config.model)
+    with pytest.raises(ConfigError, match=r"^rollout\.tp=3 must divide the model's 4 attention heads"):
+        check_engine_sizes(role, nested_fields(tiny_fields("qwen3_vl")), cuda=False)
