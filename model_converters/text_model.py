@@ -8,6 +8,7 @@ model's, and tensors that only images need are left out:
 | `model.layers.0...` | `model.language_model.layers.0...` | `language_model.model.layers.0...` |
 | left out | `model.visual.*` | `vision_tower.*`, `multi_modal_projector.*` |
 
+With `vision_config` in config.json, Qwen3.5's vision tower is part of the model instead (vision_model.py).
 Exports are text models, with the names and the config.json that transformers writes for them.
 """
 
@@ -22,6 +23,8 @@ T = TypeVar("T")
 
 TEXT_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text"}
 """model_type of a release -> model_type in its text_config."""
+_WITH_TOWER = ("qwen3_5", "qwen3_5_moe")
+"""Releases whose vision tower can be trained."""
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 """Start of the names of a text model's tensors in a release -> the same in a text model."""
 _VISION_PREFIXES = ("model.visual.", "vision_tower.", "multi_modal_projector.")
@@ -30,8 +33,9 @@ _KEPT = ("quantization_config", "transformers_version")
 
 
 def reads_images(config: Mapping[str, object]) -> bool:
-    """Return whether config.json describes a release with a text model inside."""
-    return config.get("model_type") in TEXT_TYPES
+    """Return whether config.json describes a release of which only the text model is used."""
+    kind = config.get("model_type")
+    return kind in TEXT_TYPES and (kind not in _WITH_TOWER or config.get("vision_config") is None)
 
 
 def text_fields(config: Mapping[str, object]) -> dict[str, object]:

@@ -17,11 +17,14 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from model_converters.errors import ConversionError
+from model_converters.text_model import TEXT_TYPES, reads_images
 
 T = TypeVar("T")
 
 VISION_TYPES = {
     "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_5": TEXT_TYPES["qwen3_5"],
+    "qwen3_5_moe": TEXT_TYPES["qwen3_5_moe"],
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
@@ -39,11 +42,14 @@ _SHARED = frozenset({"dtype", "torch_dtype", _TIED})
 
 
 def flat_fields(config: Mapping[str, object]) -> dict[str, object]:
-    """Return config.json in the flat form; of a model without vision tower, the same fields.
+    """Return config.json in the flat form; of a model without vision tower, also of a release whose text model is used
+    alone (text_model.py), the same fields.
 
     Raises: ConversionError for another kind of text model, and if the two objects disagree on tied embeddings.
     """
     text = config.get(_TEXT)
+    if reads_images(config):
+        return dict(config)
     if config.get("model_type") not in VISION_TYPES or text is None:
         return dict(config)
     kind = str(config["model_type"])
@@ -71,6 +77,16 @@ def nested_fields(config: Mapping[str, object]) -> dict[str, object]:
     outer = {key: value for key, value in config.items() if key in _OUTER | _SHARED}
     text = {key: value for key, value in config.items() if key not in _OUTER}
     return {**outer, _TEXT: {**text, "model_type": VISION_TYPES[str(kind)]}}
+
+
+def nested_overrides(config: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+    """Return fields that override those of the flat `config` at their places in a nested file; of a model without
+    vision tower, the same fields."""
+    if config.get("model_type") not in VISION_TYPES:
+        return dict(overrides)
+    outer = {key: value for key, value in overrides.items() if key in _OUTER}
+    text = {key: value for key, value in overrides.items() if key not in _OUTER}
+    return {**outer, **({_TEXT: text} if text else {})}
 
 
 _MODEL, _LANGUAGE, _VISUAL = "model.", "model.language_model.", "model.visual."

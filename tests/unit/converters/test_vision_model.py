@@ -14,7 +14,7 @@ from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.families.parts.hf_config import read_hf_config
 from model_converters.hf.io import HFCheckpoint
-from model_converters.vision_model import VISION_TYPES, flat_fields, nested_fields
+from model_converters.vision_model import VISION_TYPES, flat_fields, nested_fields, nested_overrides
 from tests.tiny_models import tiny_config, tiny_fields, write_tiny_model
 
 
@@ -64,6 +64,14 @@ def test_tower_that_does_not_fit_is_rejected(changes: dict[str, Any], message: s
     fields = tiny_fields("qwen3_vl", **changes)
     with pytest.raises(ConversionError, match=message):
         family_for(fields).model_arguments(fields)
+
+
+def test_overrides_of_text_fields_are_nested() -> None:
+    """vLLM updates a nested configuration with a nested object."""
+    overrides = {"architectures": ["A"], "norm_topk_prob": True}
+    assert nested_overrides({"model_type": "llama"}, overrides) == overrides
+    nested = nested_overrides({"model_type": "qwen3_vl_moe"}, overrides)
+    assert nested == {"architectures": ["A"], "text_config": {"norm_topk_prob": True}}
 
 
 def _transpose_experts(directory: Path) -> None:

@@ -50,7 +50,11 @@ def test_take_rows_copies_whole_rows_in_order(experts: bool) -> None:
         assert len(taken.token_offsets) == len(taken.response_offsets) == len(rows) + 1
         for field in fields(TrajectoryBuffers):
             before, after = getattr(source, field.name), getattr(taken, field.name)
-            assert (before is None and after is None) or type(before) is type(after) is tuple or before.dtype == after.dtype
+            assert (
+                (before is None and after is None)
+                or type(before) is type(after) is tuple
+                or before.dtype == after.dtype
+            )
 
 
 def test_join_rows_concatenates_parts() -> None:
