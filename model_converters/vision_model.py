@@ -73,6 +73,16 @@ def nested_fields(config: Mapping[str, object]) -> dict[str, object]:
     return {**outer, _TEXT: {**text, "model_type": VISION_TYPES[str(kind)]}}
 
 
+def nested_overrides(config: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+    """Return fields that override those of the flat `config` at their places in a nested file; of a model without
+    vision tower, the same fields."""
+    if config.get("model_type") not in VISION_TYPES:
+        return dict(overrides)
+    outer = {key: value for key, value in overrides.items() if key in _OUTER}
+    text = {key: value for key, value in overrides.items() if key not in _OUTER}
+    return {**outer, **({_TEXT: text} if text else {})}
+
+
 _MODEL, _LANGUAGE, _VISUAL = "model.", "model.language_model.", "model.visual."
 
 

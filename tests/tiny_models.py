@@ -64,15 +64,17 @@ def checkpoint_tensors(model: Any, named: dict[str, torch.Tensor]) -> dict[str, 
     from transformers.core_model_loading import revert_weight_conversion
 
     from model_converters.families import FAMILIES
-    from model_converters.hf.stacked import rows_of
+    from model_converters.hf.stacked import oriented, rows_of
     from model_converters.mapping.table import bind, exported_parts
-    from model_converters.vision_model import flat_fields
+    from model_converters.vision_model import VISION_TYPES, flat_fields, tower_tensors
 
     tensors, config = dict(revert_weight_conversion(model, named)), flat_fields(model.config.to_dict())
     if config["model_type"] not in FAMILIES:
         return tensors
+    if config["model_type"] in VISION_TYPES:
+        tensors = tower_tensors(tensors)
     stacked = [
-        part
+        oriented(part, tuple(tensors[part.name].shape))
         for bound in bind(FAMILIES[config["model_type"]].rows(config), config, torch.float32)
         for part in exported_parts(bound)
         if part is not None

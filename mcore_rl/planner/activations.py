@@ -39,6 +39,8 @@ tensors that one layer recomputes, the gradients of the widest component, the gr
 is added to the buffer, and on the last stage the output projection: hidden states and statistics of the trained tokens,
 two tiles of logits, and float32 gradients of the hidden states and of the weight (megatron/step/logprobs.py).
 
+The first stage of a model with a vision tower has its tensors, too (layers/vision.py).
+
 With actor.quantization_aware, the rounded copies of a layer's experts exist from its forward to its backward pass.
 
 Source: megatron-core 0.16.1, and V. Korthikanti et al. 2022, "Reducing activation recomputation", section 4, for the
@@ -54,6 +56,7 @@ from mcore_rl.megatron.step.logprobs import TILE_ELEMENTS
 from mcore_rl.planner.layers.execution import ALWAYS, Execution, SavedTensor, core_attention
 from mcore_rl.planner.layers.linear_attention import linear_attention
 from mcore_rl.planner.layers.transformers import transformers_layer
+from mcore_rl.planner.layers.vision import feature_bytes, tower_bytes
 from model_converters.families.parts.family import ModelArguments, TransformerArguments
 from model_converters.mapping.layout import TrainLayout
 
@@ -311,12 +314,17 @@ def stage_activations(
     if rounded:
         sparse = [sum(is_sparse(arguments.transformer, layer) for layer in layers) for layers in chunks]
         components["rounded experts"] = rounded * _rounded_layers(sparse, counts, run)
+    tower = 0.0
+    if stage == 0 and arguments.vision is not None:
+        components["image features"] = feature_bytes(arguments.vision, run, hidden) * counts[0]
+        components["vision tower"] = tower_bytes(arguments.vision, run, trained=run.section.train_vision)
+        tower = tower_bytes(arguments.vision, run, trained=False)
     if last and predicts_tokens:
         components["logits"] = _output_projection_bytes(arguments, run)
     elif last:
         components["values"] = 4 * hidden / run.scatter * row  # hidden states in float32
     # Without gradients only one layer's tensors exist at a time, plus the hidden states that it reads and writes.
-    forward = max(chunk.gradients for chunk in by_chunk) * row + 2 * hidden * b * row + rounded
+    forward = max(chunk.gradients for chunk in by_chunk) * row + 2 * hidden * b * row + rounded + tower
     return StageActivations(components, forward + (components.get("logits", 0.0) / 2))
 
 

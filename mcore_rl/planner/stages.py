@@ -13,6 +13,7 @@ from mcore_rl.megatron.lora.adapters import attach_adapters
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.sharded import meta_model
+from mcore_rl.megatron.model.vision.model import set_trained
 from mcore_rl.planner.activations import StageActivations, stage_activations
 from mcore_rl.planner.layers.execution import Execution
 from mcore_rl.planner.shards import sharded_state
@@ -33,9 +34,11 @@ def stage_parameters(
     kind: type[PolicyModel] = PolicyModel,
     *,
     lora: LoraConfig | None = None,
+    train_vision: bool = False,
     names: KeyNames = POLICY,
 ) -> list[list[StageParameter]]:
-    """List the parameters of each chunk of a pipeline stage, in Megatron's order, with the adapters of `lora`.
+    """List the parameters of each chunk of a pipeline stage, in Megatron's order, with the adapters of `lora`. A vision
+    tower is frozen unless `train_vision` is set.
 
     All ranks of a stage hold parameters of the same sizes, so one of them is built. `kind` is the class of the model.
 
@@ -43,6 +46,7 @@ def stage_parameters(
     """
     # Context parallelism divides tokens and not weights, so cp=1 gives the same parameters.
     with meta_model(hf_config, replace(layout, cp=1), stage * layout.stage_size, kind, names=names) as chunks:
+        set_trained(chunks, train_vision)
         if lora is not None and lora.rank:
             attach_adapters(chunks, replace(lora, path=None), hf_config, replace(layout, cp=1), seed=0)
         return [
@@ -91,7 +95,15 @@ def planned_stages(
     `microbatches` is per update and rank.
     """
     for stage in range(spec.layout.pp):
-        chunks = stage_parameters(spec.hf_config, spec.layout, stage, kind, lora=run.section.lora, names=spec.role)
+        chunks = stage_parameters(
+            spec.hf_config,
+            spec.layout,
+            stage,
+            kind,
+            lora=run.section.lora,
+            train_vision=run.section.train_vision,
+            names=spec.role,
+        )
         # Its gradient exists once more before it is added to the buffer.
         largest = max((parameter.elements for chunk in chunks for parameter in chunk if parameter.trained), default=0)
         activations = stage_activations(

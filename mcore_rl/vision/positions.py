@@ -36,18 +36,19 @@ def token_positions(num_tokens: int, images: PromptImages | None, merge_size: in
 
     Shapes: -> int32 [3, num_tokens].
     """
-    positions = np.empty((3, num_tokens), np.int32)
+    parts: list[np.ndarray] = []
     index = position = 0
-    if images is not None:
-        for start, grid in zip(images.starts.tolist(), images.grids.tolist(), strict=True):
-            # Text before the image.
-            positions[:, index:start] = position + np.arange(start - index)
-            position += start - index
-            merged = (grid[0], grid[1] // merge_size, grid[2] // merge_size)
-            places = np.indices(merged, np.int32).reshape(3, -1) + position
-            index = start + places.shape[1]
-            # A sequence ends before its prompt if no token of the response is trained.
-            positions[:, start:index] = places[:, : max(num_tokens - start, 0)]
-            position += max(merged[1:])
-    positions[:, index:] = position + np.arange(max(num_tokens - index, 0))
-    return positions
+    # A sequence may end before its images: then no token of the response is trained.
+    for start, grid in [] if images is None else zip(images.starts.tolist(), images.grids.tolist(), strict=True):
+        merged = (grid[0], grid[1] // merge_size, grid[2] // merge_size)
+        parts.append(_text(position, start - index))
+        position += start - index
+        parts.append(position + np.indices(merged, np.int32).reshape(3, -1))
+        index = start + parts[-1].shape[1]
+        position += max(merged[1:])
+    parts.append(_text(position, max(num_tokens - index, 0)))
+    return np.concatenate(parts, axis=1, dtype=np.int32)[:, :num_tokens]
+
+
+def _text(position: int, num_tokens: int) -> np.ndarray:
+    return np.tile(np.arange(position, position + num_tokens, dtype=np.int32), (3, 1))

@@ -20,6 +20,7 @@ from model_converters.errors import ConversionError
 from model_converters.families.parts.hf_config import HFConfig, read_hf_config
 from model_converters.hf.fp8_export import quantised_fields
 from model_converters.mapping.table import Row, bind
+from model_converters.vision_model import nested_overrides
 
 
 def engine_layout(rollout: RolloutConfig) -> EngineLayout:
@@ -49,7 +50,7 @@ def engine_overrides(
     """
     try:
         hf_config = read_hf_config(model_dir)
-        overrides = families.engine_overrides(hf_config)
+        overrides = nested_overrides(hf_config, families.engine_overrides(hf_config))
         # Engines receive weights in the format of rollout.quantization, even if the checkpoint is quantised.
         if load_weights:
             return overrides

@@ -16,11 +16,12 @@ from model_converters.families.parts.engine_fields import neutral_fields, refuse
 from model_converters.families.parts.engine_rotation import rotation_for_engines
 from model_converters.families.parts.family import Family
 from model_converters.families.parts.hf_config import HFConfig
+from model_converters.families.qwen2_5_vl import QWEN2_5_VL
 from model_converters.families.qwen2_moe import QWEN2_MOE
 from model_converters.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.families.qwen3_next import QWEN3_NEXT
-from model_converters.families.qwen3_vl import QWEN3_VL
+from model_converters.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from model_converters.families.refusals import REFUSED
 from model_converters.text_model import reads_images
 
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Family] = {
         MINIMAX_M2,
         MIXTRAL,
         QWEN2,
+        QWEN2_5_VL,
         QWEN2_MOE,
         QWEN3,
         QWEN3_5,
@@ -45,6 +47,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         QWEN3_NEXT,
         QWEN3_VL,
+        QWEN3_VL_MOE,
         SEED_OSS,
     )
 }

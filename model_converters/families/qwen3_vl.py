@@ -10,39 +10,67 @@ from functools import partial
 
 from model_converters.families.dense import QWEN3
 from model_converters.families.parts import family, vision
-from model_converters.families.parts.hf_config import HFConfig
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, require
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.mapping.table import Row
 
 _SECTIONS = (24, 20, 20)
+"""Default of transformers."""
 
 
 def _rows(text: family.Family, config: HFConfig) -> list[Row]:
-    return [*vision.language_rows(text.build_rows(config)), *vision.qwen3_tower(config)]
+    rows = [_both_orientations(row) for row in vision.language_rows(text.build_rows(config))]
+    return [*rows, *vision.qwen3_tower(config)]
+
+
+def _both_orientations(row: Row) -> Row:
+    """Let experts be stored as in the hub's files, [E, columns, rows], and as transformers 5 writes them."""
+    if not row.num_experts:
+        return row
+    stored = tuple(replace(place, transposed=True, either_way=True) for place in row.stored)
+    return replace(row, stored=stored, stacked_release=True, fp8=False)
 
 
 def _arguments(text: family.Family, config: HFConfig) -> family.ModelArguments:
     arguments = text.build_arguments(vision.without_sections(config))
     sections = vision.read_sections(config, _SECTIONS, arguments.transformer["kv_channels"] // 2)
     rotation: family.TransformerArguments = {"mrope_section": sections, "mrope_interleaved": True}
-    return replace(
-        arguments, transformer={**arguments.transformer, **rotation}, vision=vision.read_vision(config)
-    )
+    return replace(arguments, transformer={**arguments.transformer, **rotation}, vision=vision.read_vision(config))
 
 
-_COVERS = "vision tower with deepstack, positions in time, height and width (images; videos are rejected)"
+def _moe_arguments(config: HFConfig) -> family.ModelArguments:
+    require(config, "norm_topk_prob", True, reason="transformers normalises the weights of the chosen experts")
+    return _arguments(QWEN3_MOE, {**config, "norm_topk_prob": True})
+
+
+_COVERS = "vision tower with deepstack, positions in time, height and width (no videos)"
 QWEN3_VL = replace(
     QWEN3,
     model_type="qwen3_vl",
     build_rows=partial(_rows, QWEN3),
     build_arguments=partial(_arguments, QWEN3),
     architecture="Qwen3VLForConditionalGeneration",
-    own_fields=QWEN3.own_fields | vision.OWN_FIELDS,
+    own_fields=vision.OWN_FIELDS,
     vllm_imports=("torchvision",),
     description=replace(
-        QWEN3.description,
-        models="Qwen3-VL 2B to 32B",
-        covers=f"Qwen3's text model, {_COVERS}",
+        QWEN3.description, models="Qwen3-VL 2B to 32B", covers=f"Qwen3's text model, {_COVERS}", vllm_cpu="not tried"
+    ),
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    model_type="qwen3_vl_moe",
+    build_rows=partial(_rows, QWEN3_MOE),
+    build_arguments=_moe_arguments,
+    defaults={"decoder_sparse_step": 1, "head_dim": COMPUTED, "num_key_value_heads": 16},
+    engine_fields={"norm_topk_prob": True},
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    own_fields=vision.OWN_FIELDS | {"decoder_sparse_step", "mlp_only_layers"},
+    vllm_imports=("torchvision",),
+    description=replace(
+        QWEN3_MOE.description,
+        models="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
+        covers=f"text model of Qwen3-MoE, {_COVERS}; experts stored as one tensor per layer, in both orientations",
+        refused={**QWEN3_MOE.description.refused, "norm_topk_prob": False},
         vllm_cpu="not tried",
     ),
 )

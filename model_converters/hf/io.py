@@ -62,10 +62,8 @@ class HFCheckpoint:
         headers = read_headers(self.directory)
         # Before the tensors are split: an unlisted file may also contain scales and buffers.
         self.unlisted = find_unlisted(self.directory, headers)
-        if self.config["model_type"] in VISION_TYPES:
-            listed, images = tower_tensors(headers), []
-        else:
-            listed, images = text_tensors(headers)
+        reads_images = self.config["model_type"] in VISION_TYPES
+        listed, images = (tower_tensors(headers), list[str]()) if reads_images else text_tensors(headers)
         if images:
             note = f"{len(images)} tensors of the vision tower are left out"
             self.unlisted = replace(self.unlisted, notes=(*self.unlisted.notes, note))

@@ -3,11 +3,13 @@
 | written by | `mlp.experts.gate_up_proj` | `mlp.experts.down_proj` |
 |---|---|---|
 | save_pretrained(save_original_format=False), transformers 5 | [E, 2 I, h]: gate, then up | [E, h, I] |
+| the hub's Qwen3-VL-MoE | [E, h, 2 I]: gate, then up | [E, I, h] |
 | gpt-oss in bfloat16 | [E, h, 2 I]: gate and up alternate | [E, I, h] |
 | gpt-oss in MXFP4, `_blocks` and `_scales` | [E, 2 I, h]: gate and up alternate | [E, h, I] |
 
 E experts with I units and hidden size h. The table declares these tensors (Row.stored), and the index of a checkpoint
-decides, layer by layer: config.json does not show how experts are stored.
+decides, layer by layer: config.json does not show how experts are stored. Qwen3-VL-MoE exists in two
+orientations, which the shapes show.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -100,7 +102,7 @@ def unstack(
     contains under their own name or twice.
     """
     every = [part for row in bound for part in stored_parts(row)]
-    plain = [part for part in every if part.name in listed]
+    plain = [oriented(part, listed[part.name].shape) for part in every if part.name in listed]
     packed = [part for part in every if part.place.mxfp4 and f"{part.name}{BLOCKS}" in listed]
     wanted = {part.name: part.shape for part in plain}
     for part in packed:
@@ -124,6 +126,26 @@ def unstack(
         else:
             scattered[part.part] = StackedPart(part, matrix)
     return tensors, scattered
+
+
+def oriented(part: StoredPart, found: Shape) -> StoredPart:
+    """Return the part in the orientation of the stored tensor, whose shape is `found`.
+
+    Raises: ConversionError for square matrices whose orientation the shape cannot show.
+    """
+    if not part.place.either_way:
+        return part
+    *outer, rows, columns = part.shape
+    if rows == columns:
+        raise ConversionError(
+            f"experts stored as one tensor per layer: {part.name} has square matrices, of which files exist in two "
+            "orientations; store single experts, under names such as "
+            f"{part.part}"
+        )
+    other = (*outer, columns, rows)
+    if found != other:
+        return part
+    return replace(part, shape=other, place=replace(part.place, transposed=not part.place.transposed))
 
 
 def matrix_of(stored: StoredTensor, part: StoredPart) -> StoredTensor:

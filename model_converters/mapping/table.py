@@ -25,6 +25,7 @@ class Stored:
 
     rows: rows of the matrix that are stored under `name`, for all parts together.
     transposed: the matrices are stored as [columns, rows]. Shapes cannot show this if both are equal.
+    either_way: checkpoints may have the other orientation, too; the shape decides, and square matrices are rejected.
     mxfp4: MXFP4 releases store codes `<name>_blocks` [num_experts, rows, columns / 32, 16] and exponents
     `<name>_scales` [num_experts, rows, columns / 32] instead, never transposed.
     """
@@ -34,6 +35,7 @@ class Stored:
     start: int = 0
     step: int = 1
     transposed: bool = False
+    either_way: bool = False
     mxfp4: bool = False
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from model_converters.families import FAMILIES
 from model_converters.families.parts.engine_fields import NEUTRAL, SUBMODELS
 from model_converters.families.parts.engine_rotation import ROTATION_INSIDE
+from model_converters.vision_model import VISION_TYPES
 from tests.contract.engine_sources import CONFIGS, fields_of_all_models, fields_of_model, reads, root
 from tests.contract.engines import MARKS
 
@@ -44,6 +45,8 @@ OTHER_MODELS = {
     *("temporal_conv_size", "video_end_token_id", "video_start_token_id", "video_token_id", "vision_end_token_id"),
     *("vision_start_token_id", "sub_configs", "pooling", "moe_num_experts", "multi_query_group_num"),
     *("max_window_layers", "num_attention_groups", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k"),
+    # Set by arguments of SGLang's server, which runs the two parts of a model with images on two servers.
+    *("encoder_only", "language_only"),
     # Read by DeepSeek's layers, from which SGLang's ERNIE imports others.
     *("routed_scaling_factor", "norm_topk_prob", "topk_group"),
 }
@@ -81,6 +84,8 @@ SAME = {
     *("rotary_dim", "use_routing_bias", "use_qk_norm", "qk_norm_type"),
     # Selects the family.
     "model_type",
+    # Stop tokens are arguments of each request.
+    "eos_token_id",
     # Precision of the router's scores in vLLM; transformers and megatron compute them in float32.
     "moe_router_dtype",
     # Selects code to load; none is loaded without trust_remote_code.
@@ -120,15 +125,23 @@ def used_by_transformers(name: str) -> frozenset[str]:
     # The configuration of a text model may be in the folder of the model that contains it.
     configuration = Path(inspect.getfile(type(config)))
     model = configuration.with_name(configuration.name.replace("configuration_", "modeling_"))
-    declared = {*inspect.signature(type(config).__init__).parameters, *config.attribute_map}
+    declared = {key for part in _parts(config) for key in inspect.signature(type(part).__init__).parameters}
+    declared |= {key for part in _parts(config) for key in part.attribute_map}
     return frozenset(declared | {field for field, _ in reads(model, frozenset(CONFIGS))})
+
+
+def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return a configuration and that of the text model in it."""
+    return [config, *([config.text_config] if hasattr(config, "text_config") else [])]
 
 
 @pytest.mark.parametrize(("engine", "name"), CASES)
 def test_fields_read_by_engine_model_are_known(engine: str, name: str) -> None:
     assert root(engine) is not None
     found = fields_of_model(engine, FAMILIES[name].architecture)
-    assert {"hidden_size", "num_hidden_layers", "rms_norm_eps", "num_attention_heads"} <= found.keys()
+    # Classes of models with a vision tower may start the text model's class by its name.
+    sizes = {"hidden_size", "num_hidden_layers", "rms_norm_eps", "num_attention_heads"}
+    assert sizes <= found.keys() or (name in VISION_TYPES and "vision_config" in found)
     unknown = {field: places for field, places in found.items() if field not in KNOWN | used_by_transformers(name)}
     assert not unknown
 
@@ -146,5 +159,5 @@ def test_fields_read_for_all_engine_models_are_known(engine: str) -> None:
 def test_own_fields_equal_fields_of_transformers_class(name: str) -> None:
     config = AutoConfig.for_model(FAMILIES[name].transformers_type or name)
     base = inspect.signature(transformers.PreTrainedConfig.__init__).parameters
-    declared = set(inspect.signature(type(config).__init__).parameters) - set(base)
-    assert FAMILIES[name].own_fields - {*ROTATION_INSIDE} == declared & NEUTRAL.keys()
+    declared = {key for part in _parts(config) for key in inspect.signature(type(part).__init__).parameters} - set(base)
+    assert FAMILIES[name].own_fields - {*ROTATION_INSIDE, *SUBMODELS} == declared & NEUTRAL.keys()

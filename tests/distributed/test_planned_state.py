@@ -27,9 +27,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "three experts": ("qwen3_moe", {"num_experts": 3, "num_local_experts": 3}),
     "v3": ("deepseek_v3", {}),
     "qwen2 moe": ("qwen2_moe", {}),
+    "images": ("qwen3_vl", {}),
 }
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    1: [("dense", {}), ("tied", {}), ("v3", {})],
+    1: [("dense", {}), ("tied", {}), ("v3", {}), ("images", {})],
     2: [
         ("odd", {}),
         ("odd", {"tp": 2}),
@@ -51,7 +52,12 @@ WHOLE, OVERLAPPED = {"distributed_optimizer": False}, {"overlap_grad_reduce": Tr
 SHARDED, FSDP2 = {"shard_parameters": True}, {"strategy": "fsdp2"}
 ON_HOST = {"optimizer": OptimizerSettings(cpu_offload=True)}
 SETTINGS: dict[int, list[tuple[str, dict[str, Any], str, dict[str, Any]]]] = {
-    1: [("tied", {}, "float32", {}), ("v3", {}, "float32", {})],
+    1: [
+        ("tied", {}, "float32", {}),
+        ("v3", {}, "float32", {}),
+        ("images", {}, "bfloat16", {"train_vision": True}),
+        ("images", {}, "bfloat16", ADAPTERS),
+    ],
     2: [
         ("odd", {}, "float32", {}),
         ("odd", {}, "float32", WHOLE),
@@ -203,7 +209,11 @@ def plan_states(
     states = [
         state
         for stage in range(layout.pp)
-        for state in rank_states(stage_parameters(hf_config, layout, stage, lora=config.actor.lora), stage, run)
+        for state in rank_states(
+            stage_parameters(hf_config, layout, stage, lora=config.actor.lora, train_vision=config.actor.train_vision),
+            stage,
+            run,
+        )
     ]
     return [(s.parameters, s.weights_bytes, s.gradients_bytes, s.optimizer_bytes, s.host_bytes) for s in states]
 

@@ -113,9 +113,7 @@ def reference_logp(model: Any, sample: int) -> torch.Tensor:
     if images is not None:
         grids = torch.from_numpy(images.grids.astype(np.int64))
         kinds = (tokens == IMAGE_TOKEN).int()[None]
-        inputs = {
-            "pixel_values": torch.from_numpy(images.pixels), "image_grid_thw": grids, "mm_token_type_ids": kinds
-        }
+        inputs = {"pixel_values": torch.from_numpy(images.pixels), "image_grid_thw": grids, "mm_token_type_ids": kinds}
     # State of the previous sequence.
     model.model.rope_deltas = None
     logits = model(input_ids=tokens[None], **inputs).logits[0]

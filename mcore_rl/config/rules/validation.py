@@ -263,6 +263,8 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> N
 
     Raises: ConfigError naming the key.
     """
+    # The text model inside a model that reads images has the sizes.
+    hf = {**(hf.get("text_config") or {}), **hf}
     _check_counts(role, hf)
     rollout, heads = role.section, hf.get("num_attention_heads")
     tp = 1 if rollout.data_parallel_attention else rollout.tp

@@ -25,7 +25,7 @@ from mcore_rl.megatron.model.rows import keep_rows, use_row_layers
 from mcore_rl.megatron.model.shards import separate_experts
 from mcore_rl.megatron.model.stored_chunks import stored_chunks
 from mcore_rl.megatron.model.value_model import ValueModel
-from mcore_rl.megatron.model.vision.model import VisionPolicy
+from mcore_rl.megatron.model.vision.model import VisionPolicy, set_trained
 from mcore_rl.megatron.model.vision.tower import build_tower
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import Installed, here
@@ -75,9 +75,7 @@ def build_model(
     stages = [None] if spec.layout.vpp is None else range(spec.layout.vpp)
     sharded = spec.role.section.parallel.shard_parameters
     chunks = [_build_chunk(kind, config, spec.arguments, engine, stage, sharded=sharded) for stage in stages]
-    for chunk in chunks:
-        if isinstance(chunk, VisionPolicy) and chunk.pre_process:
-            chunk.vision.requires_grad_(spec.role.section.train_vision)
+    set_trained(chunks, spec.role.section.train_vision)
     if spec.role.section.quantization_aware:
         for chunk in chunks:
             round_experts(chunk.decoder.layers, spec.role.section.quantization_aware)

@@ -182,9 +182,7 @@ class RankModel:
                 return loss, torch.tensor(0, dtype=torch.int), result
 
             options = self._forward_options | ({} if batch.images is None else {"images": batch.images})
-            output = chunk(
-                batch.tokens[None], batch.positions, None, packed_seq_params=batch.sequences, **options
-            )
+            output = chunk(batch.tokens[None], batch.positions, None, packed_seq_params=batch.sequences, **options)
             return output, loss_function
 
         # Every virtual stage passes over all micro-batches.

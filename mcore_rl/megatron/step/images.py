@@ -41,7 +41,7 @@ def image_inputs(
     if not any(found is not None for found in images):
         return None, None
     if vision is None:
-        raise DataError("the trajectories have images, but the model has no vision tower; use a model that reads images")
+        raise DataError("the trajectories have images, but the model has no vision tower; use a model with one")
     starts = np.cumsum([0, *row_lengths])[:-1]
     padded = [*images, *[None] * (len(row_lengths) - len(images))]
     positions = [

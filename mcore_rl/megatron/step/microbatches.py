@@ -53,8 +53,8 @@ class MicroBatch:
     owners describe all ranks. A micro-batch without samples is a dummy: it makes the number of passes equal on all
     ranks and contributes exactly zero.
 
-    Shapes: tokens int64 [T]; owners int64 [M]; positions int32 [3, tokens of all ranks]; other tensors [N], N trained tokens: predictors, targets int64;
-    advantages, loss_weights, logp_rollout, staleness, temperatures float32.
+    Shapes: tokens int64 [T]; owners int64 [M]; positions int32 [3, tokens of all ranks]; other tensors [N], N trained
+    tokens: predictors, targets int64; advantages, loss_weights, logp_rollout, staleness, temperatures float32.
     """
 
     samples: tuple[int, ...]

@@ -24,7 +24,7 @@ from tests.plans import assert_tiled
 from tests.tiny_models import GROUPS, LLAMA3, LONGROPE, VOCABULARY, YARN, tiny_config, tiny_model, write_tiny_model
 from tests.unit.converters.hf_models import bound_rows
 
-DENSE = ("llama", "qwen2", "qwen3", "qwen3_5_text", "seed_oss")
+DENSE = ("llama", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5_text", "qwen3_vl", "seed_oss")
 MODELS = [
     ("llama", {"rope_parameters": LLAMA3}),
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -52,6 +52,9 @@ MODELS = [
     ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 1, "q_lora_rank": None}),
     ("qwen2_moe", {}),
     ("qwen2_moe", {"tie_word_embeddings": True, "mlp_only_layers": [0], "qkv_bias": False}),
+    ("qwen2_5_vl", {"tie_word_embeddings": True}),
+    ("qwen3_vl", {}),
+    ("qwen3_vl_moe", {"mlp_only_layers": [0]}),
     ("seed_oss", {}),
     ("seed_oss", {"tie_word_embeddings": True, "attention_bias": False}),
 ]

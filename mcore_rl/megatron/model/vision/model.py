@@ -7,6 +7,7 @@ takes those of its own tokens, and their gradients are summed over the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -67,9 +68,7 @@ class VisionPolicy(PolicyModel):
             options["decoder_input"] = embedded.index_put((places,), merged[:, None].to(embedded.dtype))
             plain = {field.name: getattr(packed_seq_params, field.name) for field in fields(packed_seq_params)}
             packed_seq_params = DeepstackRow(**plain, features=tuple(deepstack), places=places)
-        return super().forward(
-            input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params, **options
-        )
+        return super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params, **options)
 
     def _features(self, images: RowImages) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -110,6 +109,13 @@ class _Adder:
         assert row.places is not None
         hidden, *rest = output
         return (hidden.index_add(0, row.places, row.features[self._index][:, None].to(hidden.dtype)), *rest)
+
+
+def set_trained(chunks: Iterable[torch.nn.Module], train: bool) -> None:
+    """Train or freeze the vision tower of a model, if it has one. `chunks` are bare models."""
+    for chunk in chunks:
+        if isinstance(chunk, VisionPolicy) and chunk.pre_process:
+            chunk.vision.requires_grad_(train)
 
 
 def text_positions(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:

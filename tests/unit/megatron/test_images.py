@@ -1,0 +1,81 @@
+"""Images of packed rows: which features belong to which tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoint import IMAGE_TOKEN, tiny_fields
+
+from mcore_rl.errors import DataError
+from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
+from mcore_rl.megatron.step.images import image_inputs
+from mcore_rl.types import PromptImages
+from model_converters.families import family_for
+
+FIELDS = tiny_fields("qwen3_vl")
+VISION = family_for(FIELDS).model_arguments(FIELDS).vision
+# An image of 2 x 3 features behind two tokens; the second token of the response is a placeholder without an image.
+TOKENS = np.array([1, 2, *[IMAGE_TOKEN] * 6, 3, 4, IMAGE_TOKEN, 5])
+IMAGES = PromptImages(
+    np.zeros((24, 96), np.float32), np.array([[1, 4, 6]], np.int32), np.array([2], np.int32), digest="a"
+)
+OTHER = replace(IMAGES, grids=np.array([[1, 2, 2]], np.int32), pixels=np.zeros((4, 96), np.float32), digest="b")
+
+
+def _row(part: ContextPart = SINGLE_RANK) -> Any:
+    """A row of the prompt with two responses, another prompt, text, and padding."""
+    other = np.array([7, 7, IMAGE_TOKEN, 8])
+    sequences = [TOKENS, other, TOKENS[:-1], np.array([1, 2, 3])]
+    lengths = [-(-len(tokens) // part.multiple) * part.multiple for tokens in sequences]
+    return image_inputs(sequences, [IMAGES, OTHER, IMAGES, None], [*lengths, part.multiple], VISION, part)
+
+
+def test_images_of_equal_prompts_are_computed_once() -> None:
+    positions, images = _row()
+    assert images.grids.tolist() == [[1, 4, 6], [1, 2, 2]]
+    assert [len(pixels) for pixels in images.pixels] == [24, 4]
+    # Two sequences read features 0..5, and one reads feature 6. Sampled placeholders read none.
+    assert images.sources.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5]
+    assert images.places.tolist() == [2, 3, 4, 5, 6, 7, 14, 18, 19, 20, 21, 22, 23]
+    # The image has 3 columns, so the text behind it continues at 2 + 3.
+    assert positions[:, :12].tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7, 8],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8],
+    ]
+    assert positions.shape == (3, 31)
+
+
+def test_context_parallel_ranks_divide_the_placeholders() -> None:
+    parts = [ContextPart(rank, 2) for rank in range(2)]
+    whole_positions, _ = _row(parts[0])
+    lengths = torch.tensor([12, 4, 12, 4, 4])
+    found = []
+    for part in parts:
+        positions, images = _row(part)
+        # All ranks have the positions of the whole row.
+        np.testing.assert_array_equal(positions, whole_positions)
+        places = part.row_indices(lengths)[images.places]
+        found += list(zip(places.tolist(), images.sources.tolist(), strict=True))
+    assert sorted(found) == [
+        *((2 + i, i) for i in range(6)),
+        (14, 6),
+        *((18 + i, i) for i in range(6)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("images", "vision", "message"),
+    [
+        (IMAGES, None, "the model has no vision tower"),
+        (replace(IMAGES, starts=np.array([3], np.int32)), VISION, "are not image_token_id 90"),
+        (replace(IMAGES, pixels=IMAGES.pixels[:-1]), VISION, r"pixels have shape \[23, 96\].*need \[24, 96\]"),
+    ],
+)
+def test_images_that_do_not_fit_are_rejected(images: PromptImages, vision: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        image_inputs([TOKENS], [images], [len(TOKENS)], vision, SINGLE_RANK)
