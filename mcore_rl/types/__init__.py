@@ -13,8 +13,6 @@ from mcore_rl.types.data import (
     RolloutScalars,
     SamplingOptions,
     SamplingOverrides,
-    SavedFile,
-    SavedState,
     Score,
     Span,
     Spans,
@@ -49,4 +47,5 @@ from mcore_rl.types.rollout import (
     Trajectory,
     extra_of_turns,
 )
+from mcore_rl.types.saved import SavedFile, SavedState
 from mcore_rl.types.vision import ImageSource, PromptImages

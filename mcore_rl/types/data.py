@@ -22,7 +22,7 @@ from typing import NewType, TypedDict
 import numpy as np
 
 from mcore_rl.types.chat import ChatMessage, ToolSchema
-from mcore_rl.types.json import JsonObject, JsonValue
+from mcore_rl.types.json import JsonValue
 from mcore_rl.types.vision import ImageSource, PromptImages
 
 
@@ -378,23 +378,6 @@ class TokenColumn:
         # np.split returns one part even if there is no sample.
         parts = np.split(self.values, self.offsets[1:-1]) if len(self.samples) else []
         return dict(zip(self.samples.tolist(), parts, strict=True))
-
-
-@dataclass(frozen=True)
-class SavedFile:
-    """Checkpoint file: its path within the checkpoint, its size and the CRC-32 of its bytes."""
-
-    name: str
-    num_bytes: int
-    crc32: int
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """Result of a save: the files of all ranks; `description` (layout, versions, tensors) is written as JSON."""
-
-    files: tuple[SavedFile, ...]
-    description: JsonObject
 
 
 @dataclass(frozen=True)

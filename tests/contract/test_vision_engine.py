@@ -12,7 +12,7 @@ import torch
 from mcore_rl.types import GenerationRequest, SamplingOptions
 from mcore_rl.vision.placeholders import expanded
 from mcore_rl.vision.processor import ImageProcessor
-from tests.contract.engines import RemoteEngine
+from tests.contract.engines import ON_DEMAND, RemoteEngine
 from tests.contract.hf_trainer import HFTrainer
 from tests.selection import needs_package
 from tests.tiny_models import tiny_model
@@ -72,7 +72,7 @@ def check_images(engine: RemoteEngine, model: Any, version: int) -> None:
 
 
 @pytest.mark.parametrize("process", ["vllm"], indirect=True)
-@pytest.mark.parametrize("model_type", ["qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", pytest.param("qwen3_vl_moe", marks=ON_DEMAND)])
 def test_vision_model_from_export_and_after_update_is_exact(
     process: RemoteEngine, model_type: str, tmp_path: Path
 ) -> None:
