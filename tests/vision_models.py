@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tiny_checkpoint import IMAGE_TOKEN, VOCABULARY, tiny_fields, write_tiny_model
-from tiny_processor import END, IMAGE, START, VIDEO, write_processor
+from tiny_checkpoint import IMAGE_TOKEN, VOCABULARY, tiny_fields
+from tiny_processor import END, IMAGE, START, VIDEO
 
 SPECIAL = {IMAGE: IMAGE_TOKEN, VIDEO: 91, START: 92, END: 93}
 TEMPLATE = (
@@ -49,13 +48,6 @@ def vision_tokenizer() -> Any:
     )
     made.chat_template = TEMPLATE
     return made
-
-
-def write_vision_model(directory: Path, model_type: str = "qwen3_vl", **changes: Any) -> Path:
-    """Write a tiny model with its tokenizer and processors."""
-    write_tiny_model(directory, model_type, **changes)
-    write_processor(directory, vision_tokenizer(), model_type)
-    return directory
 
 
 def png(height: int, width: int, seed: int = 0) -> bytes:

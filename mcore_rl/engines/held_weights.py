@@ -13,6 +13,7 @@ SCALES = "weight_scale_inv"
 """Parameter of a linear module with the scales of its FP8 codes."""
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "qkv": ("qkv", "qkv", "qkv"),  # one HF module in vision towers
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     # q, k and v of a gated delta net are one HF module.

@@ -20,7 +20,17 @@ MAX_ERRORS = 5
 FACTS = ("reward", "accuracy", "tokens", "finish_reason", "turns", "tool_calls")
 _NO_PARTS = {
     *(*FACTS, "prompt", "response", "group", "sample", "ground_truth", "error", "scores"),
-    *("version", "versions", "submitted_version", "digest", "messages", "mask", "temperatures", "turn_rewards"),
+    *(
+        "version",
+        "versions",
+        "submitted_version",
+        "digest",
+        "messages",
+        "mask",
+        "temperatures",
+        "turn_rewards",
+        "images",
+    ),
 }
 """Fields that every record may have; all others are parts of the score, which graders and judges add."""
 

@@ -242,6 +242,8 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, images: Im
     sets = {key.removeprefix("data.val").removeprefix("."): part.columns["data_source"] for key, part in loaded.items()}
     parts = validation_parts(sets)
     if uses_reward_model(config.reward_model):
+        if any(split.has_images for split in prompts.values()):
+            raise ConfigError("reward_model.hf_path: prompts have images, but reward models read texts; set it to null")
         inputs = RewardInputs(config.reward_model, config.model, rollout)
         for name, split in prompts.items():
             inputs.check(split, f"data.{name}")

@@ -29,6 +29,7 @@ from mcore_rl.weights.transports.topology import Endpoint, Topology
 from mcore_rl.weights.verify import require_equal
 from model_converters.families.parts.hf_config import read_hf_config
 from model_converters.mapping.layout import TrainLayout
+from model_converters.vision_model import VISION_TYPES, tower_tensors
 from tests.contract.engines import RemoteEngine
 from tests.tiny_models import checkpoint_tensors
 from tests.unit.weights.delivery import Tensors, trainer_tensors
@@ -43,7 +44,7 @@ def hf_tensors(model: Any) -> Tensors:
     state = checkpoint_tensors(model, dict(model.state_dict()))
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    return state
+    return dict(tower_tensors(state)) if model.config.model_type in VISION_TYPES else dict(state)
 
 
 class HFTrainer:

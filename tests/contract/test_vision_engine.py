@@ -8,15 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_processor import write_processor
 
 from mcore_rl.types import GenerationRequest, SamplingOptions
 from mcore_rl.vision.placeholders import expanded
 from mcore_rl.vision.processor import ImageProcessor
-from tests.contract.engines import RemoteEngine
+from model_converters.mapping.layout import TrainLayout
+from tests.contract.engines import ON_DEMAND, RemoteEngine
 from tests.contract.hf_trainer import HFTrainer
+from tests.exported import export_through
 from tests.selection import needs_package
-from tests.tiny_models import tiny_model
-from tests.vision_models import SPECIAL, engine_sizes, png, vision_tokenizer, write_vision_model
+from tests.tiny_models import tiny_model, write_tiny_model
+from tests.vision_models import SPECIAL, engine_sizes, png, vision_tokenizer
 
 IMAGE, _, START, END = SPECIAL.values()
 PROMPTS = (
@@ -72,14 +75,16 @@ def check_images(engine: RemoteEngine, model: Any, version: int) -> None:
 
 
 @pytest.mark.parametrize("process", ["vllm"], indirect=True)
-@pytest.mark.parametrize("model_type", ["qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", pytest.param("qwen3_vl_moe", marks=ON_DEMAND)])
 def test_vision_model_from_export_and_after_update_is_exact(
     process: RemoteEngine, model_type: str, tmp_path: Path
 ) -> None:
-    sizes = engine_sizes(model_type)
-    write_vision_model(tmp_path, model_type, **sizes)
+    saved, exported, sizes = tmp_path / "saved", tmp_path / "exported", engine_sizes(model_type)
+    write_tiny_model(saved, model_type, **sizes)
+    export_through(saved, exported, TrainLayout(2, tp=2))
+    write_processor(exported, vision_tokenizer(), model_type)
     model = tiny_model(model_type, **sizes)
-    engine = process.start(tmp_path, max_prompt_tokens=64)
+    engine = process.start(exported, max_prompt_tokens=64)
     check_images(engine, model, 0)
     trainer = HFTrainer(model, engine, 40 << 10, 2)
     # The tower is updated, too: features of the earlier weights must not be used again.

@@ -100,6 +100,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
             "limit_mm_per_prompt": {"image": 1, "video": 0},
             "mm_processor_cache_gb": 0,
             "mm_device_do_normalize": False,
+            "mm_encoder_tp_mode": "data",  # every rank has the whole tower, as the trainer sends it
         }
     return arguments | _device_arguments(settings)
 

@@ -85,11 +85,23 @@ class WithDrafter(torch.nn.Module):
             model.load_weights(iter(given))
 
 
+_INSIDE_VISION_MODELS = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "visual.": "model.visual.",
+}
+"""Names of modules of models with a vision tower -> names in checkpoints."""
+
+
 def hf_name(name: str) -> str:
     """Return the HF name of a parameter of WithDrafter, without the names of modules that only vLLM has."""
     if name.startswith(_DRAFTER):
         return name.removeprefix(_DRAFTER).replace(".mtp_block.", ".")
-    return name.removeprefix(_TARGET)
+    name = name.removeprefix(_TARGET)
+    for own, of_checkpoint in _INSIDE_VISION_MODELS.items():
+        if name.startswith(own):
+            return of_checkpoint + name.removeprefix(own)
+    return name
 
 
 # CPUModelRunner inherits the constructor that creates it.

@@ -80,7 +80,8 @@ def held_tensors(model: torch.nn.Module) -> Iterator[Held]:
 
 def tied_head(model: torch.nn.Module) -> ParallelLMHead | None:
     """Return the output layer if its weight is the embedding's, else None."""
-    head = getattr(model, "lm_head", None)
+    # The text model inside a model with a vision tower.
+    head = getattr(getattr(model, "language_model", model), "lm_head", None)
     if not isinstance(head, ParallelLMHead):
         return None
     return head if any(table.weight is head.weight for table in _tables(model) if table is not head) else None

@@ -27,6 +27,7 @@ FILES = (
 ROWS = (
     *FILES,
     Row("data.prompt_key", ("data.prompt_key",)),
+    Row("data.image_key", ("data.image_key",)),
     Row("data.shuffle", ("data.shuffle",)),
     Row("data.workers", ("data.filter_overlong_prompts_workers",)),
     Row("run.seed", ("data.seed",)),

@@ -89,7 +89,7 @@ REASONS = {
 IGNORED = ("*._target_", "hydra.*", "defaults", "*.rollout_n")
 """Keys of Hydra."""
 QUANTIZED = (f"{ACTOR}.qat.enable", f"{ACTOR}.megatron.qat.enable")
-MULTIMODAL = {"data.image_key": "images", "data.video_key": "videos", "data.audio_key": "audios"}
+MULTIMODAL = {"data.video_key": "videos", "data.audio_key": "audios"}
 """Key of a column -> its default."""
 
 
@@ -111,7 +111,7 @@ def block_unsupported(source: Source, draft: Draft) -> None:
         setting = source.effective(key)
         # A complete YAML file has the default names also for prompts that are texts.
         if source.text(key) is not None and (setting.line is not None or setting.value != name):
-            draft.block(setting, "prompts are texts; images, videos and audio are not supported")
+            draft.block(setting, "prompts have texts and images; videos and audio are not supported")
 
 
 def _is_default(source: Source, setting: Setting) -> bool:
