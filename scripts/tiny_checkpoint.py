@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_rl.types.json import JsonObject, JsonValue
-from mcore_rl.vision.operators import declare_operators
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES, family_for
 from model_converters.vision_model import VISION_TYPES, nested_fields
@@ -258,8 +257,6 @@ def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: JsonVa
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     generator = torch.Generator().manual_seed(seed)
-    if kind in VISION_TYPES:
-        declare_operators()
     loader = AutoModelForImageTextToText if kind in VISION_TYPES else AutoModelForCausalLM
     model = loader.from_config(tiny_config(kind, **changes), attn_implementation="eager").float().eval()
     with torch.no_grad():

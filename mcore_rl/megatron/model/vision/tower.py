@@ -9,7 +9,6 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_rl.megatron.model.attention.packed import upload
-from mcore_rl.vision.operators import declare_operators
 from model_converters.families.parts.vision import VisionArguments
 
 
@@ -37,7 +36,6 @@ class RowImages:
 
 def build_tower(vision: VisionArguments, config: TransformerConfig, *, initialized: bool) -> torch.nn.Module:
     """Build the tower on torch's default device, in the model's dtype. Weights are undefined unless `initialized`."""
-    declare_operators()
     # Imported here: loading transformers takes seconds.
     from transformers import AutoConfig, AutoModel
     from transformers.initialization import no_init_weights
