@@ -18,7 +18,7 @@ from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 from model_converters.families import FAMILIES
 from model_converters.mapping.layout import TrainLayout
-from tests.contract.engines import DIVIDED_BY_TWO, LATENT, WITH_SGLANG, RemoteEngine, families_of_engines
+from tests.contract.engines import DIVIDED_BY_TWO, LATENT, ON_DEMAND, WITH_SGLANG, RemoteEngine, families_of_engines
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import check_close, check_greedy
 from tests.engine_fields import OTHER_VALUES
@@ -103,8 +103,10 @@ SGLANG_FIELDS: dict[str, Fields] = {
 """Fields of a family's model for SGLang."""
 NOT_ON_SGLANG = ("qwen2_moe",)
 """Rejected on CPU by config.rules.engine_support."""
+SAME_CLASSES = ("kimi_k2", "glm4_moe, whole heads rotate")
+"""Models of classes that another case tests; on demand."""
 ENGINE_CASES = [
-    case
+    pytest.param(*case.values, marks=case.marks if case.values[1] not in SAME_CLASSES else [*case.marks, *ON_DEMAND])
     for case in families_of_engines(CASES, WITH_SGLANG_ALWAYS)
     if case.values[0] not in FAMILIES[CASES[str(case.values[1])][0]].refused_by_engines
     and (case.values[0] != "sglang" or case.values[1] not in NOT_ON_SGLANG)

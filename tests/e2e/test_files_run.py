@@ -28,6 +28,7 @@ def through_files(weights: Path, *more: str) -> tuple[str, ...]:
     return ("weights.transport=files", f"weights.directory={weights}", *more)
 
 
+@pytest.mark.on_demand  # a run of test_run.py certifies every sync through files
 def test_run_through_files_equals_one_through_memory(whole_run: Path, task: Path, tmp_path: Path) -> None:
     run_dir, weights = tmp_path / "run", tmp_path / "weights"
     train(task, run_dir, *through_files(weights, "weights.verify_every=1"))

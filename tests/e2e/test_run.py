@@ -14,7 +14,9 @@ import pytest
 
 from mcore_rl.config import load_config
 from mcore_rl.data.sampler import PromptSampler
+from mcore_rl.weights.transports.files.run_files import RECORD
 from tests.e2e.runs import ALPHABET, ONE_RANK, assert_greedy_responses, assert_same_records, metrics, records_of, train
+from tests.e2e.test_files_run import through_files
 from tests.tiny_models import add_mtp_layer, write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -139,13 +141,19 @@ def test_run_with_drafts_equals_one_without(whole_run: Path, task: Path, tmp_pat
 
 @pytest.fixture(scope="module")
 def sharded_run(whole_run: Path, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run directory of the run, repeated from the checkpoint of step 2 with sharded parameters; certifies every
-    sync."""
+    """Run directory of the run, repeated from the checkpoint of step 2 with sharded parameters and weights that travel
+    through files in `weights` beside it; certifies every sync."""
     sharded = tmp_path_factory.mktemp("sharded") / "run"
+    files = through_files(sharded.parent / "weights", "weights.verify_every=1")
     shutil.copytree(whole_run, sharded)
     shutil.rmtree(sharded / "checkpoints" / "step_4")
-    train(task, sharded, "actor.parallel.shard_parameters=true", "weights.verify_every=1")
+    train(task, sharded, "actor.parallel.shard_parameters=true", *files)
     return sharded
+
+
+def test_run_through_files_leaves_no_files(sharded_run: Path) -> None:
+    assert not list((sharded_run.parent / "weights").rglob("*"))
+    assert not (sharded_run / RECORD).exists()
 
 
 def test_run_resumed_with_sharded_parameters_equals_replicated_run(whole_run: Path, sharded_run: Path) -> None:

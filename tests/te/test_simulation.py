@@ -7,12 +7,16 @@ One process per version computes everything, because the imports take most of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from mcore_rl.resolved.attention import BACKENDS, HeadDims
 from mcore_rl.resolved.installed import Installed
+from tests.selection import on_demand_unless
 from tests.te.backends import Asked, cases
 from tests.te.processes import NEEDS_TE, json_lines
 from tests.te.simulation import CHOICE, PACKAGES, VERSION
@@ -21,23 +25,28 @@ pytestmark = [pytest.mark.slow, NEEDS_TE]
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_5_text")
 OF_OTHER_VERSIONS = ("qwen3_moe", "deepseek_v3")
+OLDEST = min(PACKAGES, key=Version)
+VERSIONS = [pytest.param(each, marks=on_demand_unless(each in (OLDEST, VERSION))) for each in PACKAGES]
+"""The oldest and the newest version; those between on demand."""
 Lines = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def lines() -> dict[str, Lines]:
-    """Results by version."""
-    found = {}
-    for version in PACKAGES:
+def lines_of() -> Callable[[str], Lines]:
+    """Return a function that computes the results of a version, once."""
+
+    @cache
+    def results(version: str) -> Lines:
         # `paths` and `backends` change the functions that they test, so the families come first.
         parts = (*FAMILIES, "paths", "kernels", "backends") if version == VERSION else (*OF_OTHER_VERSIONS, "paths")
-        found[version] = json_lines("-m", "tests.te", *parts, **{CHOICE: version})
-    return found
+        return json_lines("-m", "tests.te", *parts, **{CHOICE: version})
+
+    return results
 
 
-@pytest.mark.parametrize("version", PACKAGES)
-def test_simulated_layers_compute_like_local_layers(lines: dict[str, Lines], version: str) -> None:
-    found = [line for line in lines[version] if "family" in line]
+@pytest.mark.parametrize("version", VERSIONS)
+def test_simulated_layers_compute_like_local_layers(lines_of: Callable[[str], Lines], version: str) -> None:
+    found = [line for line in lines_of(version) if "family" in line]
     assert [line["family"] for line in found] == list(FAMILIES if version == VERSION else OF_OTHER_VERSIONS)
     for line in found:
         assert line["version"] == version
@@ -49,23 +58,23 @@ def test_simulated_layers_compute_like_local_layers(lines: dict[str, Lines], ver
         assert {"TEDotProductAttention", "TERowParallelLinear"} <= set(line["layers"]), line["family"]
 
 
-@pytest.mark.parametrize("version", PACKAGES)
-def test_fused_permutations_and_router_product_equal_megatron(lines: dict[str, Lines], version: str) -> None:
-    found = [line for line in lines[version] if "case" in line]
+@pytest.mark.parametrize("version", VERSIONS)
+def test_fused_permutations_and_router_product_equal_megatron(lines_of: Callable[[str], Lines], version: str) -> None:
+    found = [line for line in lines_of(version) if "case" in line]
     sizes = [(line["case"], len(line["errors"])) for line in found]
     assert sizes == [("there_and_back", 5), ("chunks", 4), ("router", 3)]
     assert found[-1]["found"] == (version == "2.9.0")
     assert max(error for line in found for error in line["errors"]) < 1e-5
 
 
-def test_doctor_kernels_are_called_with_valid_arguments(lines: dict[str, Lines]) -> None:
-    found = [line for line in lines[VERSION] if "kernel" in line]
+def test_doctor_kernels_are_called_with_valid_arguments(lines_of: Callable[[str], Lines]) -> None:
+    found = [line for line in lines_of(VERSION) if "kernel" in line]
     assert [line["error"] for line in found] == [""] * 4
 
 
 @pytest.fixture
-def answers(lines: dict[str, Lines]) -> list[tuple[Asked, dict[str, bool]]]:
-    return list(zip(cases(), [line for line in lines[VERSION] if "flash" in line], strict=True))
+def answers(lines_of: Callable[[str], Lines]) -> list[tuple[Asked, dict[str, bool]]]:
+    return list(zip(cases(), [line for line in lines_of(VERSION) if "flash" in line], strict=True))
 
 
 def _takes(asked: Asked) -> dict[str, bool]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 
 import torch
-from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm._custom_ops import causal_conv1d_weight_pack, cpu_prepack_moe_weight
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -122,6 +122,9 @@ def _vocabulary(module: VocabParallelEmbedding, name: str) -> list[Held]:
 
 def _weight(module: LinearBase | VocabParallelEmbedding) -> torch.Tensor:
     """Return the weight of a linear module, unpacked. Shapes: [rows on this rank, columns on this rank]."""
+    if hasattr(module, "_cpu_unpacked_conv_weight"):
+        # A convolution in bfloat16, on CPUs with AVX512-BF16. Its kernels read the packed weight, [channels, width].
+        return unpacked(module.weight.detach(), _pack_convolution).unsqueeze(1)
     if not hasattr(module, "cpu_linear"):
         return module.weight.detach()
     if isinstance(module, VocabParallelEmbedding):
@@ -137,6 +140,10 @@ def _weight(module: LinearBase | VocabParallelEmbedding) -> torch.Tensor:
         unit[torch.arange(count), start + torch.arange(count)] = 1
         products.append(module.quant_method.apply(module, unit))
     return torch.cat(products).t()
+
+
+def _pack_convolution(matrices: torch.Tensor) -> torch.Tensor:
+    return causal_conv1d_weight_pack(matrices[0])
 
 
 def _experts(module: RoutedExperts, name: str) -> Iterator[Held]:

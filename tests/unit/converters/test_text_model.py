@@ -84,7 +84,7 @@ def test_text_fields_of_another_release_are_rejected(changes: dict[str, object],
 
 
 def test_family_for_release_with_images_names_the_remedy() -> None:
-    with pytest.raises(ConversionError, match=r"'qwen3_5. is .* to-mcore, then to-hf"):
+    with pytest.raises(ConversionError, match=r"'qwen3_5' is .* to-mcore, then to-hf"):
         family_for({"model_type": "qwen3_5"})
 
 

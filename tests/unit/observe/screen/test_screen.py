@@ -65,8 +65,9 @@ class PseudoTerminal:
         return self._content.decode(errors="replace")
 
     def wait_for(self, text: str) -> str:
-        """Wait until frames show `text`; return everything without escape sequences."""
-        deadline = time.monotonic() + 20
+        """Wait until frames show `text`; return everything without escape sequences. The deadline is for a screen that
+        never shows it, not for a busy machine."""
+        deadline = time.monotonic() + 120
         while text not in (shown := re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.text)):
             assert time.monotonic() < deadline, shown[-4000:]
             time.sleep(0.02)
@@ -118,7 +119,7 @@ def test_screen_shows_stages_counts_lines_and_curves(
             time.sleep(0.05)
             board.update("finished responses", 16, 64, "responses")
             shown = terminal.wait_for("16 of 64 responses")
-            assert "rollout > engine_wake_up  for 0:00" in shown
+            assert re.search(r"rollout > engine_wake_up  for \d+:\d\d", shown)
             assert "left 0:0" in shown
             assert "1.0 MB of 4.0 MB" in shown
             assert "checkpoint of step 3" in shown
@@ -144,9 +145,11 @@ def test_screen_stage_without_count_names_its_mean(
     with live_screen(config_of(directory), Stops().restoring) as board:
         assert board is not None
         with board.stage("update"):
-            terminal.wait_for("update  for 0:00  (mean of the last steps 1.50 s)")
+            shown = terminal.wait_for("(mean of the last steps 1.50 s)")
+            assert re.search(r"update  for \d+:\d\d  \(mean", shown)
         with board.stage("export"):
-            terminal.wait_for("export  for 0:00  (no fraction is known)")
+            shown = terminal.wait_for("(no fraction is known)")
+            assert re.search(r"export  for \d+:\d\d  \(no", shown)
         terminal.wait_for("waiting")
 
 
