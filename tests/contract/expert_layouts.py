@@ -31,6 +31,7 @@ def layouts_read_wrongly(engine: Any) -> list[str]:
 
 def read_back(backend: str, inner: int, device: torch.device) -> dict[str, bool]:
     """Return whether each tensor is read as it was before the conversion."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     from mcore_rl.engines.vllm.held_weights import _experts
@@ -41,6 +42,7 @@ def read_back(backend: str, inner: int, device: torch.device) -> dict[str, bool]
     kind = unquantized.UnquantizedMoeBackend[backend]
     config = SimpleNamespace(
         is_act_and_mul=True,
+        has_bias=False,
         intermediate_size_per_partition=inner,
         intermediate_size_per_partition_unpadded=inner,
     )
@@ -49,6 +51,7 @@ def read_back(backend: str, inner: int, device: torch.device) -> dict[str, bool]
     module = SimpleNamespace(
         quant_method=SimpleNamespace(unquantized_backend=kind),
         moe_config=config,
+        activation=MoEActivation.SILU,
         w13_weight=w13,
         w2_weight=w2,
         expert_map=None,

@@ -166,6 +166,19 @@ def test_family_from_export_and_after_updates_is_exact(process: RemoteEngine, ca
     check_two_updates(engine, model, check_greedy)
 
 
+@pytest.mark.parametrize("process", ["vllm"], indirect=True)
+def test_updates_of_release_in_mxfp4_are_exact(process: RemoteEngine, tmp_path: Path) -> None:
+    """The engine gets bfloat16 or float32 weights from the trainer, not the codes of the release."""
+    model = exported_model(tmp_path, "gpt_oss", OSS, {}, TrainLayout(1))
+    change_config(tmp_path / "exported", {"quantization_config": {"quant_method": "mxfp4"}})
+    engine = process.start(tmp_path / "exported", load_weights=False)
+    trainer = HFTrainer(model, engine, 40 << 10, 2)
+    trainer.perturb(1)
+    trainer.publish(1)
+    check_greedy(engine, model, 1)
+    assert trainer.certify() > 10
+
+
 def families_with_nets() -> list[ParameterSet]:
     """Return all NET_CASES; those whose class in vLLM imports torchvision need this package."""
     return [

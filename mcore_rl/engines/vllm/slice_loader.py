@@ -46,6 +46,10 @@ class ReloadingLoader(SliceLoader):
             loader = getattr(parameter, "weight_loader", None)
             if isinstance(loader, partial):
                 vars(loader)["__name__"] = loader.func.__name__
+        fields = vars(vllm_config.model_config.hf_config)
+        if fields.get("quantization_config", ...) is None:
+            # weights.engine_config hides it. vLLM 0.32's loader of gpt-oss subscripts the field if it is present.
+            del fields["quantization_config"]
         self._vllm_config = vllm_config
         self._module_missing: Counter[str] = Counter()
         self._only_slice: dict[str, KeptSlice] = {}

@@ -18,16 +18,18 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from mcore_rl.megatron.model.post_norms import PostNormLayer
 from mcore_rl.megatron.model.shards import Shard, local_shard, replicas_of, separate_experts
 from model_converters.mapping.placement import chunk_range
 
 
-class RowLayer(TransformerLayer):
-    """A layer that keeps this rank's rows of its parameters; see keep_rows."""
+class _KeepsRows:
+    """First base class of a layer that keeps this rank's rows of its parameters; see keep_rows."""
 
     def __init__(self, *args: object, initialized: bool, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         # Before the rows are cut: the marks decide which ranks divide a parameter.
+        assert isinstance(self, TransformerLayer)
         if isinstance(self.mlp, MoELayer):
             separate_experts(self.mlp)
         if torch.cuda.is_available():
@@ -35,11 +37,24 @@ class RowLayer(TransformerLayer):
         keep_rows(self, initialized=initialized)
 
 
+class RowLayer(_KeepsRows, TransformerLayer):
+    """Megatron's layer, with rows."""
+
+
+class RowPostNormLayer(_KeepsRows, PostNormLayer):
+    """Layer with post norms, with rows."""
+
+
+_ROW_LAYERS = {kept: kept for kept in (RowLayer, RowPostNormLayer)} | {
+    TransformerLayer: RowLayer,
+    PostNormLayer: RowPostNormLayer,
+}
+
+
 def use_row_layers(layer_specs: Sequence[ModuleSpec], *, initialized: bool) -> None:
-    """Set RowLayer as the class of the layers in their specs."""
+    """Set classes that keep rows as the classes of the layers in their specs."""
     for layer in layer_specs:
-        assert layer.module in (TransformerLayer, RowLayer), f"{layer.module} cannot keep rows"
-        layer.module, layer.params = RowLayer, {"initialized": initialized}
+        layer.module, layer.params = _ROW_LAYERS[layer.module], {**layer.params, "initialized": initialized}
 
 
 @torch.no_grad()
