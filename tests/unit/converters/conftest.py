@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model_converters.mapping.layout import Coordinates, TrainLayout
-from tests.unit.converters import hybrid_models, indexer_models
+from tests.unit.converters import hybrid_models, indexers
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -135,10 +135,7 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
         "model_type": "glm4_moe_lite",
         "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
     },
-    **{
-        name: {**_COMMON, **_LATENT, **_SIGMOID, **indexer_models.CONFIG, "model_type": name}
-        for name in ("deepseek_v32", "glm_moe_dsa")
-    },
+    **indexers.configs({**_COMMON, **_LATENT, **_SIGMOID}),
     "kimi_k2": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "kimi_k2", "num_nextn_predict_layers": 0},
     **hybrid_models.CONFIGS,
 }
@@ -210,7 +207,7 @@ def _has_nets(config: dict[str, object]) -> bool:
 
 def _attention_shapes(config: dict[str, object], layer: int) -> Shapes:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    norms = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    norms = indexers.shapes(config) | {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
     if _has_nets(config) and config["layer_types"][layer] == "linear_attention":
         return norms | hybrid_models.net_shapes(config["model_type"], hidden)
     if "kv_lora_rank" not in config:
@@ -238,7 +235,6 @@ def _attention_shapes(config: dict[str, object], layer: int) -> Shapes:
         "kv_b_proj": (heads * (nope + value), kv_rank),
         "o_proj": (hidden, heads * value),
     }
-    norms |= indexer_models.indexer_shapes(config)
     return norms | {f"self_attn.{name}.weight": shape for name, shape in projections.items()}
 
 
@@ -354,8 +350,7 @@ def _latent_attention(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, 
         if f"{theirs}{name}.weight" in hf:
             local[f"{ours}{mine}.weight"] = _part(hf[f"{theirs}{name}.weight"], 0, at.tp, layout.tp)
     local[f"{ours}linear_proj.weight"] = _part(hf[f"{theirs}o_proj.weight"], 1, at.tp, layout.tp)
-    local |= indexer_models.local_indexer(hf, theirs, ours)
-    return {name: tensor for name, tensor in local.items() if tensor is not None}
+    return {name: tensor for name, tensor in local.items() if tensor is not None} | indexers.local(hf, theirs, ours)
 
 
 def _grouped_attention(

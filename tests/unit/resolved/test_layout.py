@@ -17,6 +17,7 @@ from tests.tiny_models import tiny_fields
 DENSE, SPARSE, LATENT = tiny_fields("qwen3"), tiny_fields("qwen3_moe"), tiny_fields("deepseek_v3")
 BIASED = tiny_fields("gpt_oss")
 LINEAR = tiny_fields("qwen3_5_text")
+CHOSEN = tiny_fields("glm_moe_dsa")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,8 @@ LINEAR = tiny_fields("qwen3_5_text")
         (SPARSE, 2, {"tp": 2, "sequence_parallel": False}, r"actor\.parallel\.sequence_parallel=false.*mixture"),
         (LATENT, 2, {"tp": 2, "sequence_parallel": False}, r"actor\.parallel\.sequence_parallel=false.*one rank's"),
         (LINEAR, 2, {"cp": 2}, r"actor\.parallel\.cp=2, but the model has linear attention.* set it to 1"),
+        (CHOSEN, 2, {"cp": 2}, r"actor\.parallel\.cp=2, but .* \(index_topk\), .* set it to 1"),
+        (CHOSEN, 2, {"shard_parameters": True}, r"actor\.parallel\.shard_parameters=true, .* set it to false"),
         (LINEAR, 4, {"tp": 4}, r"actor\.parallel\.tp=4 does not divide the model's 2 key heads of linear attention"),
         (DENSE | {"model_type": "gpt2"}, 1, {}, r"model\.hf_path.*gpt2.*qwen3"),
     ],
