@@ -79,6 +79,12 @@ def test_train_layout_etp_default_depends_on_ep(
     assert train_layout(ParallelConfig(**sizes), world_size, model).etp == etp
 
 
+def test_role_layout_fsdp2_with_indexer_is_rejected() -> None:
+    role = ModelRole.policy(ActorConfig(strategy="fsdp2"), ModelConfig(hf_path="m"))
+    with pytest.raises(ConfigError, match=r"^actor\.strategy=fsdp2 .* \(index_topk\), .* set it to megatron$"):
+        role_layout(role, 2, CHOSEN)
+
+
 def test_role_layout_fsdp2_with_biased_experts_is_rejected() -> None:
     role = ModelRole.policy(ActorConfig(strategy="fsdp2"), ModelConfig(hf_path=""))
     with pytest.raises(ConfigError, match=r"actor\.strategy=fsdp2 .* experts with biases .*set actor\.strategy"):
