@@ -31,7 +31,9 @@ The table covers two implementations of Megatron's layers. Local layers (CPU): f
 norms save it twice as float32; core attention copies the packed row out of per-sequence outputs; attention whose value
 size differs from the query size (latent attention) saves the probabilities on CPUs, heads / t x the mean square length
 over the mean length. TransformerEngine (CUDA): norms save their input in its dtype, and flash attention writes the
-packed row. Layers of transformers (strategy fsdp2) have a table of their own (layers/transformers.py).
+packed row. In sequences of more than index_topk tokens, attention to tokens that an indexer chooses saves the choices,
+4 bytes x index_topk, instead of probabilities. Layers of transformers (strategy fsdp2) have a table of their own
+(layers/transformers.py).
 
 Micro-batches in flight: 1F1B has min(pp - stage, m) of m micro-batches. The interleaved schedule has its warm-up plus
 one, in units of chunks: 2 (pp - stage - 1) + (vpp - 1) pp + 1. Stages also save their outputs (h / s). Added once: the
@@ -106,6 +108,13 @@ def _latent(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor
         yield SavedTensor("attention", (run.norm(q_rank) + q_rank * b) / s)
     yield SavedTensor("attention", (run.norm(kv_rank) + (kv_rank + rope) * b) / s)
     query = nope + rope
+    topk = sizes.get("dsa_indexer_topk", 0)
+    if topk and run.square_length > topk:
+        # Blocks of queries are computed again from these tensors and the choices.
+        yield SavedTensor("attention", heads * (2 * query + value) * b, ("mla_up_proj",))
+        yield SavedTensor("core attention", 4 * topk, ("core_attn",))
+        yield SavedTensor("attention", heads * value * b)
+        return
     if run.fused or run.cuda or query == value:
         # Flash attention and torch's fused attention save the output instead of the probabilities. On CUDA torch's
         # accepts values of another size than keys (2.13, check_head_dim_size_mem_efficient).

@@ -67,13 +67,17 @@ def _num_whole_layers(sizes: TransformerArguments) -> int:
 
 
 def pair_flops(sizes: TransformerArguments) -> float:
-    """Compute FLOPs of the forward pass of one layer per pair of query and key token."""
+    """Compute FLOPs of the forward pass of one layer per pair of query and key token.
+
+    Attention to chosen tokens computes all pairs, and an indexer's score of each, which has no backward pass.
+    """
     if sizes.get("multi_latent_attention"):
         # Queries and keys have a rotary part in addition, values do not.
         width = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"] + sizes["v_head_dim"]
     else:
         width = 2 * sizes["kv_channels"]
-    return float(2 * sizes["num_attention_heads"] * width)
+    index = sizes.get("dsa_indexer_n_heads", 0) * sizes.get("dsa_indexer_head_dim", 0)
+    return float(2 * (sizes["num_attention_heads"] * width + index))
 
 
 def linear_attention_flops(sizes: TransformerArguments) -> float:

@@ -5,7 +5,6 @@ Source: transformers models/deepseek_v32, models/glm_moe_dsa.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -88,12 +87,11 @@ def _model_arguments(interleaved: bool, config: HFConfig) -> ModelArguments:
 
 
 def _family(model_type: str, architecture: str, models: str, *, defaults: HFConfig, interleaved: bool) -> family.Family:
-    rows: Callable[[HFConfig], list[Row]] = partial(_rows, interleaved)
     refused = {key: value for key, value in DEEPSEEK_V3.description.refused.items() if key != "index_topk"}
     return replace(
         DEEPSEEK_V3,
         model_type=model_type,
-        build_rows=rows,
+        build_rows=partial(_rows, interleaved),
         build_arguments=partial(_model_arguments, interleaved),
         defaults=defaults,
         nullable=(),

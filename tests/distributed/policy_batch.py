@@ -235,7 +235,12 @@ def hf_pieces(actor: Any, tensors: dict[str, torch.Tensor] | None = None) -> lis
 def gradient_pieces(actor: Any) -> list[Any]:
     """Return the gradients as this rank's slices of HF tensors. The routers' correction bias has no gradient: it is
     represented by its value."""
-    parameters = [(p, p.main_grad) for chunk in actor.ddp for p in chunk.parameters()]
+    # Frozen parameters have no main_grad.
+    parameters = [
+        (p, p.main_grad if hasattr(p, "main_grad") else torch.zeros_like(p))
+        for chunk in actor.ddp
+        for p in chunk.parameters()
+    ]
     return hf_pieces(actor, {name: part_like(t, parameters, t) for name, t in actor.tensors().items()})
 
 

@@ -49,6 +49,7 @@ ROUND_TRIPS: list[tuple[str, Sizes, Sizes]] = [
     ("deepseek_v3", {}, ETP2),
     ("glm4_moe", {}, ETP2),
     ("deepseek_v2", {}, TP2_EP2),
+    ("deepseek_v32", {}, TP2_EP2),
     ("mixtral", {}, ALL),
     ("qwen3_next", {}, TP2_EP2),
     ("kimi_k2", {}, ALL),

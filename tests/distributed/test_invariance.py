@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie": ("ernie4_5_moe", {}),
     "oss": ("gpt_oss", {}),
     "gemma": ("gemma3_text", {}),
+    "indexer": ("glm_moe_dsa", {}),
 }
 # Norms over all heads: every rank has a part of the weight, of whose gradient no other rank has a share.
 DIVIDED_NORMS: dict[int, list[Case]] = {
@@ -95,9 +96,10 @@ def _cases(num_ranks: int) -> list[Case]:
 def _sharded(num_ranks: int) -> list[tuple[str, dict[str, int]]]:
     """Choose layouts in which parameters are sharded."""
     if EVERY_TEST and num_ranks <= 4:
+        # Frozen parameters of indexers are not sharded.
         fields = {name: tiny_fields(kind, **changes) for name, (kind, changes) in MODELS.items()}
         every = [(name, layout) for name, hf in fields.items() for layout in layouts(num_ranks, hf)]
-        return [(name, layout) for name, layout in every if "pp" not in layout]
+        return [(name, layout) for name, layout in every if "pp" not in layout and name != "indexer"]
     return [("v3", layout) for layout in USUALLY_SHARDED.get(num_ranks, ())] if not SIMULATED else []
 
 

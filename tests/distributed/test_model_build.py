@@ -54,6 +54,7 @@ def test_canonical_name_covers_transformer_engine_names() -> None:
         "mlp.experts.linear_fc1.bias1": "mlp.experts.linear_fc1.bias5",
         "mlp.experts.local_experts.3.linear_fc2.bias": "mlp.experts.linear_fc2.bias7",
         "self_attention.core_attention.softmax_offset": "self_attention.core_attention.softmax_offset",
+        "self_attention.core_attention.indexer.k_norm.bias": "self_attention.core_attention.indexer.k_norm.bias",
         "mlp.router.bias": "mlp.router.bias",
         "mlp.router.expert_bias": "mlp.router.expert_bias",
         "mlp.shared_experts.linear_fc1.weight": "mlp.shared_experts.linear_fc1.weight",

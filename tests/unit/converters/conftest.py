@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model_converters.mapping.layout import TrainLayout
-from tests.unit.converters import hybrid_models, indexer_models, post_norm_models
+from tests.unit.converters import hybrid_models, indexers, post_norm_models
 from tests.unit.converters.local_tensors import (
     LLAMA_PARTS,
     MIXTRAL_PARTS,
@@ -142,10 +142,7 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
         "model_type": "glm4_moe_lite",
         "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
     },
-    **{
-        name: {**_COMMON, **_LATENT, **_SIGMOID, **indexer_models.CONFIG, "model_type": name}
-        for name in ("deepseek_v32", "glm_moe_dsa")
-    },
+    **indexers.configs({**_COMMON, **_LATENT, **_SIGMOID}),
     "kimi_k2": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "kimi_k2", "num_nextn_predict_layers": 0},
     **hybrid_models.CONFIGS,
     **post_norm_models.CONFIGS,
@@ -208,6 +205,7 @@ def _random_hf(config: dict[str, object], seed: int = 0) -> Tensors:
 def _attention_shapes(config: dict[str, object], layer: int) -> Shapes:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     norms = {f"{name}_layernorm.weight": (hidden,) for name in post_norm_models.norm_names(config).values()}
+    norms |= indexers.shapes(config)
     if has_nets(config) and config["layer_types"][layer] == "linear_attention":
         return norms | hybrid_models.net_shapes(config["model_type"], hidden)
     if "kv_lora_rank" not in config:
@@ -235,7 +233,6 @@ def _attention_shapes(config: dict[str, object], layer: int) -> Shapes:
         "kv_b_proj": (heads * (nope + value), kv_rank),
         "o_proj": (hidden, heads * value),
     }
-    norms |= indexer_models.indexer_shapes(config)
     return norms | {f"self_attn.{name}.weight": shape for name, shape in projections.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from model_converters.mapping.layout import Coordinates, TrainLayout
-from tests.unit.converters import hybrid_models, indexer_models, post_norm_models
+from tests.unit.converters import hybrid_models, indexers, post_norm_models
 
 Tensors = dict[str, torch.Tensor]
 LLAMA_PARTS, MIXTRAL_PARTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
@@ -100,8 +100,7 @@ def _latent_attention(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, 
         if f"{theirs}{name}.weight" in hf:
             local[f"{ours}{mine}.weight"] = _part(hf[f"{theirs}{name}.weight"], 0, at.tp, layout.tp)
     local[f"{ours}linear_proj.weight"] = _part(hf[f"{theirs}o_proj.weight"], 1, at.tp, layout.tp)
-    local |= indexer_models.local_indexer(hf, theirs, ours)
-    return {name: tensor for name, tensor in local.items() if tensor is not None}
+    return {name: tensor for name, tensor in local.items() if tensor is not None} | indexers.local(hf, theirs, ours)
 
 
 def _grouped_attention(

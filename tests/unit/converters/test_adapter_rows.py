@@ -44,6 +44,7 @@ def rows_of(kind: str, **changes: object) -> tuple[list[Row], dict[str, object]]
         ("qwen2_moe", {}, ATTENTION + MLP),
         ("glm4_moe", {}, ATTENTION + MLP),
         ("deepseek_v3", {}, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP]),
+        ("glm_moe_dsa", {}, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP]),
         ("deepseek_v3", {"q_lora_rank": None}, ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP]),
     ],
 )
@@ -55,7 +56,8 @@ def test_adapter_rows_default_targets_exclude_routed_experts(
     assert sorted(found) == sorted(targets)
     # Routed experts of Mixtral have other names. Experts of Qwen3-MoE share names with dense layers only if there are
     # dense layers.
-    shared = MLP if changes.get("mlp_only_layers") or kind in ("glm4_moe", "deepseek_v3", "qwen2_moe") else []
+    with_dense = ("glm4_moe", "glm_moe_dsa", "deepseek_v3", "qwen2_moe")
+    shared = MLP if changes.get("mlp_only_layers") or kind in with_dense else []
     assert shared_with_experts(rows, found) == shared
 
 
@@ -69,6 +71,7 @@ def test_adapter_rows_default_targets_exclude_routed_experts(
             "shared_expert_gate",
             "shared_expert_gate: the gate of the shared expert is a parameter",
         ),
+        ("glm_moe_dsa", "wq_b", "wq_b: choices of an indexer have no gradient"),
         ("mixtral", "w1", "w1: only routed experts have it"),
         ("qwen3", "lm_head", "lm_head: embeddings are not matrix products, and the loss reads"),
         ("qwen3", "embed_tokens", "embed_tokens: embeddings are not matrix products"),
@@ -78,7 +81,7 @@ def test_adapter_rows_default_targets_exclude_routed_experts(
 )
 def test_adapter_rows_unsupported_target_raises_reason(kind: str, target: str, why: str) -> None:
     with pytest.raises(ConversionError, match=why):
-        adapter_rows(rows_of(kind)[0], ["q_proj", target], RANK)
+        adapter_rows(rows_of(kind)[0], ["o_proj", target], RANK)
 
 
 def held(kind: str, targets: list[str], layout: TrainLayout, rank: int, **changes: object) -> Iterator[object]:

@@ -35,6 +35,13 @@ def test_attention_flops_latent_attention_has_wider_keys() -> None:
     assert sequence_cost(c.to_dict()).per_pair == 2 * c.num_hidden_layers * c.num_attention_heads * widths
 
 
+def test_attention_flops_indexer_adds_its_scores() -> None:
+    c = tiny_model("glm_moe_dsa").config
+    widths = c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim
+    heads = c.num_attention_heads * widths + c.index_n_heads * c.index_head_dim
+    assert sequence_cost(c.to_dict()).per_pair == 2 * c.num_hidden_layers * heads
+
+
 def test_attention_flops_window_layers_count_visible_keys() -> None:
     sizes: Any = {"num_layers": 3, "num_attention_heads": 2, "kv_channels": 4}
     windowed = sizes | {"window_size": (9, 0), "window_attn_skip_freq": [1, 0, 1]}

@@ -281,6 +281,7 @@ def test_recompute_layers_must_divide_stages() -> None:
 
 SINKS = {"num_moe_experts": 8, "kv_channels": 64, "softmax_type": "learnable", "window_size": (127, 0)}
 WINDOWS = {"kv_channels": 64, "window_size": (127, 0)}
+CHOSEN = {"num_moe_experts": 8, "kv_channels": 64, "dsa_indexer_topk": 2048}
 
 
 @pytest.mark.parametrize(
@@ -288,6 +289,7 @@ WINDOWS = {"kv_channels": 64, "window_size": (127, 0)}
     [
         (EVERYTHING, _request(SINKS), r"model\.hf_path: no attention .* supports attention sinks .* train .* on CPUs"),
         (Installed(True, (9, 0)), _request(SINKS), r"model\.hf_path: no attention .* supports attention sinks"),
+        (EVERYTHING, _request(CHOSEN), r"model\.hf_path: no attention .* \(index_topk\).*0\.16\.1.* train .* on CPUs"),
         (Installed(True, (9, 0)), _request(WINDOWS, layout={"ep": 1}), "windows need TransformerEngine.*not installed"),
         (
             EVERYTHING,
@@ -306,4 +308,5 @@ def test_choose_attention_variant_unsupported_on_gpus_is_rejected(
 
 def test_choose_attention_variant_with_supporting_kernels_is_accepted() -> None:
     assert choose(NOTHING, _request(SINKS)).attention.value == "SDPA"
+    assert choose(NOTHING, _request(CHOSEN)).attention.value == "SDPA"
     assert choose(EVERYTHING, _request(WINDOWS, layout={"ep": 1})).attention.value == "FusedAttention"

@@ -18,6 +18,7 @@ DENSE, SPARSE, LATENT = tiny_fields("qwen3"), tiny_fields("qwen3_moe"), tiny_fie
 BIASED = tiny_fields("gpt_oss")
 LINEAR = tiny_fields("qwen3_5_text")
 ONE_NORM = tiny_fields("minimax_m2")
+CHOSEN = tiny_fields("glm_moe_dsa")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,8 @@ ONE_NORM = tiny_fields("minimax_m2")
         (SPARSE, 2, {"tp": 2, "sequence_parallel": False}, r"actor\.parallel\.sequence_parallel=false.*mixture"),
         (LATENT, 2, {"tp": 2, "sequence_parallel": False}, r"actor\.parallel\.sequence_parallel=false.*one rank's"),
         (LINEAR, 2, {"cp": 2}, r"actor\.parallel\.cp=2, but the model has linear attention.* set it to 1"),
+        (CHOSEN, 2, {"cp": 2}, r"actor\.parallel\.cp=2, but .* \(index_topk\), .* set it to 1"),
+        (CHOSEN, 2, {"shard_parameters": True}, r"actor\.parallel\.shard_parameters=true, .* set it to false"),
         (LINEAR, 4, {"tp": 4}, r"actor\.parallel\.tp=4 does not divide the model's 2 key heads of linear attention"),
         (ONE_NORM, 4, {"tp": 4}, r"actor\.parallel\.tp=4 does not divide the model's 2 key/value heads, over which"),
         (DENSE | {"model_type": "gpt2"}, 1, {}, r"model\.hf_path.*gpt2.*qwen3"),
@@ -76,6 +79,12 @@ def test_train_layout_etp_default_depends_on_ep(
     model: dict[str, Any], world_size: int, sizes: dict[str, int], etp: int
 ) -> None:
     assert train_layout(ParallelConfig(**sizes), world_size, model).etp == etp
+
+
+def test_role_layout_fsdp2_with_indexer_is_rejected() -> None:
+    role = ModelRole.policy(ActorConfig(strategy="fsdp2"), ModelConfig(hf_path="m"))
+    with pytest.raises(ConfigError, match=r"^actor\.strategy=fsdp2 .* \(index_topk\), .* set it to megatron$"):
+        role_layout(role, 2, CHOSEN)
 
 
 def test_role_layout_fsdp2_with_biased_experts_is_rejected() -> None:

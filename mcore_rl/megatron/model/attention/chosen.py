@@ -121,9 +121,10 @@ def _attend(
 ) -> torch.Tensor:
     """Compute the attention of consecutive queries, of which the last is at the position of the last key."""
     queries, keys = len(query), len(key)
-    # Choices beyond the last key are the padding of queries with few visible tokens.
-    visible = torch.zeros(queries, max(keys, chosen.shape[1]), dtype=torch.bool, device=query.device)
-    visible = visible.scatter(1, chosen.long(), True)[:, :keys].tril(keys - queries)
+    # Choices beyond the last key are the padding of queries with fewer visible tokens, which have chosen all of those.
+    # Moved to the last key they are masked as later ones, except for the last query, which sees this key anyway.
+    visible = torch.zeros(queries, keys, dtype=torch.bool, device=query.device)
+    visible = visible.scatter(1, chosen.long().clamp(max=keys - 1), True).tril(keys - queries)
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale).transpose(0, 1)
 

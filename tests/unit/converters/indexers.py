@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-CONFIG: dict[str, object] = {"index_n_heads": 3, "index_head_dim": 5, "index_topk": 4}
 MCORE_NAMES = {
     "wq_b.weight": "linear_wq_b.weight",
     "wk.weight": "linear_wk.weight",
@@ -14,7 +13,13 @@ MCORE_NAMES = {
 }
 
 
-def indexer_shapes(config: dict[str, object]) -> dict[str, tuple[int, ...]]:
+def configs(latent: dict[str, object]) -> dict[str, dict[str, object]]:
+    """Return model_type -> tiny configuration. latent: fields of a DeepSeek-V3 model."""
+    index = {"index_n_heads": 3, "index_head_dim": 5, "index_topk": 4}
+    return {name: {**latent, **index, "model_type": name} for name in ("deepseek_v32", "glm_moe_dsa")}
+
+
+def shapes(config: dict[str, object]) -> dict[str, tuple[int, ...]]:
     """Return the HF tensors of an indexer; none for a model without it."""
     if "index_topk" not in config:
         return {}
@@ -28,7 +33,7 @@ def indexer_shapes(config: dict[str, object]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def local_indexer(hf: dict[str, torch.Tensor], theirs: str, ours: str) -> dict[str, torch.Tensor]:
+def local(hf: dict[str, torch.Tensor], theirs: str, ours: str) -> dict[str, torch.Tensor]:
     """Return the tensors of an indexer on every tensor-parallel rank. theirs, ours: prefixes of the attention."""
     names = {name: f"{theirs}indexer.{name}" for name in MCORE_NAMES}
     return {f"{ours}core_attention.indexer.{MCORE_NAMES[name]}": hf[at] for name, at in names.items() if at in hf}
