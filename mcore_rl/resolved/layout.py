@@ -138,6 +138,9 @@ def _check_tensor_axis(parallel: ParallelConfig, sizes: TransformerArguments, na
     if sizes.get("linear_attention_freq"):
         # Value heads are a multiple of key heads.
         divided["key heads of linear attention"] = sizes["linear_num_key_heads"]
+    if sizes.get("qk_norm_over_heads"):
+        # Ranks that share a head would each need its part of the norm's weight.
+        divided["key/value heads, over which one norm runs"] = sizes["num_query_groups"]
     for what, count in divided.items():
         if count % parallel.tp:
             raise ConfigError(f"{names.key('parallel.tp')}={parallel.tp} does not divide the model's {count} {what}")

@@ -1,4 +1,4 @@
-"""Files of a checkpoint."""
+"""Results of saving a checkpoint."""
 
 from __future__ import annotations
 

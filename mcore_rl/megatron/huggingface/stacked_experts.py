@@ -22,12 +22,10 @@ from typing import NamedTuple
 import torch
 
 from model_converters.dcp.blocks import Box
-from model_converters.mapping.placement import segments_of
-from model_converters.mapping.table import BoundRow
+from model_converters.mapping.table import BoundRow, stored_parts
 from model_converters.mapping.transforms import Shape
 
-_BLOCK = re.compile(r"decoder\.(layers\.\d+\.mlp\.)(experts\.linear_fc[12]\.weight|router\.)(.*)")
-_STACKED = {"experts.linear_fc1.weight": "experts.gate_up_proj", "experts.linear_fc2.weight": "experts.down_proj"}
+_BIAS = re.compile(r"decoder\.(layers\.\d+\.mlp)\.router\.expert_bias")
 
 
 class HFPart(NamedTuple):
@@ -49,36 +47,19 @@ class HFPart(NamedTuple):
 
 def hf_parts(bound: Iterable[BoundRow]) -> dict[str, list[HFPart]]:
     """Return the HF tensors of every parameter and router bias by its name in the model; `bound` is the family's
-    table."""
+    table, whose stored places of experts are their places in these models."""
     parts: dict[str, list[HFPart]] = {}
     for row in bound:
         # A tied head has no tensor of its own.
         if row.row.copy_of_embedding:
             continue
-        for number, name in enumerate(_model_names(row)):
-            parts.setdefault(name, []).append(HFPart(row.hf[number], row.row.shapes[number], *_place(row, number)))
+        for part in stored_parts(row):
+            parts.setdefault(part.name, []).append(HFPart(part.part, part.part_shape, part.expert, part.place.start))
+        if not row.row.stored:
+            bias = _BIAS.fullmatch(row.mcore)
+            for hf_name, shape in zip(row.hf, row.row.shapes, strict=True):
+                parts[f"model.{bias[1]}.gate.expert_bias" if bias else hf_name] = [HFPart(hf_name, shape)]
     return parts
-
-
-def _place(row: BoundRow, number: int) -> tuple[int | None, int]:
-    """Return the expert and the first row of HF tensor number `number`, as in HFPart."""
-    if row.expert is None:
-        return None, 0
-    # Megatron's matrix of an expert has the same rows: gate, then up.
-    (segment,) = (segment for segment in segments_of(row.row, 0, 1) if segment.part == number)
-    return row.expert, segment.local_start
-
-
-def _model_names(row: BoundRow) -> tuple[str, ...]:
-    """Return the name of the model's parameter that contains each HF tensor of a row."""
-    matched = _BLOCK.fullmatch(row.mcore)
-    if matched is None:
-        return row.hf
-    block = f"model.{matched[1]}"
-    if matched[2] == "router.":
-        return (f"{block}gate.{matched[3]}",)
-    name = block + _STACKED[matched[2]]
-    return (name,) * len(row.hf)
 
 
 def views(parts: Iterable[HFPart], tensor: torch.Tensor, first: int) -> Mapping[str, torch.Tensor]:

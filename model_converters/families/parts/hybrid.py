@@ -28,12 +28,12 @@ def hybrid_table(config: HFConfig, sparse: Sequence[bool], *, separate: bool) ->
     Raises: ConversionError.
     """
     linear = linear_layers(config)
-    _check_mtp(config, linear)
+    _check_mtp(config)
     return [
         *family.embedding_rows(config),
         *hybrid_rows(config, linear, separate=separate),
         *_mlp_rows(config, sparse),
-        # Megatron builds the multi-token-prediction layer like the last decoder layer.
+        # The layer for multi-token prediction has attention, and the MLP of the last decoder layer (megatron/model).
         *mtp_rows(
             config, [*hybrid_rows(config, [False], separate=separate), *_mlp_rows(config, sparse[-1:])], SEPARATE
         ),
@@ -48,7 +48,7 @@ def hybrid_arguments(config: HFConfig, sparse: Sequence[bool], *, normalised: bo
     Raises: ConversionError.
     """
     attention = hybrid_attention(config)
-    _check_mtp(config, linear_layers(config))
+    _check_mtp(config)
     routing: family.TransformerArguments = {}
     if any(sparse):
         intermediate = integer(config, "moe_intermediate_size")
@@ -74,15 +74,10 @@ def _mlp_rows(config: HFConfig, sparse: Sequence[bool]) -> list[Row]:
     return rows
 
 
-def _check_mtp(config: HFConfig, linear: Sequence[bool]) -> None:
+def _check_mtp(config: HFConfig) -> None:
     count = num_mtp_layers(config)
     if count > 1:
         raise ConversionError(
             f"config.json: {count} multi-token-prediction layers (mtp_num_hidden_layers, num_nextn_predict_layers) are "
             "not supported, only 1"
-        )
-    if count and linear[-1]:
-        raise ConversionError(
-            "config.json: mtp_num_hidden_layers 1 with linear attention in the last decoder layer (layer_types) is not "
-            "supported: megatron builds the multi-token-prediction layer like the last one; set it to 0"
         )

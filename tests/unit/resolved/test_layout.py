@@ -17,6 +17,7 @@ from tests.tiny_models import tiny_fields
 DENSE, SPARSE, LATENT = tiny_fields("qwen3"), tiny_fields("qwen3_moe"), tiny_fields("deepseek_v3")
 BIASED = tiny_fields("gpt_oss")
 LINEAR = tiny_fields("qwen3_5_text")
+ONE_NORM = tiny_fields("minimax_m2")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,7 @@ LINEAR = tiny_fields("qwen3_5_text")
         (LATENT, 2, {"tp": 2, "sequence_parallel": False}, r"actor\.parallel\.sequence_parallel=false.*one rank's"),
         (LINEAR, 2, {"cp": 2}, r"actor\.parallel\.cp=2, but the model has linear attention.* set it to 1"),
         (LINEAR, 4, {"tp": 4}, r"actor\.parallel\.tp=4 does not divide the model's 2 key heads of linear attention"),
+        (ONE_NORM, 4, {"tp": 4}, r"actor\.parallel\.tp=4 does not divide the model's 2 key/value heads, over which"),
         (DENSE | {"model_type": "gpt2"}, 1, {}, r"model\.hf_path.*gpt2.*qwen3"),
     ],
 )
