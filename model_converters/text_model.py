@@ -1,6 +1,7 @@
 """Text model inside a release that also reads images: its config.json, and the names of its tensors.
 
-The release's config.json has the text model's fields in `text_config`. Its tensors are named
+A config.json without `vision_config` selects the text model; with it, the vision tower is part of the model
+(vision_model.py). The release's config.json has the text model's fields in `text_config`. Its tensors are named
 `model.language_model.layers.0...` instead of `model.layers.0...`; the vision tower's (`model.visual.*`) are left out.
 Exports are text models, with the names and the config.json that transformers writes for them.
 """
@@ -22,8 +23,8 @@ _KEPT = ("quantization_config", "transformers_version")
 
 
 def reads_images(config: Mapping[str, object]) -> bool:
-    """Return whether config.json describes a release with a text model inside."""
-    return config.get("model_type") in TEXT_TYPES
+    """Return whether config.json describes a release of which only the text model is used."""
+    return config.get("model_type") in TEXT_TYPES and config.get("vision_config") is None
 
 
 def text_fields(config: Mapping[str, object]) -> dict[str, object]:

@@ -17,11 +17,13 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from model_converters.errors import ConversionError
+from model_converters.text_model import TEXT_TYPES, reads_images
 
 T = TypeVar("T")
 
 VISION_TYPES = {
     "qwen2_5_vl": "qwen2_5_vl_text",
+    **TEXT_TYPES,
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
@@ -39,11 +41,14 @@ _SHARED = frozenset({"dtype", "torch_dtype", _TIED})
 
 
 def flat_fields(config: Mapping[str, object]) -> dict[str, object]:
-    """Return config.json in the flat form; of a model without vision tower, the same fields.
+    """Return config.json in the flat form; of a model without vision tower, also of a release whose text model is used
+    alone (text_model.py), the same fields.
 
     Raises: ConversionError for another kind of text model, and if the two objects disagree on tied embeddings.
     """
     text = config.get(_TEXT)
+    if reads_images(config):
+        return dict(config)
     if config.get("model_type") not in VISION_TYPES or text is None:
         return dict(config)
     kind = str(config["model_type"])

@@ -126,6 +126,13 @@ _MORE_FIELDS: dict[str, JsonObject] = {
         "vision_config": _qwen3_vision("qwen3_vl_vision", deepstack_visual_indexes=[0, 1]),
         "rope_parameters": _sections([4, 2, 2], mrope_interleaved=True),
     },
+    "qwen3_5": {**_SECTIONED, **_IMAGE_TOKENS, "vision_config": _qwen3_vision("qwen3_5_vision")},
+    "qwen3_5_moe": {
+        **_SECTIONED,
+        **_GATED_SHARED_EXPERTS,
+        **_IMAGE_TOKENS,
+        "vision_config": _qwen3_vision("qwen3_5_moe_vision"),
+    },
     "qwen3_vl_moe": {
         **_IMAGE_TOKENS,
         **_SPARSE_LAYERS,

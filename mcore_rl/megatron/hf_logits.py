@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.vision.operators import declare_operators
 from model_converters.families import family_for
 from model_converters.families.parts.hf_config import read_hf_config
+from model_converters.vision_model import VISION_TYPES
 
 
 def transformers_logits(hf_directory: str | Path, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -18,7 +20,9 @@ def transformers_logits(hf_directory: str | Path, sequences: Sequence[torch.Tens
     Shapes: sequences [S] each -> [S, V] each.
     Raises: CheckpointError with the reason if transformers cannot load the directory.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    # Before transformers imports torchvision for models that read images.
+    declare_operators()
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -27,7 +31,8 @@ def transformers_logits(hf_directory: str | Path, sequences: Sequence[torch.Tens
     model_type = family_for(fields).transformers_type
     options = {"config": AutoConfig.for_model(**fields | {"model_type": model_type})} if model_type else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        loader = AutoModelForImageTextToText if fields["model_type"] in VISION_TYPES else AutoModelForCausalLM
+        model = loader.from_pretrained(
             hf_directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **options
         ).eval()
     except Exception as error:  # transformers and its libraries raise many classes

@@ -29,6 +29,11 @@ def check_vision(role: ModelRole, arguments: ModelArguments, layout: TrainLayout
         )
     if section.fp8 != "none":
         raise ConfigError(f"{role.key('fp8')}={section.fp8} is not supported with {tower}; set it to none")
+    if section.mtp_loss_coefficient:
+        raise ConfigError(
+            f"{role.key('mtp_loss_coefficient')}={section.mtp_loss_coefficient} is not supported with {tower}: the "
+            "layers predict from embeddings of placeholder tokens; set it to 0"
+        )
     if section.train_vision and section.overlap_grad_reduce:
         raise ConfigError(
             f"{role.key('overlap_grad_reduce')}=true is not supported with {trained}: the tower has no gradients in a "

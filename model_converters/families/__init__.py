@@ -18,7 +18,7 @@ from model_converters.families.parts.family import Family
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.qwen2_5_vl import QWEN2_5_VL
 from model_converters.families.qwen2_moe import QWEN2_MOE
-from model_converters.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from model_converters.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_VL, QWEN3_5_VL_MOE
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.families.qwen3_next import QWEN3_NEXT
 from model_converters.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
@@ -44,6 +44,8 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         QWEN3_5,
         QWEN3_5_MOE,
+        QWEN3_5_VL,
+        QWEN3_5_VL_MOE,
         QWEN3_MOE,
         QWEN3_NEXT,
         QWEN3_VL,
@@ -62,7 +64,7 @@ def family_for(hf_config: HFConfig) -> Family:
     model_type = str(hf_config.get("model_type"))
     if reads_images(hf_config):
         raise ConversionError(
-            f"model_type {model_type!r} also reads images, and only text models are trained; convert it with "
+            f"model_type {model_type!r} without vision_config is a text model inside a release; convert it with "
             "python -m model_converters to-mcore, then to-hf, and use the result"
         )
     if model_type in REFUSED:

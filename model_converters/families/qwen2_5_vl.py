@@ -6,32 +6,20 @@ Most blocks of the tower attend within windows. The rotation's sections are bloc
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from model_converters.families.dense import QWEN2
-from model_converters.families.parts import family, vision
-from model_converters.families.parts.hf_config import COMPUTED, HFConfig
-from model_converters.mapping.table import Row
+from model_converters.families.parts import vision
+from model_converters.families.parts.hf_config import COMPUTED
+from model_converters.families.parts.vision_family import tower_arguments, tower_table
 
 _SECTIONS = (16, 24, 24)
 """Default of transformers."""
-
-
-def _rows(config: HFConfig) -> list[Row]:
-    return [*vision.language_rows(QWEN2.build_rows(config)), *vision.qwen2_5_tower(config)]
-
-
-def _arguments(config: HFConfig) -> family.ModelArguments:
-    arguments = QWEN2.build_arguments(vision.without_sections(config))
-    sections = vision.read_sections(config, _SECTIONS, arguments.transformer["kv_channels"] // 2)
-    rotation: family.TransformerArguments = {"mrope_section": sections}
-    return replace(arguments, transformer={**arguments.transformer, **rotation}, vision=vision.read_vision(config))
-
-
 QWEN2_5_VL = replace(
     QWEN2,
     model_type="qwen2_5_vl",
-    build_rows=_rows,
-    build_arguments=_arguments,
+    build_rows=partial(tower_table, QWEN2, vision.qwen2_5_tower),
+    build_arguments=partial(tower_arguments, QWEN2, _SECTIONS, interleaved=False),
     defaults={"head_dim": COMPUTED, "num_key_value_heads": 8},
     architecture="Qwen2_5_VLForConditionalGeneration",
     own_fields=QWEN2.own_fields | vision.OWN_FIELDS,

@@ -11,6 +11,7 @@ from functools import partial
 from model_converters.families.dense import QWEN3
 from model_converters.families.parts import family, vision
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, require
+from model_converters.families.parts.vision_family import tower_arguments, tower_table
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.mapping.table import Row
 
@@ -18,9 +19,8 @@ _SECTIONS = (24, 20, 20)
 """Default of transformers."""
 
 
-def _rows(text: family.Family, config: HFConfig) -> list[Row]:
-    rows = [_both_orientations(row) for row in vision.language_rows(text.build_rows(config))]
-    return [*rows, *vision.qwen3_tower(config)]
+def _moe_rows(config: HFConfig) -> list[Row]:
+    return [_both_orientations(row) for row in tower_table(QWEN3_MOE, vision.qwen3_tower, config)]
 
 
 def _both_orientations(row: Row) -> Row:
@@ -31,24 +31,17 @@ def _both_orientations(row: Row) -> Row:
     return replace(row, stored=stored, stacked_release=True, fp8=False)
 
 
-def _arguments(text: family.Family, config: HFConfig) -> family.ModelArguments:
-    arguments = text.build_arguments(vision.without_sections(config))
-    sections = vision.read_sections(config, _SECTIONS, arguments.transformer["kv_channels"] // 2)
-    rotation: family.TransformerArguments = {"mrope_section": sections, "mrope_interleaved": True}
-    return replace(arguments, transformer={**arguments.transformer, **rotation}, vision=vision.read_vision(config))
-
-
 def _moe_arguments(config: HFConfig) -> family.ModelArguments:
     require(config, "norm_topk_prob", True, reason="transformers normalises the weights of the chosen experts")
-    return _arguments(QWEN3_MOE, {**config, "norm_topk_prob": True})
+    return tower_arguments(QWEN3_MOE, _SECTIONS, {**config, "norm_topk_prob": True}, interleaved=True)
 
 
 _COVERS = "vision tower with deepstack, positions in time, height and width (no videos)"
 QWEN3_VL = replace(
     QWEN3,
     model_type="qwen3_vl",
-    build_rows=partial(_rows, QWEN3),
-    build_arguments=partial(_arguments, QWEN3),
+    build_rows=partial(tower_table, QWEN3, vision.qwen3_tower),
+    build_arguments=partial(tower_arguments, QWEN3, _SECTIONS, interleaved=True),
     architecture="Qwen3VLForConditionalGeneration",
     own_fields=vision.OWN_FIELDS,
     vllm_imports=("torchvision",),
@@ -59,7 +52,7 @@ QWEN3_VL = replace(
 QWEN3_VL_MOE = replace(
     QWEN3_MOE,
     model_type="qwen3_vl_moe",
-    build_rows=partial(_rows, QWEN3_MOE),
+    build_rows=_moe_rows,
     build_arguments=_moe_arguments,
     defaults={"decoder_sparse_step": 1, "head_dim": COMPUTED, "num_key_value_heads": 16},
     engine_fields={"norm_topk_prob": True},

@@ -106,7 +106,7 @@ WITHOUT_ENGINE_CLASS = {"seed_oss"}
 """Families for which both engines run transformers' own class, which reads the fields of transformers."""
 REJECTED_BESIDE = {
     "vllm": {"gpt_oss"},
-    "sglang": {"gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"},
+    "sglang": {"gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"},
 }
 """Engine -> families that runs reject (resolved.model, config.rules.linear_attention)."""
 CASES = [

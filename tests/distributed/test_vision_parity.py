@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from tests.distributed import policy_batch, vision_batch
-from tests.distributed.gradient_oracle import case_parameters, check_gradients, launch_cases
+from tests.distributed.gradient_oracle import TOLERANCE, case_parameters, check_gradients, launch_cases
 from tests.selection import EVERY_TEST
 from tests.tiny_models import write_tiny_model
 
-KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+KINDS = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 SMALL = 64
 """Tokens of a micro-batch: the batch then has several, of which some have images in common."""
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
@@ -27,6 +27,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "tp2 without sp": ("qwen3_vl", {"tp": 2, "sequence_parallel": False}, "none"),
         "pp2": ("qwen3_vl", {"pp": 2}, "none"),
         "cp2": ("qwen3_vl", {"cp": 2}, "none"),
+        "nets tp2": ("qwen3_5", {"tp": 2}, "full"),
         "blocks tp2": ("qwen2_5_vl", {"tp": 2}, "none"),
         "moe tp2 ep2": ("qwen3_vl_moe", {"tp": 2, "ep": 2}, "none"),
     },
@@ -39,6 +40,8 @@ if EVERY_TEST:
         "blocks cp2": ("qwen2_5_vl", {"cp": 2}, "full"),
         "moe ep2": ("qwen3_vl_moe", {"ep": 2}, "none"),
         "moe pp2": ("qwen3_vl_moe", {"pp": 2}, "none"),
+        "nets pp2": ("qwen3_5", {"pp": 2}, "none"),
+        "nets moe tp2 ep2": ("qwen3_5_moe", {"tp": 2, "ep": 2}, "none"),
         "moe cp2": ("qwen3_vl_moe", {"cp": 2}, "none"),
     }
 
@@ -150,7 +153,9 @@ def test_gradients_of_decoder_and_tower_equal_transformers(
     num_ranks: int, case: str, outcomes: dict[str, Any], references: dict[str, Any]
 ) -> None:
     _, expected = references[CASES[num_ranks][case][0]]
-    check_gradients([outcome["gradients"] for outcome in outcomes[case]], expected)
+    # The chunks of gated delta nets solve triangular systems.
+    tolerance = 5e-5 if CASES[num_ranks][case][0].startswith("qwen3_5") else TOLERANCE
+    check_gradients([outcome["gradients"] for outcome in outcomes[case]], expected, tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,7 +167,7 @@ def test_controls_without_positions_or_deepstack_differ(kind: str, outcomes: dic
         return max(float(np.abs(outcome[name][s] - logp).max()) for s, logp in outcome["logp"].items())
 
     assert difference("plain positions") > 0.01
-    assert (difference("without deepstack") > 0.01) == (kind != "qwen2_5_vl")
+    assert (difference("without deepstack") > 0.01) == kind.startswith("qwen3_vl")
 
 
 def test_frozen_tower_keeps_its_weights(directories: dict[str, str]) -> None:

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from model_converters.mapping.layout import Coordinates, TrainLayout
-from model_converters.vision_model import VISION_TYPES
-from tests.tiny_models import tiny_fields
 from tests.unit.converters import hybrid_models
 
 Tensors = dict[str, torch.Tensor]
@@ -82,7 +80,6 @@ _LATENT: dict[str, object] = {
 }
 _SIGMOID: dict[str, object] = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "num_nextn_predict_layers": 1}
 FAMILY_CONFIGS: dict[str, dict[str, object]] = {
-    **{kind: tiny_fields(kind) for kind in VISION_TYPES},
     "qwen3": DENSE,
     "qwen3_moe": MOE,
     "qwen2": {**DENSE, "model_type": "qwen2"},

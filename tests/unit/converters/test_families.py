@@ -19,12 +19,23 @@ from model_converters.hf.io import HFCheckpoint
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_plan
+from model_converters.vision_model import VISION_TYPES
 from tests.exported import export_through
 from tests.plans import assert_tiled
-from tests.tiny_models import GROUPS, LLAMA3, LONGROPE, VOCABULARY, YARN, tiny_config, tiny_model, write_tiny_model
+from tests.tiny_models import (
+    GROUPS,
+    LLAMA3,
+    LONGROPE,
+    VOCABULARY,
+    YARN,
+    tiny_config,
+    tiny_fields,
+    tiny_model,
+    write_tiny_model,
+)
 from tests.unit.converters.hf_models import bound_rows
 
-DENSE = ("llama", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5_text", "qwen3_vl", "seed_oss")
+DENSE = ("llama", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_vl", "seed_oss")
 MODELS = [
     ("llama", {"rope_parameters": LLAMA3}),
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -54,6 +65,8 @@ MODELS = [
     ("qwen2_moe", {"tie_word_embeddings": True, "mlp_only_layers": [0], "qkv_bias": False}),
     ("qwen2_5_vl", {"tie_word_embeddings": True}),
     ("qwen3_vl", {}),
+    ("qwen3_5", {}),
+    ("qwen3_5_moe", {}),
     ("qwen3_vl_moe", {"mlp_only_layers": [0]}),
     ("seed_oss", {}),
     ("seed_oss", {"tie_word_embeddings": True, "attention_bias": False}),
@@ -168,7 +181,7 @@ def test_family_unsupported_setting_is_rejected(change, message, dense_config, m
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_description_refused_fields_are_rejected_by_name(family, family_configs):
-    config = family_configs[family]
+    config = tiny_fields(family) if family in VISION_TYPES else family_configs[family]
     FAMILIES[family].model_arguments(config)
     for field, refused in FAMILIES[family].description.refused.items():
         assert_rejected(config, {field: refused}, {"rope_scaling": "rope type"}.get(field, field))

@@ -91,7 +91,9 @@ def test_rope_type_list_is_shared_by_families_with_grouped_attention() -> None:
     assert set(ROPE_TYPES) == {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
     for kind, family in FAMILIES.items():
         fields = tiny_fields(family.transformers_type or kind)
-        sections = {key: value for key, value in fields["rope_parameters"].items() if key.startswith("mrope")}
+        # The sections must fit the number of rotated pairs.
+        kept = ("mrope_section", "mrope_interleaved", "partial_rotary_factor") if "vision_config" in fields else ()
+        sections = {key: value for key, value in fields["rope_parameters"].items() if key in kept}
         fields["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, **sections}
         if "kv_lora_rank" in fields:
             with pytest.raises(ConversionError, match="rope type 'linear' is not supported, only 'default' and 'yarn'"):

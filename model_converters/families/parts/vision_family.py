@@ -1,0 +1,32 @@
+"""Tables and arguments of a text model with a vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from model_converters.families.parts.family import Family, ModelArguments, TransformerArguments
+from model_converters.families.parts.hf_config import HFConfig
+from model_converters.families.parts.vision import language_rows, read_sections, read_vision, without_sections
+from model_converters.mapping.table import Row
+
+
+def tower_table(text: Family, tower: Callable[[HFConfig], list[Row]], config: HFConfig) -> list[Row]:
+    """Return the weight table: the rows of `text` under the names of its decoder in this model, then those of the
+    tower."""
+    return [*language_rows(text.build_rows(config)), *tower(config)]
+
+
+def tower_arguments(text: Family, sections: Sequence[int], config: HFConfig, *, interleaved: bool) -> ModelArguments:
+    """Return the arguments of the model.
+
+    sections: default of mrope_section in transformers. interleaved: see parts/vision.py.
+
+    Raises: ConversionError.
+    """
+    arguments = text.build_arguments(without_sections(config))
+    rotated = int(arguments.transformer["kv_channels"] * arguments.rotary.fraction)
+    rotation: TransformerArguments = {"mrope_section": read_sections(config, sections, rotated // 2)}
+    if interleaved:
+        rotation["mrope_interleaved"] = True
+    return replace(arguments, transformer={**arguments.transformer, **rotation}, vision=read_vision(config))
