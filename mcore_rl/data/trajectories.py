@@ -30,7 +30,7 @@ def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers
         routed_experts=None if experts is None else experts[tokens],
         turn_rewards=None if buffers.turn_rewards is None else buffers.turn_rewards[responses],
         temperatures=temperatures,
-        **_chosen_images([images_of(buffers, int(row)) for row in rows]),
+        **_chosen_images([(buffers, rows)]),
     )
 
 
@@ -46,8 +46,8 @@ def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
     for name in ("token_offsets", "response_offsets"):
         lengths = np.concatenate([np.diff(offsets) for offsets in columns[name]])
         joined[name] = offsets_of(lengths)
-    images = [images_of(part, row) for part in parts for row in range(len(part.prompt_tokens))]
-    return TrajectoryBuffers(**joined, temperatures=temperatures, **_chosen_images(images))
+    images = _chosen_images([(part, np.arange(len(part.prompt_tokens))) for part in parts])
+    return TrajectoryBuffers(**joined, temperatures=temperatures, **images)
 
 
 class _ImageColumns(TypedDict):
@@ -80,9 +80,13 @@ def distinct_images(images: Sequence[PromptImages | None]) -> tuple[tuple[Prompt
     return tuple(chosen), rows if chosen else None
 
 
-def _chosen_images(images: Sequence[PromptImages | None]) -> _ImageColumns:
-    chosen, rows = distinct_images(images)
-    return {"images": chosen, "image_rows": rows}
+def _chosen_images(parts: Sequence[tuple[TrajectoryBuffers, np.ndarray]]) -> _ImageColumns:
+    """Return the images of rows of buffers."""
+    # Text only: no loop over all trajectories.
+    if not any(buffers.images for buffers, _ in parts):
+        return {"images": (), "image_rows": None}
+    images, image_rows = distinct_images([images_of(buffers, int(row)) for buffers, rows in parts for row in rows])
+    return {"images": images, "image_rows": image_rows}
 
 
 def compact_temperatures(temperatures: np.ndarray) -> np.ndarray | None:

@@ -1,1 +1,1 @@
-"""Images of prompts: positions of their tokens."""
+"""Images of prompts: reading, processing, placeholders, and positions of their tokens."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
-
 _TORCHVISION = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -21,6 +19,9 @@ _TORCHVISION = {
 
 def declare_operators() -> None:
     """Declare the operators that torchvision needs; call it before torchvision is imported."""
+    # Not at the top: torch loads this module while it is imported, and would find it half-loaded if it came first.
+    import torch
+
     if torch.version.cuda is not None or _declares_operators():
         return
     for name, schema in _TORCHVISION.items():

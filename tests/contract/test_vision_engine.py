@@ -14,7 +14,7 @@ from mcore_rl.types import GenerationRequest, SamplingOptions
 from mcore_rl.vision.placeholders import expanded
 from mcore_rl.vision.processor import ImageProcessor
 from model_converters.mapping.layout import TrainLayout
-from tests.contract.engines import ON_DEMAND, RemoteEngine
+from tests.contract.engines import RemoteEngine
 from tests.contract.hf_trainer import HFTrainer
 from tests.exported import export_through
 from tests.selection import needs_package
@@ -75,7 +75,7 @@ def check_images(engine: RemoteEngine, model: Any, version: int) -> None:
 
 
 @pytest.mark.parametrize("process", ["vllm"], indirect=True)
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", pytest.param("qwen3_vl_moe", marks=ON_DEMAND)])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
 def test_vision_model_from_export_and_after_update_is_exact(
     process: RemoteEngine, model_type: str, tmp_path: Path
 ) -> None:
