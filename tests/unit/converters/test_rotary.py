@@ -93,8 +93,11 @@ def test_rope_type_list_is_shared_by_families_with_grouped_attention() -> None:
         fields = tiny_fields(family.transformers_type or kind)
         # The sections must fit the number of rotated pairs.
         kept = ("mrope_section", "mrope_interleaved", "partial_rotary_factor") if "vision_config" in fields else ()
-        sections = {key: value for key, value in fields["rope_parameters"].items() if key in kept}
-        fields["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, **sections}
+        own = fields["rope_parameters"]
+        sections = {key: value for key, value in own.items() if key in kept}
+        linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, **sections}
+        # Gemma 3 has one object for layers that attend to all tokens, and one for the others.
+        fields["rope_parameters"] = own | {"full_attention": linear} if "full_attention" in own else linear
         if "kv_lora_rank" in fields:
             with pytest.raises(ConversionError, match="rope type 'linear' is not supported, only 'default' and 'yarn'"):
                 family.model_arguments(fields)

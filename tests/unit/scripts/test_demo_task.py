@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from math import prod
 from pathlib import Path
 
 import demo_task
@@ -100,7 +101,8 @@ def test_tokenizer_read_back_knows_every_text_and_model_id(prepared: Path) -> No
     tokenizer = AutoTokenizer.from_pretrained(prepared / "model")
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
     # A random model samples any id; one that the tokenizer does not know would vanish from the text.
-    assert len(tokenizer) == json.loads((prepared / "model/config.json").read_text())["vocab_size"]
+    config = json.loads((prepared / "model/config.json").read_text())
+    assert len(tokenizer) == config.get("text_config", config)["vocab_size"]
     texts = [p.prompt + p.target for split in demo_task.problems(prepared.name).values() for p in split]
     one_per_character = prepared.name not in ("tool", "game")
     if one_per_character:
@@ -116,15 +118,15 @@ def test_the_checkpoint_names_experts_one_by_one_and_has_the_size_it_says(prepar
     with safe_open(prepared / "model/model.safetensors", "pt") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     experts = [name for name in shapes if re.fullmatch(r"model\.layers\.\d\.mlp\.experts\.\d\.\w+_proj\.weight", name)]
-    num_sparse = {"latent": 3, "dense": 0}.get(prepared.name, 4)  # the first layer of latent is dense
+    num_sparse = {"latent": 3, "dense": 0, "see": 0}.get(prepared.name, 4)  # the first layer of latent is dense
     assert len(experts) == num_sparse * 8 * 3
     if num_sparse:
         assert shapes["model.layers.3.mlp.experts.7.gate_proj.weight"] == [128, 128]
     assert "lm_head.weight" in shapes
     parameters = [shape for name, shape in shapes.items() if not name.endswith("e_score_correction_bias")]  # a buffer
-    count = sum(int(rows) * (columns[0] if columns else 1) for rows, *columns in parameters)
+    count = sum(prod(shape) for shape in parameters)
     assert count == json.loads((prepared / demo_task.COMPLETE).read_text())["parameters"]
-    assert 1e6 <= count <= 2e6
+    assert 8e5 <= count <= 2e6
 
 
 @pytest.mark.parametrize(
