@@ -94,7 +94,7 @@ DEMOS = {
         "runs/demo_see",
         (
             *("actor.parallel.ep=1", "actor.train_vision=true", "rollout.max_prompt_tokens=16"),
-            *("rollout.max_response_tokens=4", "trainer.steps=100", "actor.optimizer.decay_steps=150"),
+            *("rollout.max_response_tokens=4", "trainer.steps=25"),
         ),
     ),
     "tool": Demo("tool", "configs/demo_tool_cpu.yaml", "runs/demo_tool", ("rollout.max_prompt_tokens=24",)),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3VLConfig
 
 EDGE = 28
+SHIFT = 3
+"""Largest distance in pixels of a digit from the centre of its picture, in both directions."""
 PATCH_SIZE = 7
 GLYPHS = (
     *("0110100110011001100110010110", "0010011000100010001000100111", "0110100100010010010010001111"),
@@ -29,14 +31,14 @@ GLYPHS = (
 
 
 def picture(digit: int, rng: random.Random) -> bytes:
-    """Draw a digit at a random place, of random size and brightness, on a noisy ground; returns a PNG file."""
+    """Draw a digit near the centre, of random brightness, on a noisy ground; returns a PNG file."""
     from PIL import Image
 
     noise = np.random.default_rng(rng.getrandbits(32))
     points = np.array(list(GLYPHS[digit]), np.int64).reshape(7, 4)
-    glyph = np.kron(points, np.ones((rng.choice((2, 3)), rng.choice((3, 4))), np.int64))
+    glyph = np.kron(points, np.ones((3, 4), np.int64))
     ground = noise.integers(0, 90, (EDGE, EDGE))
-    top, left = (rng.randrange(EDGE - size + 1) for size in glyph.shape)
+    top, left = ((EDGE - size) // 2 + rng.randint(-SHIFT, SHIFT) for size in glyph.shape)
     ground[top : top + glyph.shape[0], left : left + glyph.shape[1]] += glyph * rng.randrange(100, 160)
     file = BytesIO()
     Image.fromarray(ground.clip(0, 255).astype(np.uint8)).convert("RGB").save(file, "png")

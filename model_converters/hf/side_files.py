@@ -19,6 +19,8 @@ _CONFIG = "config.json"
 _PATTERNS = (
     *(_CONFIG, "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.*"),
+    # Processors of images, and of videos.
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     # Models whose tokenizer or configuration comes with its own code.
     *("*.model", "*.tiktoken", "*.py"),
 )

@@ -17,11 +17,12 @@ def test_copy_side_files_copies_only_model_files(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     wanted = ["chat_template.jinja", "config.json", "generation_config.json", "merges.txt", "tokenizer.json", "x.model"]
+    wanted += ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
     for name in (*wanted, "model.safetensors", "README.md", "optimizer.pt"):
         (source / name).write_text(name)
     (source / "tokenizer.d").mkdir()
     copy_side_files(source, tmp_path / "deep" / "target")
-    assert sorted(path.name for path in (tmp_path / "deep" / "target").iterdir()) == wanted
+    assert sorted(path.name for path in (tmp_path / "deep" / "target").iterdir()) == sorted(wanted)
     assert all((tmp_path / "deep" / "target" / name).read_text() == name for name in wanted)
 
 
