@@ -17,7 +17,6 @@ from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.models import uses_lora, uses_reference, uses_reward_model
 from mcore_rl.config.rules.rollout import has_turns
-from mcore_rl.config.sampling import NO_DRAFTS
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import ClusterConfig, DataConfig, RolloutConfig, resolved_dtype
 from mcore_rl.data.chat.limits import check_limits
@@ -30,6 +29,7 @@ from mcore_rl.data.sources.paths import file_weights
 from mcore_rl.data.templates import PromptRenderer
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.errors import ConfigError, CurriculumError
+from mcore_rl.preparation.images import check_images, image_processor
 from mcore_rl.preparation.models import (
     check_adapters,
     check_implementation,
@@ -156,7 +156,7 @@ def prepare(config: Config) -> Prepared:
         ranks = config.reward_model.num_ranks or config.num_trainer_ranks
         role = ModelRole.reward_model(config.reward_model, config.model)
         reward_model = reward_model_layout(role, config.cluster, ranks, algorithm.policy_loss.name, needs)
-    images = _image_processor(config, spec, tokenizer)
+    images = image_processor(config, spec, tokenizer)
     if needs.advantages:
         data = _load_prompts(config, tokenizer, images)
     else:
@@ -168,35 +168,6 @@ def prepare(config: Config) -> Prepared:
     notes += _try_rewards(config.reward, data.prompts, multi_turn=has_turns(config.rollout))
     lines: tuple[LoadReport | str, ...] = (*data.reports, *notes)
     return Prepared(**vars(models), reward_model=reward_model, data=data, sampler=sampler, lines=lines)
-
-
-def _image_processor(config: Config, spec: ResolvedModel, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
-    """Return the image processor of a model with a vision tower."""
-    if spec.arguments.vision is None:
-        return None
-    return ImageProcessor.load(config.model.hf_path, tokenizer, "model.hf_path")
-
-
-def _check_images(rollout: RolloutConfig, key: str, prompts: PromptSet) -> None:
-    """Reject settings that prompts with images do not support.
-
-    Raises: ConfigError.
-    """
-    number = sum(map(bool, prompts.columns["images"]))
-    if number and rollout.engine != "vllm":
-        raise ConfigError(f"rollout.engine={rollout.engine}: {number} prompts of {key} have images; set it to vllm")
-    if number and rollout.draft != NO_DRAFTS:
-        raise ConfigError(f"rollout.draft={rollout.draft}: {number} prompts of {key} have images; set it to none")
-    if number and rollout.long_history == "drop_turns" and has_turns(rollout):
-        raise ConfigError(
-            f"rollout.long_history=drop_turns: {number} prompts of {key} have images, which only the first sequence of "
-            "an episode contains; set it to end"
-        )
-    if number and rollout.history == "new_sequence" and has_turns(rollout):
-        raise ConfigError(
-            f"rollout.history=new_sequence: {number} prompts of {key} have images, which only the first sequence of an "
-            "episode contains; set it to keep"
-        )
 
 
 def _load_targets(
@@ -228,7 +199,7 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, images: Im
             tools=tools,
             images=images,
         )
-        _check_images(rollout, key, loaded[key])
+        check_images(config, key, loaded[key])
         reports.append(report)
         sources = loaded[key].columns["data_source"]
         check_data_sources(reward, key, report.path, sources)
@@ -242,8 +213,6 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, images: Im
     sets = {key.removeprefix("data.val").removeprefix("."): part.columns["data_source"] for key, part in loaded.items()}
     parts = validation_parts(sets)
     if uses_reward_model(config.reward_model):
-        if any(split.has_images for split in prompts.values()):
-            raise ConfigError("reward_model.hf_path: prompts have images, but reward models read texts; set it to null")
         inputs = RewardInputs(config.reward_model, config.model, rollout)
         for name, split in prompts.items():
             inputs.check(split, f"data.{name}")
