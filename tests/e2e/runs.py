@@ -149,7 +149,8 @@ class TrainProcess:
             began = time.monotonic()
             if found := condition():
                 return found
-            assert self.process.poll() is None, f"the run ended before the condition held:\n{self.text()[-4000:]}"
+            code = self.process.poll()
+            assert code is None, f"the run ended with code {code} before the condition held:\n{self.text()[-4000:]}"
             assert time.monotonic() < deadline, f"the condition did not hold in {seconds} s:\n{self.where_it_is()}"
             time.sleep(min(0.2, max(0.005, 4 * (time.monotonic() - began))))
 
