@@ -22,15 +22,20 @@ _registered: list[int] = []
 """Open file of this process's dumps; faulthandler keeps only its number."""
 
 
-def write_stacks_to(path: Path, *, chain: bool = False) -> None:
+def write_stacks_to(path: Path) -> None:
     """Append the stacks of all threads of this process to `path` plus SUFFIX on each SIGUSR2 from now on, and set
-    VARIABLE for child processes. With `chain`, the signal handler of Python runs too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(f"{path}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=chain)
+    VARIABLE for child processes."""
+    file = open_stacks(path)
+    faulthandler.register(SIGNAL, file=file, all_threads=True)
     _close_earlier()
     _registered.append(file)
+
+
+def open_stacks(path: Path) -> int:
+    """Open `path` plus SUFFIX for appending, and set VARIABLE for child processes. Returns the file's number."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     os.environ[VARIABLE] = str(path)
+    return os.open(f"{path}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def write_child_stacks() -> None:
@@ -45,13 +50,6 @@ def remove_child_stacks(pid: int) -> None:
     """Remove the file of a child that has ended, if it is empty: workers may be replaced many times."""
     if parent := os.environ.get(VARIABLE):
         _remove_if_empty(Path(f"{_path_of_child(parent, pid)}{SUFFIX}"))
-
-
-def stop_writing_stacks() -> None:
-    """Restore the signal's former handler and close the file."""
-    faulthandler.unregister(SIGNAL)
-    _close_earlier()
-    os.environ.pop(VARIABLE, None)
 
 
 def _close_earlier() -> None:

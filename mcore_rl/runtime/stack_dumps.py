@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
 import signal
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -12,13 +14,7 @@ from types import FrameType
 import ray
 
 from mcore_rl.processes.stack_requests import request_stacks
-from mcore_rl.processes.stacks import (
-    SIGNAL,
-    SUFFIX,
-    remove_empty,
-    stop_writing_stacks,
-    write_stacks_to,
-)
+from mcore_rl.processes.stacks import SIGNAL, SUFFIX, VARIABLE, open_stacks, remove_empty
 from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.output import stacks_file
 from mcore_rl.runtime.roles.base import RunProcess
@@ -37,26 +33,33 @@ def files_of(logs: str | Path) -> str:
 
 
 class StackRequests:
-    """Requests by SIGUSR2 to this process. The driver's own stacks are written at once, also while it is blocked."""
+    """Requests by SIGUSR2 to this process, whose own stacks are written by a handler of Python.
+
+    The main thread runs it between two of its steps, and in waits that signals interrupt, while no other thread runs
+    Python. A handler in C could read the stacks of a running thread: it ended drivers in which a thread of a library
+    ran. Other processes are asked by their driver, which must run for that anyway.
+    """
 
     def __init__(self) -> None:
-        self._requested = False
+        self._requested, self._file = False, -1
 
     @contextlib.contextmanager
     def listening(self, logs: Path) -> Iterator[None]:
         """Handle the signal in the block. After it, remove the files of all processes without stacks."""
+        self._file = open_stacks(stacks_file(logs, DRIVER))
         before = signal.signal(SIGNAL, self._request)
-        write_stacks_to(stacks_file(logs, DRIVER), chain=True)
         try:
             yield
         finally:
-            stop_writing_stacks()
             # None: a handler that Python did not install, and cannot restore.
             signal.signal(SIGNAL, signal.SIG_DFL if before is None else before)
+            os.close(self._file)
+            os.environ.pop(VARIABLE, None)
             remove_empty(logs)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self._requested = True
+        faulthandler.dump_traceback(self._file, all_threads=True)
 
     def take(self) -> bool:
         """Return whether there was a request since the last call."""
