@@ -276,7 +276,7 @@ def _logit_differences(pairs: dict[str, tuple[Path, Path]]) -> dict[str, float]:
 
 
 def test_converted_families_match_transformers_logits(source: Any, tmp_path: Path) -> None:
-    """Tolerance: 2e-5 in float32, for logits with a spread above 1."""
+    """Tolerance: 2e-5 in float32, for logits with a spread above 1; delta nets solve triangular systems: 2e-4."""
     pairs = {}
     for family in sorted(FAMILIES):
         pairs[family] = source(family), tmp_path / family
@@ -284,7 +284,9 @@ def test_converted_families_match_transformers_logits(source: Any, tmp_path: Pat
         converting.to_mcore(*pairs[family], sizes)
     found = converting.alone(_logit_differences, pairs)
     assert len(found) >= 9
-    assert {name: difference for name, difference in found.items() if not 0 <= difference < 2e-5} == {}
+    nets = {name for name in found if name.startswith(("qwen3_next", "qwen3_5"))}
+    allowed = {name: 2e-4 if name in nets else 2e-5 for name in found}
+    assert {name: difference for name, difference in found.items() if not 0 <= difference < allowed[name]} == {}
 
 
 def test_verify_logits_transformers_failure_is_one_message(source: Any, tmp_path: Path) -> None:

@@ -224,10 +224,11 @@ def _reference(directory: str) -> dict[str, Any]:
         for name, parameter in model.named_parameters()
     }
     # Choices of an indexer have no gradient, so every rank keeps it frozen.
-    untrained = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    biases = correction_biases(model)
+    untrained = {name for name, parameter in model.named_parameters() if parameter.grad is None} - biases.keys()
     assert untrained == {name for name in named if ".indexer." in name}
-    # It has no gradient and must be unchanged.
-    named |= correction_biases(model)
+    # Biases have no gradient and must be unchanged.
+    named |= biases
     gradients = checkpoint_tensors(model, named)
     return {"logits": logits, "gradients": {name: gradient.numpy() for name, gradient in gradients.items()}}
 
@@ -358,6 +359,7 @@ def outcomes(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+WITH_NETS = {name for name, (kind, _) in MODELS.items() if kind.startswith(("qwen3_next", "qwen3_5"))}
 ALL_CASES = {name: model for cases in CASES.values() for name, (model, _) in cases.items()}
 
 
@@ -365,12 +367,14 @@ ALL_CASES = {name: model for cases in CASES.values() for name, (model, _) in cas
 def test_packed_logits_in_every_layout_equal_transformers(
     case: str, outcomes: dict[str, Any], references: dict[str, Any]
 ) -> None:
-    """Tolerance 2e-5: float32 sums of a few hundred terms in a different order."""
+    """Tolerance 2e-5: float32 sums of a few hundred terms in a different order. Delta nets: 2e-4, because they solve
+    triangular systems."""
+    tolerance = 2e-4 if ALL_CASES[case] in WITH_NETS else 2e-5
     holders = [outcome["logits"] for outcome in outcomes[case] if outcome["logits"] is not None]
     assert holders
     for logits in holders:
         for ours, theirs in zip(logits, references[ALL_CASES[case]]["logits"], strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("case", ALL_CASES)

@@ -113,10 +113,11 @@ def test_plan_of_fsdp2_names_gathered_experts(capsys: pytest.CaptureFixture[str]
     "recipe", [pytest.param(name, marks=[pytest.mark.on_demand] * (name in ON_DEMAND)) for name in RECIPES]
 )
 def test_plan_of_recipes_fits(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
-    # `make demo` creates the demos' models, with experts except for fsdp2.
+    # `make demo` creates the demos' models, with experts except for these.
     model = ["model.hf_path=configs/models/gsm8k_tiny"] if recipe.startswith("demo_") else []
-    if "fsdp2" in recipe and model:
-        (tmp_path / "config.json").write_text(json.dumps(tiny_fields("qwen3")))
+    kind = {"demo_fsdp2_cpu.yaml": "qwen3", "demo_see_cpu.yaml": "qwen3_vl"}.get(recipe)
+    if kind is not None:
+        (tmp_path / "config.json").write_text(json.dumps(tiny_fields(kind)))
         model = [f"model.hf_path={tmp_path}"]
     files = [f"configs/{name}" for name in dict.fromkeys((Path(recipe).name, recipe))]
     code, plan, output = run(capsys, *files, *model, "--json")

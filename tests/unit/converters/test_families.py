@@ -86,8 +86,8 @@ def test_export_gives_same_logits_in_transformers(kind, changes, tmp_path):
     exported = type(model).from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     tokens = torch.randint(0, VOCABULARY, (2, 9))
     with torch.no_grad():
-        # The product with the gate's single row depends, in its last bits, on the alignment of the row in memory.
-        tolerance = 1e-5 if kind == "qwen2_moe" else 0.0
+        # The product with a gate's single row depends, in its last bits, on the alignment of the row in memory.
+        tolerance = 1e-5 if any("shared_expert_gate" in name for name, _ in model.named_parameters()) else 0.0
         torch.testing.assert_close(exported(tokens).logits, model(tokens).logits, rtol=0, atol=tolerance)
 
 

@@ -179,9 +179,15 @@ def test_import_path_with_an_argument_names_it(tmp_path: Path) -> None:
     assert "add --set 2=VALUE" in "; ".join(source.problems)
 
 
-@pytest.mark.parametrize(("key", "blocked"), [("images", False), ("photos", True)])
-def test_import_complete_yaml_has_the_default_image_key(key: str, blocked: bool, tmp_path: Path) -> None:
-    assert bool(yaml_draft(f"data: {{image_key: {key}}}\n", tmp_path).blockers) == blocked
+@pytest.mark.parametrize(("key", "blocked"), [("videos", False), ("films", True)])
+def test_import_complete_yaml_has_the_default_video_key(key: str, blocked: bool, tmp_path: Path) -> None:
+    assert bool(yaml_draft(f"data: {{video_key: {key}}}\n", tmp_path).blockers) == blocked
+
+
+def test_import_yaml_keeps_the_column_of_images(tmp_path: Path) -> None:
+    draft = yaml_draft("data: {image_key: photos}\n", tmp_path)
+    assert not draft.blockers
+    assert draft.values["data.image_key"] == "photos"
 
 
 def test_import_yaml_missing_value_is_left_out(tmp_path: Path) -> None:
