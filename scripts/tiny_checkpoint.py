@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -248,7 +249,8 @@ def tiny_config(kind: str, **changes: JsonValue) -> PretrainedConfig:
     """Return the transformers configuration with the fields of `tiny_fields`."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**nested_fields(tiny_fields(kind, **changes)))
+    # transformers adds fields to the objects that it gets.
+    return AutoConfig.for_model(**deepcopy(nested_fields(tiny_fields(kind, **changes))))
 
 
 def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: JsonValue) -> PreTrainedModel:
