@@ -80,7 +80,7 @@ def nested_fields(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def nested_overrides(config: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
-    """Return fields that override those of the flat `config` at their places in a nested file; of a model without
+    """Return overrides of the flat `config` at their places in a nested file; of a model without
     vision tower, the same fields."""
     if config.get("model_type") not in VISION_TYPES:
         return dict(overrides)

@@ -23,7 +23,7 @@ DTYPES: dict[str, tuple[type, ...]] = {
 
 
 def buffer_arrays(buffers: TrajectoryBuffers) -> dict[str, np.ndarray]:
-    """Return all arrays of trajectories by name, with those of their images."""
+    """Return all arrays of trajectories by name, and the arrays of their images."""
     # A single temperature may be a NumPy scalar instead of an array.
     arrays = {name: array for name, array in vars(buffers).items() if name != "images" and array is not None}
     if not buffers.images:

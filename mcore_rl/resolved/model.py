@@ -132,8 +132,8 @@ def check_policy_engines(engines: EngineRole, algorithm: AlgorithmConfig, spec: 
 
 
 def _check_expert_biases(engines: EngineRole, hf_config: HFConfig) -> None:
-    """Reject engine ranks that divide every expert if the experts have biases: vLLM adds those of the second projection
-    on the first rank only, and the others hold zeros, which no update contains."""
+    """Reject engine ranks that divide every expert if the experts have biases: vLLM adds the bias of the second
+    projection on the first rank only, and the others hold zeros, which no update contains."""
     rows = family_for(hf_config).rows(hf_config)
     biased = any(row.num_experts and len(row.shapes[0]) == 1 for row in rows)
     if biased and engines.section.tp > 1 and not engines.section.expert_parallel:

@@ -10,16 +10,9 @@ import torch
 from mcore_rl.errors import DataError
 from mcore_rl.megatron.model.attention.context import ContextPart
 from mcore_rl.megatron.model.vision.tower import RowImages
-from mcore_rl.types import PromptImages, TrajectoryBuffers
+from mcore_rl.types import PromptImages
 from mcore_rl.vision.positions import feature_counts, placeholders, token_positions
 from model_converters.families.parts.vision import VisionArguments
-
-
-def prompt_images(buffers: TrajectoryBuffers, row: int) -> PromptImages | None:
-    """Return the images of a response's prompt."""
-    if buffers.image_rows is None or buffers.image_rows[row] < 0:
-        return None
-    return buffers.images[int(buffers.image_rows[row])]
 
 
 def image_inputs(

@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.data.packing import TOKENS, SequenceCost, pack
+from mcore_rl.data.trajectories import images_of
 from mcore_rl.errors import DataError, McoreRLError
 from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.attention.packed import PackedRow, pack_sequences, upload
 from mcore_rl.megatron.model.vision.tower import RowImages
-from mcore_rl.megatron.step.images import image_inputs, prompt_images
+from mcore_rl.megatron.step.images import image_inputs
 from mcore_rl.types import RankShare, TrajectoryBuffers
 from model_converters.families.parts.vision import VisionArguments
 
@@ -190,7 +191,7 @@ def _microbatch(
     # Sort by descending length, so that sequences of equal length are adjacent and attention copies nothing.
     members = members[np.argsort(-share.total_tokens[members], kind="stable")]
     sequences = [_sequence(chunks[share.chunk_ids[i]], share, int(i)) for i in members]
-    images = [prompt_images(chunks[share.chunk_ids[i]], int(share.rows[i])) for i in members]
+    images = [images_of(chunks[share.chunk_ids[i]], int(share.rows[i])) for i in members]
     row_lengths, row, trained = _row(sequences, packing)
     tokens, predictors, owners = _part_of_row(row_lengths, row, trained["predictors"], packing.context)
     mine = slice(None) if packing.context.size == 1 else owners == packing.context.rank

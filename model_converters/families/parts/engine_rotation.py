@@ -10,7 +10,7 @@ llama3 like transformers. The other types differ as follows.
 | yarn | fields with null or 0; one mscale without the other; SGLang ignores attention_factor | defaults; attn_factor |
 | longrope | the factor on cosines follows max_position_embeddings only | short_mscale and long_mscale |
 
-SGLang merges rope_parameters into those of config.json, so leaving a field out would not remove it.
+SGLang merges rope_parameters into the object of config.json, so leaving a field out would not remove it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rotation_for_engines(config: HFConfig, arguments: ModelArguments) -> dict[st
     """Return the rope_parameters with which engines compute like transformers; {} if config.json has them already, or
     has one object per layer type, which Family.check_vllm checks.
 
-    arguments: those of the family for `config`.
+    arguments: the family's arguments for `config`.
     """
     if arguments.window_rotary is not None:
         return {}

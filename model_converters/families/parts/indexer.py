@@ -2,7 +2,7 @@
 
 Every attention layer has an indexer, which scores the pairs of a query and an earlier token. Queries attend to the
 index_topk tokens with the largest scores. Choices have no gradient, so the indexer is not trained. All
-tensor-parallel ranks hold it whole. Megatron's names are those of its own experimental attention (0.16.1).
+tensor-parallel ranks hold it whole. The names of Megatron's experimental attention (0.16.1) are kept.
 
 | Megatron-Core: `self_attention.core_attention.indexer.` | Hugging Face: `self_attn.indexer.` | shape |
 |---|---|---|

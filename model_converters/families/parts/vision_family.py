@@ -13,8 +13,8 @@ from model_converters.mapping.table import Row
 
 
 def tower_table(text: Family, tower: Callable[[HFConfig], list[Row]], config: HFConfig) -> list[Row]:
-    """Return the weight table: the rows of `text` under the names of its decoder in this model, then those of the
-    tower."""
+    """Return the weight table: the rows of `text` under the names of its decoder in this model, then the rows of
+    the tower."""
     return [*language_rows(text.build_rows(config)), *tower(config)]
 
 

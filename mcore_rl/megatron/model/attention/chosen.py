@@ -1,9 +1,9 @@
 """Latent attention to the tokens that an indexer chooses (DeepSeek-V3.2, GLM-5), on CPUs.
 
 In sequences of at most index_topk tokens every query attends to all earlier tokens, with the kernels of other models.
-In longer ones, blocks of queries compute the scores of all earlier tokens and mask those that were not chosen, so the
-number of operations is that of full attention. The backward pass computes each block again; only the choices are
-stored (4 * index_topk bytes per token).
+In longer ones, blocks of queries compute the scores of all earlier tokens and mask the others, so there are as many
+operations as in full attention. The backward pass computes each block again; only the choices are stored
+(4 * index_topk bytes per token).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def rotate_windows(model: GPTModel, whole: RotarySettings, windowed: RotarySetti
 class _Rotation:
     """Hook before the forward pass of attention: replaces the angles of its positions.
 
-    The angles of a packed row are those of positions 0, 1, ... of its longest sequence, on every context-parallel rank.
+    A packed row has the angles of positions 0, 1, ... of its longest sequence, on every context-parallel rank.
     """
 
     def __init__(self, embedding: RotaryEmbedding) -> None:

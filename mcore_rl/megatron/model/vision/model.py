@@ -2,7 +2,7 @@
 
 The features of images take the place of the embeddings of placeholder tokens. Deepstack features are added to the same
 tokens behind the first decoder layers. Tensor-parallel ranks compute the same features. With sequence parallelism each
-takes those of its own tokens, and their gradients are summed over the ranks.
+takes the features of its own tokens, and their gradients are summed over the ranks.
 """
 
 from __future__ import annotations

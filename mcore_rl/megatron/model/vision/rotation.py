@@ -26,7 +26,7 @@ class SectionedRotation(torch.nn.Module):
     def forward(
         self, positions: torch.Tensor, sections: list[int], cp_group: dist.ProcessGroup | None = None
     ) -> torch.Tensor:
-        """Return the angles of each token. The sections are those of the constructor.
+        """Return the angles of each token. `sections` are ignored: the constructor has them.
 
         Shapes: positions int [3, T], T tokens of the whole row -> float32 [T, 1, 1, d].
         """
