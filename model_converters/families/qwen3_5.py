@@ -12,7 +12,7 @@ from model_converters.families.parts import delta_net, family, vision
 from model_converters.families.parts.arguments import ModelArguments
 from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.families.parts.hybrid import SECTIONS, SHARED_EXPERT, hybrid_arguments, hybrid_table
-from model_converters.families.parts.vision_family import tower_arguments, tower_table
+from model_converters.families.parts.vision_family import with_tower
 from model_converters.mapping.table import Row
 
 
@@ -62,31 +62,25 @@ QWEN3_5_MOE = replace(
 _MROPE = (11, 11, 10)
 """Default of mrope_section in transformers."""
 _IMAGES = "vision tower, positions in time, height and width (no videos)"
-QWEN3_5_VL = replace(
+QWEN3_5_VL = with_tower(
     QWEN3_5,
-    model_type="qwen3_5",
-    build_rows=partial(tower_table, QWEN3_5, vision.qwen3_tower),
-    build_arguments=partial(tower_arguments, QWEN3_5, _MROPE, interleaved=True),
-    architecture="Qwen3_5ForConditionalGeneration",
-    own_fields=QWEN3_5.own_fields | vision.OWN_FIELDS,
-    description=replace(
-        QWEN3_5.description,
-        models="Qwen3.5 0.8B to 27B, Qwen3.6-27B",
-        covers=f"all of qwen3_5_text, {_IMAGES}",
-        vllm_cpu="not tried",
-    ),
+    "qwen3_5",
+    "Qwen3_5ForConditionalGeneration",
+    tower=vision.qwen3_tower,
+    sections=_MROPE,
+    interleaved=True,
+    models="Qwen3.5 0.8B to 27B, Qwen3.6-27B",
+    covers=f"all of qwen3_5_text, {_IMAGES}",
+    vllm_cpu="not tried",
 )
-QWEN3_5_VL_MOE = replace(
+QWEN3_5_VL_MOE = with_tower(
     QWEN3_5_MOE,
-    model_type="qwen3_5_moe",
-    build_rows=partial(tower_table, QWEN3_5_MOE, vision.qwen3_tower),
-    build_arguments=partial(tower_arguments, QWEN3_5_MOE, _MROPE, interleaved=True),
-    architecture="Qwen3_5MoeForConditionalGeneration",
-    own_fields=QWEN3_5_MOE.own_fields | vision.OWN_FIELDS,
-    description=replace(
-        QWEN3_5_MOE.description,
-        models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B",
-        covers=f"all of qwen3_5_moe_text, {_IMAGES}",
-        vllm_cpu="not tried",
-    ),
+    "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration",
+    tower=vision.qwen3_tower,
+    sections=_MROPE,
+    interleaved=True,
+    models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B",
+    covers=f"all of qwen3_5_moe_text, {_IMAGES}",
+    vllm_cpu="not tried",
 )

@@ -6,13 +6,12 @@ Features of several depths of the tower (deepstack) are added behind the first d
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from model_converters.families.dense import QWEN3
 from model_converters.families.parts import vision
 from model_converters.families.parts.arguments import ModelArguments
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, require
-from model_converters.families.parts.vision_family import tower_arguments, tower_table
+from model_converters.families.parts.vision_family import tower_arguments, tower_table, with_tower
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.mapping.table import Row
 
@@ -38,17 +37,18 @@ def _moe_arguments(config: HFConfig) -> ModelArguments:
 
 
 _COVERS = "vision tower with deepstack, positions in time, height and width (no videos)"
-QWEN3_VL = replace(
-    QWEN3,
-    model_type="qwen3_vl",
-    build_rows=partial(tower_table, QWEN3, vision.qwen3_tower),
-    build_arguments=partial(tower_arguments, QWEN3, _SECTIONS, interleaved=True),
-    architecture="Qwen3VLForConditionalGeneration",
-    own_fields=vision.OWN_FIELDS,
-    vllm_imports=("torchvision",),
-    description=replace(
-        QWEN3.description, models="Qwen3-VL 2B to 32B", covers=f"Qwen3's text model, {_COVERS}", vllm_cpu="not tried"
-    ),
+# transformers' class has no sliding windows.
+_TEXT = replace(QWEN3, own_fields=frozenset())
+QWEN3_VL = with_tower(
+    _TEXT,
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    tower=vision.qwen3_tower,
+    sections=_SECTIONS,
+    interleaved=True,
+    models="Qwen3-VL 2B to 32B",
+    covers=f"Qwen3's text model, {_COVERS}",
+    vllm_cpu="runs",
 )
 QWEN3_VL_MOE = replace(
     QWEN3_MOE,

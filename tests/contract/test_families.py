@@ -20,6 +20,7 @@ from model_converters.families import FAMILIES
 from model_converters.mapping.layout import TrainLayout
 from tests.contract.engines import DIVIDED_BY_TWO, LATENT, ON_DEMAND, WITH_SGLANG, RemoteEngine, families_of_engines
 from tests.contract.hf_trainer import HFTrainer
+from tests.contract.test_vision_engine import FAMILIES_IN_VLLM
 from tests.contract.update_checks import check_close, check_greedy
 from tests.engine_fields import OTHER_VALUES
 from tests.exported import export_through
@@ -114,7 +115,7 @@ ENGINE_CASES = [
 
 
 def test_families_supported_on_vllm_cpu_are_tested() -> None:
-    tested = {family for family, *_ in CASES.values()} | NET_CASES.keys()
+    tested = {family for family, *_ in CASES.values()} | NET_CASES.keys() | {*FAMILIES_IN_VLLM}
     assert tested == {name for name, family in FAMILIES.items() if family.description.vllm_cpu == "runs"}
 
 

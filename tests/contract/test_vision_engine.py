@@ -28,6 +28,8 @@ PROMPTS = (
     ([START, IMAGE, END, 12, START, IMAGE, END, 13], [png(16, 16, 1), png(16, 32, 2)]),
 )
 TOKENS = 10
+FAMILIES_IN_VLLM = ("qwen3_vl", "qwen2_5_vl")
+"""Families with a vision tower that run in vLLM."""
 pytestmark = needs_package("torchvision", "make setup")
 
 
@@ -75,7 +77,7 @@ def check_images(engine: RemoteEngine, model: Any, version: int) -> None:
 
 
 @pytest.mark.parametrize("process", ["vllm"], indirect=True)
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("model_type", FAMILIES_IN_VLLM)
 def test_vision_model_from_export_and_after_update_is_exact(
     process: RemoteEngine, model_type: str, tmp_path: Path
 ) -> None:

@@ -1,15 +1,51 @@
-"""Tables and arguments of a text model with a vision tower."""
+"""Families of text models with a vision tower: table, arguments and description."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.families.parts.family import Family
 from model_converters.families.parts.hf_config import HFConfig
-from model_converters.families.parts.vision import language_rows, read_sections, read_vision, without_sections
+from model_converters.families.parts.vision import (
+    OWN_FIELDS,
+    language_rows,
+    read_sections,
+    read_vision,
+    without_sections,
+)
 from model_converters.mapping.table import Row
+
+
+def with_tower(
+    text: Family,
+    model_type: str,
+    architecture: str,
+    *,
+    tower: Callable[[HFConfig], list[Row]],
+    sections: Sequence[int],
+    interleaved: bool,
+    models: str,
+    covers: str,
+    vllm_cpu: str,
+) -> Family:
+    """Return the family of `text` with a vision tower.
+
+    tower: function that returns the tower's rows. sections, interleaved: see tower_arguments. models, covers, vllm_cpu:
+    see Description.
+    """
+    return replace(
+        text,
+        model_type=model_type,
+        build_rows=partial(tower_table, text, tower),
+        build_arguments=partial(tower_arguments, text, sections, interleaved=interleaved),
+        architecture=architecture,
+        own_fields=text.own_fields | OWN_FIELDS,
+        vllm_imports=("torchvision",),
+        description=replace(text.description, models=models, covers=covers, vllm_cpu=vllm_cpu),
+    )
 
 
 def tower_table(text: Family, tower: Callable[[HFConfig], list[Row]], config: HFConfig) -> list[Row]:
