@@ -1,27 +1,45 @@
 """Importance corrections for the mismatch between the engine's sampling policy and the trainer's policy.
 
-    d_t = old_logp_t - rollout_logp_t     trainer minus engine; the engine may have used older weights
+    d_t = old_logp_t - rollout_logp_t     trainer minus engine; the engine may have used older weights. With policy
+                                          current: logp_t - rollout_logp_t, the trainer's policy at this update
     w   = exp(d_t)                        level token
           exp(sum_t d_t)                        sequence, the same for all tokens of a response
           exp(mean_t d_t)                       geometric
-    truncate   w <- clip(w, low, high)          with low = 0: min(w, high)
-    mask       w <- w where low <= w <= high, else 0
+    truncate   f = clip(w, low, high)           with low = 0: min(w, high)
+    mask       f = w where low <= w <= high, else 0
+    reject     f = 1 where low <= w <= high, else 0
+               level any_token: f = 1 for a response of which every token is within the bounds, else 0
+               measure bernoulli_kl: the bounds limit max(KL(p || q), KL(q || p)) instead of w, for p = (P, 1 - P) and
+               q = (Q, 1 - Q), the probabilities P of the trainer and Q of the engine of the sampled token
+               negative_only: f = 1 where the advantage (above level token: the sum over the response) is not negative
 
-The per-token loss is multiplied by w; no gradient flows through w.
+The per-token loss is multiplied by f; no gradient flows through f. Several corrections multiply their factors; each is
+computed from all trained tokens, so their order does not change the loss. Dropped tokens still count in the loss's
+denominator.
 
 Source: truncated importance sampling, E. L. Ionides (2008), J. Comput. Graph. Stat. 17; between engine and trainer:
 F. Yao et al. (2025), "Your efficient RL framework secretly brings you off-policy RL training" (token, truncate); J. Liu
-et al. (2025), "When speed kills stability" (sequence and geometric, mask); effective sample size: L. Kish (1965).
+et al. (2025), "When speed kills stability" (sequence and geometric, mask and reject); Ring team (2025), IcePop (token,
+mask with 0.5 and 5), and (2026), KPop (bernoulli_kl above 2); DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence mask
+(geometric, reject, negative_only, policy current, low = exp(-delta), no upper bound: its mean of log(Q / P) above delta
+drops a response); effective sample size: L. Kish (1965).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import check_shapes, masked
+from mcore_rl.algorithms.interface import (
+    PolicyLoss,
+    PolicyLossInputs,
+    PolicyLossResult,
+    check_shapes,
+    masked,
+)
 from mcore_rl.config.algorithm import CorrectionConfig
 from mcore_rl.types import EffectiveFraction, Max, Mean, Metric
 
@@ -29,14 +47,18 @@ MAX_LOG_WEIGHT = 20.0
 """Bound of the log weight. The product over a sequence may overflow; exp(20) is finite and beyond any useful bound."""
 
 
+SMALLEST_LOGP = 1e-12
+"""Log-probabilities are at most minus this, so that the probability of all other tokens has a logarithm."""
+
+
 @dataclass(frozen=True)
 class CorrectionResult:
-    """Weights and metrics of a correction.
+    """Factors and metrics of a correction.
 
     weights: factors of the per-token loss, shaped like the mask; 0 where mask is 0.
-    metrics: weight_mean and weight_max before bounding (the expected mean is 1); effective_sample_fraction of the
-    bounded weights; truncated_fraction or masked_fraction, the share out of bounds. They count tokens at level token,
-    otherwise responses with at least one trained token.
+    metrics: weight_mean and weight_max before bounding (the expected mean of the ratio is 1; at level any_token, of the
+    response's largest token); effective_sample_fraction of the factors; truncated_fraction or masked_fraction, the
+    share out of bounds. They count tokens at level token, otherwise responses with at least one trained token.
     """
 
     weights: Tensor
@@ -44,8 +66,22 @@ class CorrectionResult:
 
 
 @dataclass(frozen=True)
+class _Units:
+    """Tokens or responses that a correction bounds, float64, in one shape.
+
+    counted: those with trained tokens. lowest, highest: the values that must be within the bounds; they differ at level
+    any_token only. negative: those with negative advantages; None: not needed.
+    """
+
+    counted: Tensor
+    lowest: Tensor
+    highest: Tensor
+    negative: Tensor | None
+
+
+@dataclass(frozen=True)
 class Correction:
-    """Importance correction of kind truncate or mask."""
+    """Importance correction of kind truncate, mask or reject."""
 
     config: CorrectionConfig
 
@@ -54,43 +90,85 @@ class Correction:
         """True if all tokens of a response must be in one call, one response per row."""
         return self.config.level != "token"
 
+    @property
+    def needs_old_logp(self) -> bool:
+        """True if the log-probabilities before the first update are needed."""
+        return self.config.policy == "old"
+
     @torch.no_grad()
-    def __call__(self, *, old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> CorrectionResult:
-        """Compute weights and metrics.
+    def __call__(
+        self,
+        *,
+        rollout_logp: Tensor,
+        mask: Tensor,
+        old_logp: Tensor | None = None,
+        logp: Tensor | None = None,
+        advantages: Tensor | None = None,
+    ) -> CorrectionResult:
+        """Compute factors and metrics. old_logp or logp is needed, as config.policy says; advantages with
+        negative_only.
 
         Shapes: all [B, T]; any one shape at level token.
-        Raises: ValueError for a wrong shape.
+        Raises: ValueError for a wrong shape or a missing tensor.
         """
-        check_shapes("old_logp", old_logp.shape, rollout_logp=rollout_logp, mask=mask)
-        if self.needs_whole_sequence and old_logp.dim() != 2:
+        name, trainer = ("old_logp", old_logp) if self.needs_old_logp else ("logp", logp)
+        if trainer is None or (self.config.negative_only and advantages is None):
+            raise ValueError(f"a correction needs {name if trainer is None else 'advantages'}")
+        check_shapes(name, trainer.shape, rollout_logp=rollout_logp, mask=mask, advantages=advantages)
+        if self.needs_whole_sequence and trainer.dim() != 2:
             raise ValueError(
-                f"a correction of level {self.config.level} takes one response per row, not {list(old_logp.shape)}"
+                f"a correction of level {self.config.level} takes one response per row, not {list(trainer.shape)}"
             )
         selected = mask > 0
-        difference = masked(old_logp.detach() - rollout_logp, selected).double()
-        if self.config.level == "token":
-            counted = selected
-        else:
-            length = selected.sum(-1)
-            counted = length > 0
-            difference = difference.sum(-1)
-            if self.config.level == "geometric":
-                difference = difference / length.clamp(min=1)
-        # Clamp before exp: an infinite weight would make the metrics infinite even if it is masked afterwards.
-        weights = masked(difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), counted)
-        # Metrics need the weights before bounding as well: their expected mean is 1.
-        applied, outside = self._bounded(weights, counted)
-        spread = applied if self.config.level == "token" else masked(applied[:, None].expand(selected.shape), selected)
-        return CorrectionResult(spread.to(old_logp.dtype), self._metrics(weights, applied, outside, counted))
+        units = self._units(masked(trainer, selected).double(), masked(rollout_logp, selected).double(), selected)
+        if self.config.negative_only and advantages is not None:
+            signs = masked(advantages, selected).double()
+            units = replace(units, negative=(signs.sum(-1) if self.needs_whole_sequence else signs) < 0)
+        applied, outside = self._bounded(units)
+        spread = masked(applied[:, None].expand(selected.shape), selected) if self.needs_whole_sequence else applied
+        return CorrectionResult(spread.to(trainer.dtype), self._metrics(units, applied, outside))
 
-    def _bounded(self, weights: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    def _units(self, trainer: Tensor, engine: Tensor, selected: Tensor) -> _Units:
+        """Compute the bounded quantity of tokens or responses. Tokens that are not selected have equal values."""
+        level = self.config.level
+        if level in ("token", "any_token"):
+            values = masked(self._of_tokens(trainer, engine), selected)
+            if level == "token":
+                return _Units(selected, values, values, None)
+            counted = selected.any(-1)
+            lowest = values.masked_fill(~selected, torch.inf).amin(-1) if values.numel() else values.sum(-1)
+            highest = values.amax(-1) if values.numel() else values.sum(-1)
+            return _Units(counted, masked(lowest, counted), highest, None)
+        length = selected.sum(-1)
+        difference = (trainer - engine).sum(-1)
+        if level == "geometric":
+            difference = difference / length.clamp(min=1)
+        weights = masked(_exp(difference), length > 0)
+        return _Units(length > 0, weights, weights, None)
+
+    def _of_tokens(self, trainer: Tensor, engine: Tensor) -> Tensor:
+        if self.config.measure == "ratio":
+            return _exp(trainer - engine)
+        trainer, engine = trainer.clamp(max=-SMALLEST_LOGP), engine.clamp(max=-SMALLEST_LOGP)
+        # log(1 - exp(x)), exact for small and large x.
+        others, other_engine = (torch.log(-torch.expm1(logp)) for logp in (trainer, engine))
+        gap, other_gap = trainer - engine, others - other_engine
+        forward = trainer.exp() * gap + others.exp() * other_gap
+        backward = -engine.exp() * gap - other_engine.exp() * other_gap
+        return torch.maximum(forward, backward)
+
+    def _bounded(self, units: _Units) -> tuple[Tensor, Tensor]:
         low, high = self.config.bounds
-        outside = counted & ((weights < low) | (weights > high))
-        if self.config.kind == "mask":
-            return weights.masked_fill(outside, 0.0), outside
-        return masked(weights.clamp(low, high), counted), outside
+        outside = units.counted & ((units.lowest < low) | (units.highest > high))
+        if units.negative is not None:
+            outside = outside & units.negative
+        if self.config.kind == "truncate":
+            return masked(units.highest.clamp(low, high), units.counted), outside
+        kept = units.highest if self.config.kind == "mask" else units.counted.double()
+        return kept.masked_fill(outside, 0.0), outside
 
-    def _metrics(self, weights: Tensor, applied: Tensor, outside: Tensor, counted: Tensor) -> dict[str, Metric]:
+    def _metrics(self, units: _Units, applied: Tensor, outside: Tensor) -> dict[str, Metric]:
+        weights, counted = units.highest, units.counted
         largest = weights.amax() if weights.numel() else weights.sum()
         sums = [weights.sum(), applied.sum(), applied.square().sum(), largest]
         counts = [outside.count_nonzero().double(), counted.count_nonzero().double()]
@@ -103,3 +181,44 @@ class Correction:
             "effective_sample_fraction": EffectiveFraction(kept, squares, count),
             share: Mean(beyond, count),
         }
+
+
+def corrected(loss: PolicyLoss, corrections: Sequence[Correction], inputs: PolicyLossInputs) -> PolicyLossResult:
+    """Compute a loss and multiply it by the factors of the corrections whose `apply` is set.
+
+    Metrics: `correction/` and each name of CorrectionResult. With several corrections their position stands before the
+    name, and correction/effective_sample_fraction and correction/masked_fraction describe the product of the factors
+    that are applied, per trained token.
+    Shapes: inputs as the loss and the corrections need them.
+    """
+    result = loss(inputs)
+    if not corrections:
+        return result
+    assert inputs.rollout_logp is not None
+    given = {name: getattr(inputs, name) for name in ("rollout_logp", "mask", "old_logp", "logp", "advantages")}
+    factors, metrics = torch.ones_like(inputs.logp), dict(result.metrics)
+    for number, correction in enumerate(corrections):
+        found = correction(**given)
+        prefix = f"correction/{number}_" if len(corrections) > 1 else "correction/"
+        metrics |= {f"{prefix}{name}": metric for name, metric in found.metrics.items()}
+        if correction.config.apply:
+            factors = factors * found.weights
+    if len(corrections) > 1:
+        metrics |= _metrics_of_product(factors, inputs.mask > 0)
+    return PolicyLossResult(result.loss * factors, metrics)
+
+
+def _metrics_of_product(factors: Tensor, selected: Tensor) -> dict[str, Metric]:
+    kept = masked(factors, selected).double()
+    dropped = (selected & (kept == 0)).count_nonzero().double()
+    numbers = [kept.sum(), kept.square().sum(), dropped, selected.count_nonzero().double()]
+    total, squares, beyond, count = torch.stack(numbers).tolist()
+    return {
+        "correction/effective_sample_fraction": EffectiveFraction(total, squares, count),
+        "correction/masked_fraction": Mean(beyond, count),
+    }
+
+
+def _exp(difference: Tensor) -> Tensor:
+    # Clamp before exp: an infinite weight would make the metrics infinite even if it is masked afterwards.
+    return difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()

@@ -129,21 +129,22 @@ def configured_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     if missing:
         raise ConfigError(f"algorithm.policy_loss.name={section.name} needs {', '.join(missing)}: not available")
     kind = algorithm.correction.kind
-    if kind not in ("auto", "none") and not _supports_corrections(loss):
-        raise ConfigError(
-            f"algorithm.correction.kind={kind}: algorithm.policy_loss.name={section.name} does not support "
-            "corrections; set it to none"
-        )
+    given = "algorithm.corrections" if algorithm.corrections else f"algorithm.correction.kind={kind}"
+    if (algorithm.corrections or kind not in ("auto", "none")) and not _supports_corrections(loss):
+        remedy = "remove the list" if algorithm.corrections else "set it to none"
+        raise ConfigError(f"{given}: algorithm.policy_loss.name={section.name} does not support corrections; {remedy}")
     return loss
 
 
-def configured_correction(config: Config, loss: PolicyLoss) -> Correction | None:
-    """Build the configured correction for `loss`, the configured loss; None without one."""
+def configured_corrections(config: Config, loss: PolicyLoss) -> tuple[Correction, ...]:
+    """Build the configured corrections for `loss`, the configured loss."""
+    if config.algorithm.corrections:
+        return tuple(Correction(entry) for entry in config.algorithm.corrections)
     section = config.algorithm.correction
     if section.kind == "auto":
         corrected = config.rollout.quantization != UNQUANTIZED and _supports_corrections(loss)
         section = replace(section, kind="truncate" if corrected else "none")
-    return None if section.kind == "none" else Correction(section)
+    return () if section.kind == "none" else (Correction(section),)
 
 
 def _supports_corrections(loss: PolicyLoss) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from mcore_rl.config.fields import check_domains, setting
 from mcore_rl.errors import ConfigError
@@ -55,36 +56,72 @@ class PolicyLossConfig:
 @dataclass
 class CorrectionConfig:
     """Importance correction for the difference between the engine, which samples, and the trainer, which computes the
-    same policy with slightly different results. Each token's loss is multiplied by exp(old_logp - rollout_logp), within
-    bounds."""
+    same policy with slightly different results. Each token's loss is multiplied by a factor that is computed from the
+    weight exp(old_logp - rollout_logp) and its bounds."""
 
-    kind: str = setting("auto", choices=("auto", "none", "truncate", "mask"))
-    """Treatment of weights outside the bounds: truncate clips them, mask sets them to 0; none: no correction. auto:
-    truncate with rollout.quantization, if the policy loss supports corrections; else none."""
-    level: str = setting("token", choices=("token", "sequence", "geometric"))
-    """Unit of the weights: each token, a response's product (sequence), or a response's geometric mean (geometric)."""
+    PREFIX: ClassVar[str] = "algorithm.correction."
+
+    kind: str = setting("auto", choices=("auto", "none", "truncate", "mask", "reject"))
+    """Factor of a weight: truncate, the weight within the bounds; mask, the weight, or 0 out of bounds; reject, 1, or 0
+    out of bounds; none: no correction. auto: truncate with rollout.quantization, if the policy loss supports
+    corrections; else none."""
+    level: str = setting("token", choices=("token", "sequence", "geometric", "any_token"))
+    """Unit of the weights: each token, a response's product (sequence), or a response's geometric mean (geometric).
+    any_token, for kind reject: a response is dropped if one of its tokens is out of bounds."""
     low: float | None = setting(None, minimum=0)
-    """Lower bound of the weights; null: 0 for truncate, 1 / high for mask."""
-    high: float = setting(2.0, above=0)
-    """Upper bound of the weights."""
+    """Lower bound; null: 1 / high for mask and for reject with measure ratio, otherwise 0."""
+    high: float | None = setting(2.0, above=0)
+    """Upper bound; null: none."""
     apply: bool = True
     """Apply the correction to the loss; false: only report its metrics."""
+    measure: str = setting("ratio", choices=("ratio", "bernoulli_kl"))
+    """Quantity that the bounds limit: ratio, the weight; bernoulli_kl, for kind reject at level token or any_token: the
+    larger of the two KL divergences between trainer and engine, whose two outcomes are the sampled token and any other
+    token, in nats."""
+    negative_only: bool = False
+    """For kind reject: drop only tokens with a negative advantage; above level token, responses whose advantages have a
+    negative sum."""
+    policy: str = setting("old", choices=("old", "current"))
+    """Trainer's policy in the weight: before the first update of the batch (old), or at the update (current)."""
 
     def __post_init__(self) -> None:
-        section = "algorithm.correction"
-        check_domains(self, f"{section}.")
-        if not 0 <= self.bounds[0] < self.high:
+        check_domains(self, self.PREFIX)
+        low, high = self.bounds
+        if not 0 <= low < high:
+            raise ConfigError(f"{self.PREFIX}low={low:g} must be at least 0 and less than {self.PREFIX}high={high:g}")
+        if self.kind != "reject":
+            for key, value, free in (
+                ("level", self.level, self.level != "any_token"),
+                ("measure", self.measure, self.measure == "ratio"),
+                ("negative_only", str(self.negative_only).lower(), not self.negative_only),
+            ):
+                if not free:
+                    raise ConfigError(f"{self.PREFIX}{key}={value} needs {self.PREFIX}kind=reject, not {self.kind}")
+        if self.measure == "bernoulli_kl" and self.level not in ("token", "any_token"):
             raise ConfigError(
-                f"{section}.low={self.bounds[0]:g} must be at least 0 and less than {section}.high={self.high:g}"
+                f"{self.PREFIX}level={self.level}: {self.PREFIX}measure=bernoulli_kl is a quantity of single tokens; "
+                "set the level to token or any_token"
             )
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Lower and upper bound within which weights are unchanged."""
+        """Lower and upper bound; the upper one may be infinite."""
+        high = math.inf if self.high is None else self.high
         if self.low is not None:
-            return self.low, self.high
-        # The default bounds of a mask are symmetric in the logarithm of the weight.
-        return (1 / self.high if self.kind == "mask" else 0.0), self.high
+            return self.low, high
+        # The default bounds of these are symmetric in the logarithm of the weight.
+        symmetric = self.kind in ("mask", "reject") and self.measure == "ratio"
+        return (1 / high if symmetric else 0.0), high
+
+
+@dataclass
+class ListedCorrectionConfig(CorrectionConfig):
+    """An entry of algorithm.corrections."""
+
+    PREFIX: ClassVar[str] = "algorithm.corrections: "
+
+    kind: str = setting("truncate", choices=("truncate", "mask", "reject"))
+    """Factor of a weight, as in algorithm.correction.kind."""
 
 
 @dataclass
@@ -138,6 +175,10 @@ class AlgorithmConfig:
     """Additional keyword arguments of a user's estimator."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    corrections: list[ListedCorrectionConfig] = field(default_factory=list)
+    """List of corrections with the keys of algorithm.correction, which it replaces. Each is computed from all trained
+    tokens; their factors are multiplied. At most one may be a weight (truncate, mask); the others are of kind
+    reject."""
     loss_aggregation: str = setting("token-mean", choices=LOSS_AGGREGATIONS)
     """Reduction of per-token losses to the loss of an update."""
     entropy_coefficient: float = 0.0
@@ -149,6 +190,19 @@ class AlgorithmConfig:
     filter: str | None = setting(None, function=True)
     """`module_or_file.py:function`, called as f(rewards=, accuracies=, group_ids=, lengths=, clipped=). It returns bool
     [B]: the responses to train."""
+
+    def __post_init__(self) -> None:
+        if self.corrections and self.correction.kind != "auto":
+            raise ConfigError(
+                f"algorithm.correction.kind={self.correction.kind} has no effect with algorithm.corrections; remove "
+                "it, or add it to the list"
+            )
+        weights = [entry.kind for entry in self.corrections if entry.apply and entry.kind != "reject"]
+        if len(weights) > 1:
+            raise ConfigError(
+                f"algorithm.corrections contains {len(weights)} weights ({', '.join(weights)}), which would correct "
+                "the same difference several times; keep one, and set kind of the others to reject"
+            )
 
 
 def is_supervised(algorithm: AlgorithmConfig) -> bool:

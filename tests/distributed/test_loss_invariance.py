@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms import estimator, loss_weights
+from mcore_rl.config.algorithm import ListedCorrectionConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.types import merge_metrics
 from tests.distributed import converting, policy_batch
@@ -37,6 +38,11 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"kind": "truncate", "level": "sequence", "high": 1e6},
     {"kind": "mask", "level": "geometric", "high": 4.0},
 ]
+LISTED: list[dict[str, Any]] = [
+    {"kind": "truncate", "high": 1.3},
+    {"kind": "reject", "level": "any_token", "low": 0.5, "high": 2.0},
+    {"kind": "reject", "level": "geometric", "low": 0.9, "high": None, "negative_only": True, "policy": "current"},
+]
 ESTIMATORS: dict[str, dict[str, Any]] = {"gae": {"gamma": 0.95, "lam": 0.9}, "reinforce_plus_plus": {"gamma": 0.9}}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {"dp2": (2, {}), "cp2": (2, {"cp": 2})}
 """A loss is computed on the last stage and is independent of experts."""
@@ -52,16 +58,24 @@ class Objectives:
     loss: str
     aggregation: str = "token-mean"
     correction: dict[str, Any] = field(default_factory=dict)
+    corrections: list[dict[str, Any]] = field(default_factory=list)
     estimator: str | None = None
 
     def __str__(self) -> str:
-        parts = [self.loss, self.aggregation, *map(str, self.correction.values()), self.estimator or ""]
+        parts = [
+            self.loss,
+            self.aggregation,
+            *map(str, self.correction.values()),
+            "listed" * bool(self.corrections),
+            self.estimator or "",
+        ]
         return " ".join(part for part in parts if part)
 
 
 ALL = [Objectives(loss) for loss in LOSSES]
 ALL += [Objectives("ppo_clip", mode) for mode in AGGREGATIONS[1:]]
 ALL += [Objectives("ppo_clip", correction=correction) for correction in CORRECTIONS]
+ALL += [Objectives("ppo_clip", corrections=LISTED)]
 ALL += [Objectives(loss, correction=CORRECTIONS[1]) for loss in ("kl_cov", "gspo")]
 ALL += [Objectives("ppo_clip", estimator=name) for name in ESTIMATORS]
 MEASURED = "decoupled_ppo metrics"
@@ -120,7 +134,10 @@ def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, t
 def configure(config: Config, objective: Objectives) -> Config:
     loss = replace(type(config.algorithm.policy_loss)(), name=objective.loss.split()[0], **LOSSES[objective.loss])
     correction = replace(config.algorithm.correction, **objective.correction)
-    return replace(config, algorithm=replace(config.algorithm, policy_loss=loss, correction=correction))
+    listed = [ListedCorrectionConfig(**entry) for entry in objective.corrections]
+    return replace(
+        config, algorithm=replace(config.algorithm, policy_loss=loss, correction=correction, corrections=listed)
+    )
 
 
 def weights(mode: str) -> np.ndarray:

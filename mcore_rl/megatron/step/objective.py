@@ -13,8 +13,9 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult, kl_penalty
+from mcore_rl.algorithms.corrections import corrected
 from mcore_rl.algorithms.interface import PolicyLoss
-from mcore_rl.algorithms.registry import configured_correction, configured_loss
+from mcore_rl.algorithms.registry import configured_corrections, configured_loss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.models import ActorConfig
@@ -70,10 +71,9 @@ class MicroBatchReport:
 class Objective:
     """The configured loss, applied to micro-batches.
 
-    correction: correction of the mismatch between engine and trainer; without algorithm.correction.apply it is only
-    measured. group: tensor-parallel group; None for a single rank. context: the rank's part of every row; it reports
-    metrics of its own tokens only. stores_logp: keep the log-probabilities before the first update in the batch even if
-    no later update needs them.
+    corrections: corrections of the mismatch between engine and trainer. group: tensor-parallel group; None for a single
+    rank. context: the rank's part of every row; it reports metrics of its own tokens only. stores_logp: keep the
+    log-probabilities before the first update in the batch even if no later update needs them.
 
     A loss that uses advantages refers to the distribution that the engine samples from: log-probabilities and entropies
     use the temperature at which each token was sampled, which is `temperature` unless the batch has another one. Other
@@ -83,7 +83,7 @@ class Objective:
     algorithm: AlgorithmConfig
     actor: ActorConfig
     loss: PolicyLoss
-    correction: Correction | None
+    corrections: tuple[Correction, ...]
     temperature: float
     group: dist.ProcessGroup | None
     context: ContextPart = SINGLE_RANK
@@ -98,13 +98,13 @@ class Objective:
         loss = configured_loss(algorithm)
         temperature = config.rollout.temperature if loss.needs.advantages else 1.0
         stores_logp = config.observe.token_responses > 0 and loss.needs.advantages
-        correction = configured_correction(config, loss)
-        return cls(algorithm, config.actor, loss, correction, temperature, group, context, stores_logp)
+        corrections = configured_corrections(config, loss)
+        return cls(algorithm, config.actor, loss, corrections, temperature, group, context, stores_logp)
 
     @property
     def needs_old_logp(self) -> bool:
         """True if updates need the log-probabilities of the policy before the first update."""
-        return self.loss.needs.old_logp or self.correction is not None
+        return self.loss.needs.old_logp or any(correction.needs_old_logp for correction in self.corrections)
 
     def logp(
         self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, *, compute_entropy: bool
@@ -261,9 +261,9 @@ class Objective:
         )
 
     def _per_token(self, inputs: PolicyLossInputs, batch: MicroBatch) -> PolicyLossResult:
-        corrects_whole = self.correction is not None and self.correction.needs_whole_sequence
+        corrects_whole = any(correction.needs_whole_sequence for correction in self.corrections)
         if not (self.loss.needs.whole_sequence or corrects_whole):
-            return self._corrected(inputs)
+            return corrected(self.loss, self.corrections, inputs)
         return self._on_whole_responses({n: value for n, value in vars(inputs).items() if value is not None}, batch)
 
     def _on_whole_responses(self, given: dict[str, torch.Tensor], batch: MicroBatch) -> PolicyLossResult:
@@ -282,25 +282,13 @@ class Objective:
         # Without trained tokens, for example in a dummy micro-batch: one row without tokens.
         counts = list(batch.whole_counts) if len(batch.owners) else [0]
         rows = {name: pad_sequence(list(flat.split(counts)), batch_first=True) for name, flat in given.items()}
-        result = self._corrected(PolicyLossInputs(**rows))
+        result = corrected(self.loss, self.corrections, PolicyLossInputs(**rows))
         # The inverse of pad_sequence: [responses, T] -> [tokens].
         columns = torch.arange(result.loss.shape[1], device=result.loss.device)
         loss = result.loss[columns < torch.tensor(counts, device=result.loss.device)[:, None]]
         if self.context.size > 1:
             loss = loss[batch.owners == self.context.rank]
         return PolicyLossResult(loss, result.metrics if self.context.rank == 0 else {})
-
-    def _corrected(self, inputs: PolicyLossInputs) -> PolicyLossResult:
-        """Compute the loss, multiplied by the weights of the correction."""
-        result = self.loss(inputs)
-        if self.correction is None:
-            return result
-        assert inputs.old_logp is not None
-        assert inputs.rollout_logp is not None
-        correction = self.correction(old_logp=inputs.old_logp, rollout_logp=inputs.rollout_logp, mask=inputs.mask)
-        metrics = {f"correction/{name}": metric for name, metric in correction.metrics.items()}
-        loss = result.loss * correction.weights if self.algorithm.correction.apply else result.loss
-        return PolicyLossResult(loss, result.metrics | metrics)
 
 
 def _report(

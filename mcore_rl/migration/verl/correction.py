@@ -19,26 +19,24 @@ REJECTIONS = {
 
 
 def translate_correction(run: VerlRun) -> None:
-    """Translate the correction between engine and trainer: weights (IS) or rejection (RS)."""
+    """Translate the correction between engine and trainer: weights (IS), rejection (RS), and the veto of a token."""
     source, draft = run.source, run.draft
     level, rejection = source.text(f"{CORRECTION}.rollout_is"), source.text(f"{CORRECTION}.rollout_rs")
-    bounds = _bounds(run, f"{CORRECTION}.rollout_is_threshold") if level else _rejection_bounds(run)
-    if level is not None and rejection is not None:
-        draft.block(source.effective(f"{CORRECTION}.rollout_rs"), "weights and rejection cannot be combined")
+    veto = _veto(run)
+    if rejection not in (None, *REJECTIONS):
+        draft.block(source.effective(f"{CORRECTION}.rollout_rs"), "rejection uses token_k1, seq_sum_k1 or seq_mean_k1")
+    elif veto is not None or (level is not None and rejection is not None):
+        _translate_list(run, level, rejection, veto)
     elif level is not None:
+        bounds = _bounds(run, f"{CORRECTION}.rollout_is_threshold")
         draft.set("algorithm.correction.kind", "mask" if bounds[0] else "truncate", f"{CORRECTION}.rollout_is")
         draft.take(source, "algorithm.correction.level", level, f"{CORRECTION}.rollout_is")
         _set_bounds(run, bounds, f"{CORRECTION}.rollout_is_threshold")
-    elif rejection in REJECTIONS:
-        draft.changes.append(
-            f"{CORRECTION}.rollout_rs={rejection} only drops tokens or responses outside the bounds; "
-            "algorithm.correction.kind=mask also multiplies the remaining losses by their weights"
-        )
-        draft.set("algorithm.correction.kind", "mask", f"{CORRECTION}.rollout_rs")
-        draft.take(source, "algorithm.correction.level", REJECTIONS[rejection], f"{CORRECTION}.rollout_rs")
-        _set_bounds(run, bounds, f"{CORRECTION}.rollout_rs_threshold")
     elif rejection is not None:
-        draft.block(source.effective(f"{CORRECTION}.rollout_rs"), "rejection uses token_k1, seq_sum_k1 or seq_mean_k1")
+        draft.set("algorithm.correction.kind", "reject", f"{CORRECTION}.rollout_rs")
+        draft.take(source, "algorithm.correction.level", REJECTIONS[rejection], f"{CORRECTION}.rollout_rs")
+        _set_bounds(run, _rejection_bounds(run), f"{CORRECTION}.rollout_rs_threshold")
+        _note_denominator(run, f"{CORRECTION}.rollout_rs")
     else:
         _translate_old_correction(run)
     _block_correction_options(run)
@@ -49,6 +47,37 @@ def translate_correction(run: VerlRun) -> None:
             "recomputes them, and algorithm.correction weighs the difference"
         )
     source.find(*(f"{CORRECTION}.{name}" for name in ("rollout_is_threshold", *RS_THRESHOLDS)))
+
+
+def _translate_list(run: VerlRun, level: str | None, rejection: str | None, veto: float | None) -> None:
+    """Translate rejection, alone or with weights and a veto, to algorithm.corrections."""
+    source, draft = run.source, run.draft
+    entries: list[dict[str, object]] = []
+    if level is not None:
+        low, high = _bounds(run, f"{CORRECTION}.rollout_is_threshold")
+        entries.append({"kind": "mask" if low else "truncate", "level": level, "low": low, "high": high})
+    if rejection is not None:
+        low, high = _rejection_bounds(run)
+        entries.append({"kind": "reject", "level": REJECTIONS[rejection], "low": low, "high": high})
+    if veto is not None:
+        entries.append({"kind": "reject", "level": "any_token", "low": veto, "high": None})
+    origin = f"{CORRECTION}.rollout_rs" if rejection is not None else f"{CORRECTION}.rollout_token_veto_threshold"
+    draft.set("algorithm.corrections", entries, origin)
+    _note_denominator(run, origin)
+    source.find(f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs")
+
+
+def _note_denominator(run: VerlRun, origin: str) -> None:
+    run.draft.changes.append(
+        f"{origin}: dropped tokens have no loss, but here they still count in the number of tokens that the loss is "
+        "divided by"
+    )
+
+
+def _veto(run: VerlRun) -> float | None:
+    """Read the weight below which a token drops its response."""
+    key = f"{CORRECTION}.rollout_token_veto_threshold"
+    return run.source.number(key) if run.source.text(key) is not None else None
 
 
 def _translate_old_correction(run: VerlRun) -> None:
@@ -75,9 +104,11 @@ def _block_correction_options(run: VerlRun) -> None:
     source, draft = run.source, run.draft
     if source.flag(f"{CORRECTION}.rollout_is_batch_normalize"):
         draft.block(source.effective(f"{CORRECTION}.rollout_is_batch_normalize"), "weights are not normalized here")
-    for key in (f"{CORRECTION}.rollout_token_veto_threshold", "algorithm.rollout_is_veto_threshold"):
-        if source.text(key) is not None:
-            draft.block(source.effective(key), "a response is not dropped because of one token; see algorithm.filter")
+    if source.text("algorithm.rollout_is_veto_threshold") is not None:
+        draft.block(
+            source.effective("algorithm.rollout_is_veto_threshold"),
+            "add an entry of kind reject and level any_token to algorithm.corrections",
+        )
     losses = (f"{CORRECTION}.loss_type", f"{CORRECTION}.use_policy_gradient")
     if source.text(losses[0]) not in (None, "ppo_clip") or source.flag(losses[1]):
         draft.block(source.effective(*losses), "the loss without clipping is policy_loss.loss_mode=gpg")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.algorithms.registry import configured_correction, configured_loss
+from mcore_rl.algorithms.registry import configured_corrections, configured_loss
 from mcore_rl.config.load import load_text
 
 
@@ -26,5 +26,5 @@ def test_correction_auto_truncates_quantised_rollouts(
     config = load_text("run: {dir: x}\nmodel: {hf_path: y}\n", needs_data=False)
     config.rollout.quantization, config.algorithm.policy_loss.name = quantization, loss
     config.algorithm.correction.kind = kind
-    correction = configured_correction(config, configured_loss(config.algorithm))
-    assert (None if correction is None else correction.config.kind) == wanted
+    corrections = configured_corrections(config, configured_loss(config.algorithm))
+    assert [correction.config.kind for correction in corrections] == ([] if wanted is None else [wanted])

@@ -26,7 +26,7 @@ def test_correction_is_built_for_supported_losses_only() -> None:
         with pytest.raises(ConfigError, match=rf"algorithm\.correction\.kind=truncate: .*name={loss}"):
             Objective.from_config(config(loss, "truncate"), None)
     for loss in ("ppo_clip", "gspo", "kl_cov", "reinforce"):
-        assert Objective.from_config(config(loss, "mask"), None).correction is not None
+        assert Objective.from_config(config(loss, "mask"), None).corrections
 
 
 @dataclass(frozen=True)

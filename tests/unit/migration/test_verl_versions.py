@@ -53,6 +53,16 @@ def yaml_draft(text: str, tmp_path: Path) -> Draft:
           "algorithm.correction.low": 0.25, "algorithm.correction.high": 4}),
         (f"{CORRECTION}.rollout_rs=sequence {CORRECTION}.rollout_rs_threshold=5",
          {"algorithm.correction.level": "sequence", "algorithm.correction.low": 0.2, "algorithm.correction.high": 5}),
+        (f"{CORRECTION}.rollout_rs=seq_mean_k1 {RS_THRESHOLD}=0.99_1.01",
+         {"algorithm.correction.kind": "reject", "algorithm.correction.level": "geometric",
+          "algorithm.correction.low": 0.99, "algorithm.correction.high": 1.01}),
+        ((f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_rs=seq_mean_k1 {RS_THRESHOLD}=0.99_1.01 "
+          f"{CORRECTION}.rollout_token_veto_threshold=1e-4"),
+         {"algorithm.corrections": [
+             {"kind": "truncate", "level": "token", "low": 0.0, "high": 2.0},
+             {"kind": "reject", "level": "geometric", "low": 0.99, "high": 1.01},
+             {"kind": "reject", "level": "any_token", "low": 1e-4, "high": None},
+         ]}),
         (f"{CORRECTION}.rollout_rs=token {RS_THRESHOLD}=5 {RS_THRESHOLD}_lower=0.5",
          {"algorithm.correction.low": 0.5}),
         ((f"{ACTOR}.strategy=veomni {ACTOR}.veomni.expert_parallel_size=8 {ACTOR}.veomni.ulysses_parallel_size=2 "
@@ -113,7 +123,7 @@ def test_import_option_of_fsdp_with_another_meaning_is_listed(override: str, lin
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        (f"{CORRECTION}.rollout_token_veto_threshold=1e-4", "a response is not dropped because of one token"),
+        ("algorithm.rollout_is_veto_threshold=1e-4", "add an entry of kind reject and level any_token"),
         (f"{CORRECTION}.loss_type=reinforce", "policy_loss.loss_mode=gpg"),
         (f"+{CORRECTION}.use_policy_gradient=True", "policy_loss.loss_mode=gpg"),
     ],
