@@ -133,6 +133,12 @@ def configured_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     if (algorithm.corrections or kind not in ("auto", "none")) and not _supports_corrections(loss):
         remedy = "remove the list" if algorithm.corrections else "set it to none"
         raise ConfigError(f"{given}: algorithm.policy_loss.name={section.name} does not support corrections; {remedy}")
+    if algorithm.old_logp == "rollout" and (loss.needs.rollout_logp or not loss.needs.old_logp):
+        raise ConfigError(
+            f"algorithm.old_logp=rollout has no effect: algorithm.policy_loss.name={section.name} "
+            f"{'reads the log-probabilities of both' if loss.needs.old_logp else 'reads no old policy'}; set it to "
+            "trainer"
+        )
     return loss
 
 
@@ -142,7 +148,9 @@ def configured_corrections(config: Config, loss: PolicyLoss) -> tuple[Correction
         return tuple(Correction(entry) for entry in config.algorithm.corrections)
     section = config.algorithm.correction
     if section.kind == "auto":
-        corrected = config.rollout.quantization != UNQUANTIZED and _supports_corrections(loss)
+        # With the engine's log-probabilities as the old policy, the loss's ratio contains the weight.
+        weighs = config.algorithm.old_logp == "trainer" and _supports_corrections(loss)
+        corrected = config.rollout.quantization != UNQUANTIZED and weighs
         section = replace(section, kind="truncate" if corrected else "none")
     return () if section.kind == "none" else (Correction(section),)
 

@@ -179,6 +179,11 @@ class AlgorithmConfig:
     """List of corrections with the keys of algorithm.correction, which it replaces. Each is computed from all trained
     tokens; their factors are multiplied. At most one may be a weight (truncate, mask); the others are of kind
     reject."""
+    old_logp: str = setting("trainer", choices=("trainer", "rollout"))
+    """Old policy of the loss: the trainer's before the first update of a batch, which takes a forward pass over the
+    samples of all later updates; or rollout, the engine's log-probabilities at sampling, without a pass. Then the
+    loss's ratio contains the difference between trainer and engine, and corrections may only drop (kind reject, policy
+    current)."""
     loss_aggregation: str = setting("token-mean", choices=LOSS_AGGREGATIONS)
     """Reduction of per-token losses to the loss of an update."""
     entropy_coefficient: float = 0.0
@@ -192,10 +197,11 @@ class AlgorithmConfig:
     [B]: the responses to train."""
 
     def __post_init__(self) -> None:
-        if self.corrections and self.correction.kind != "auto":
+        kind = self.correction.kind
+        if self.corrections and kind != "auto":
             raise ConfigError(
-                f"algorithm.correction.kind={self.correction.kind} has no effect with algorithm.corrections; remove "
-                "it, or add it to the list"
+                f"algorithm.correction.kind={kind} has no effect with algorithm.corrections; remove it, or add it to "
+                "the list"
             )
         weights = [entry.kind for entry in self.corrections if entry.apply and entry.kind != "reject"]
         if len(weights) > 1:
@@ -203,6 +209,13 @@ class AlgorithmConfig:
                 f"algorithm.corrections contains {len(weights)} weights ({', '.join(weights)}), which would correct "
                 "the same difference several times; keep one, and set kind of the others to reject"
             )
+        single = [] if kind in ("auto", "none") else [self.correction]
+        for entry in self.corrections or single:
+            if self.old_logp == "rollout" and (entry.kind, entry.policy) != ("reject", "current"):
+                raise ConfigError(
+                    f"{entry.PREFIX}kind={entry.kind}, policy={entry.policy}: with algorithm.old_logp=rollout the "
+                    "loss's ratio contains this weight already; set kind to reject and policy to current"
+                )
 
 
 def is_supervised(algorithm: AlgorithmConfig) -> bool:

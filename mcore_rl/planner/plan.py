@@ -26,7 +26,7 @@ from mcore_rl.planner.state import RankState
 from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.times import StepSeconds, StepTimes
 from mcore_rl.planner.verdict import Verdict, compare_with_cluster
-from mcore_rl.planner.workload import batch_arithmetic, step_flops
+from mcore_rl.planner.workload import batch_arithmetic, computes_old_logp, step_flops
 from mcore_rl.resolved.adapters import bound_adapters
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import planned_machine
@@ -206,6 +206,8 @@ def make_plan(config: Config) -> Plan:
     size = model_size(job.spec.hf_config, job.rows)
     sync = weight_sync(config, job.rows, layout, cuda=cuda)
     flops = step_flops(config.actor, config.trainer.update_epochs, job.spec.arguments, size, batch)
+    if not computes_old_logp(config):
+        flops = replace(flops, logp=0.0)
     times = StepTimes(config, flops, batch, job.engine)
     phases = [planned.phases for planned in ranks]
     verdict = compare_with_cluster(config, layout, phases, job.engine, batch, sync, cuda=cuda)

@@ -107,6 +107,12 @@ def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float
     return 2 * weights + attention + linear_attention_flops(arguments.transformer)
 
 
+def computes_old_logp(config: Config) -> bool:
+    """True if a step with several updates has a forward pass for old log-probabilities, or for experts to replay."""
+    algorithm, replay = config.algorithm, config.actor.moe.router_replay
+    return algorithm.old_logp == "trainer" or algorithm.kl.in_reward > 0 or replay == "policy"
+
+
 def step_flops(
     actor: ActorConfig, update_epochs: int, arguments: ModelArguments, size: ModelSize, batch: BatchArithmetic
 ) -> StepFlops:

@@ -60,6 +60,7 @@ class Objectives:
     correction: dict[str, Any] = field(default_factory=dict)
     corrections: list[dict[str, Any]] = field(default_factory=list)
     estimator: str | None = None
+    old_logp: str = "trainer"
 
     def __str__(self) -> str:
         parts = [
@@ -76,6 +77,7 @@ ALL = [Objectives(loss) for loss in LOSSES]
 ALL += [Objectives("ppo_clip", mode) for mode in AGGREGATIONS[1:]]
 ALL += [Objectives("ppo_clip", correction=correction) for correction in CORRECTIONS]
 ALL += [Objectives("ppo_clip", corrections=LISTED)]
+ALL += [Objectives("ppo_clip", corrections=LISTED[2:], old_logp="rollout")]
 ALL += [Objectives(loss, correction=CORRECTIONS[1]) for loss in ("kl_cov", "gspo")]
 ALL += [Objectives("ppo_clip", estimator=name) for name in ESTIMATORS]
 MEASURED = "decoupled_ppo metrics"
@@ -135,9 +137,14 @@ def configure(config: Config, objective: Objectives) -> Config:
     loss = replace(type(config.algorithm.policy_loss)(), name=objective.loss.split()[0], **LOSSES[objective.loss])
     correction = replace(config.algorithm.correction, **objective.correction)
     listed = [ListedCorrectionConfig(**entry) for entry in objective.corrections]
-    return replace(
-        config, algorithm=replace(config.algorithm, policy_loss=loss, correction=correction, corrections=listed)
+    algorithm = replace(
+        config.algorithm,
+        policy_loss=loss,
+        correction=correction,
+        corrections=listed,
+        old_logp=objective.old_logp,
     )
+    return replace(config, algorithm=algorithm)
 
 
 def weights(mode: str) -> np.ndarray:

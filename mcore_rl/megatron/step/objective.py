@@ -104,6 +104,8 @@ class Objective:
     @property
     def needs_old_logp(self) -> bool:
         """True if updates need the log-probabilities of the policy before the first update."""
+        if self.algorithm.old_logp == "rollout":
+            return False
         return self.loss.needs.old_logp or any(correction.needs_old_logp for correction in self.corrections)
 
     def logp(
@@ -251,10 +253,11 @@ class Objective:
 
     def _inputs(self, logp: torch.Tensor, batch: MicroBatch, rank_batch: RankBatch) -> PolicyLossInputs:
         advantages, old_logp = rank_batch.token_advantages, rank_batch.old_logp
+        old = batch.logp_rollout if self.algorithm.old_logp == "rollout" else None
         return PolicyLossInputs(
             logp=logp,
             mask=torch.ones_like(logp),
-            old_logp=_stored_logp(batch, old_logp, logp, "old") if self.needs_old_logp else None,
+            old_logp=_stored_logp(batch, old_logp, logp, "old") if self.needs_old_logp else old,
             advantages=own_tokens(batch, advantages, self.context, "advantages") if advantages else batch.advantages,
             rollout_logp=batch.logp_rollout,
             staleness=batch.staleness if self.loss.needs.staleness else None,

@@ -44,7 +44,8 @@ def translate_correction(run: VerlRun) -> None:
     if bypassed or run.is_fully_asynchronous:
         draft.changes.append(
             f"{CORRECTION}.bypass_mode uses the engine's log-probabilities as the old policy; here the trainer "
-            "recomputes them, and algorithm.correction weighs the difference"
+            "recomputes them, and algorithm.correction weighs the difference; algorithm.old_logp=rollout, without "
+            "weights in algorithm.correction, does the same as verl"
         )
     source.find(*(f"{CORRECTION}.{name}" for name in ("rollout_is_threshold", *RS_THRESHOLDS)))
 

@@ -219,6 +219,14 @@ def test_list_replaces_the_automatic_correction(tmp_path: Path) -> None:
             ["algorithm.corrections=[{kind: reject, measure: bernoulli_kl, level: sequence}]"],
             r"level=sequence: .*bernoulli_kl is a quantity of single tokens",
         ),
+        (
+            ["algorithm.old_logp=rollout", "algorithm.correction.kind=truncate"],
+            r"algorithm\.correction\.kind=truncate, policy=old: with algorithm\.old_logp=rollout",
+        ),
+        (
+            ["algorithm.old_logp=rollout", "algorithm.corrections=[{kind: reject}]"],
+            r"algorithm\.corrections: kind=reject, policy=old: with algorithm\.old_logp=rollout",
+        ),
     ],
 )
 def test_invalid_corrections_name_the_key(tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -51,3 +51,19 @@ def test_objective_with_loglinear_prox_needs_no_old_logp(prox: str, reads: bool)
     # A correction needs old_logp even if the loss does not.
     assert not Objective.from_config(config("reinforce", "none"), None).needs_old_logp
     assert Objective.from_config(config("reinforce", "truncate"), None).needs_old_logp
+
+
+def test_rollout_as_old_policy_needs_no_pass_and_no_weights() -> None:
+    made = Config()
+    made.algorithm.old_logp, made.rollout.quantization = "rollout", "fp8"
+    objective = Objective.from_config(made, None)
+    assert not objective.needs_old_logp
+    assert objective.corrections == ()  # the automatic one would weigh the difference a second time
+
+
+@pytest.mark.parametrize(("loss", "reason"), [("decoupled_ppo", "reads the log-prob"), ("reinforce", "reads no old")])
+def test_rollout_as_old_policy_is_rejected_for_losses_without_use(loss: str, reason: str) -> None:
+    made = config(loss, "auto")
+    made.algorithm.old_logp = "rollout"
+    with pytest.raises(ConfigError, match=rf"algorithm\.old_logp=rollout has no effect: .*name={loss} {reason}"):
+        Objective.from_config(made, None)

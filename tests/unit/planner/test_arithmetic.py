@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from mcore_rl.planner.activations import in_flight, layer_table
 from mcore_rl.planner.engine import GIB, EngineRank, engine_rank, kv_bytes_per_token, tensor_bytes
 from mcore_rl.planner.layers.execution import Execution
 from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank
-from mcore_rl.planner.workload import batch_arithmetic, forward_flops, step_flops
+from mcore_rl.planner.workload import batch_arithmetic, computes_old_logp, forward_flops, step_flops
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import policy_config
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -170,3 +171,20 @@ def test_layer_table_of_latent_attention_has_probabilities_on_cpu_only(deepseek:
 
     assert total(cuda=True, length=1000) == total(cuda=True, length=1)
     assert total(cuda=False, length=1000) - total(cuda=False, length=1) == 128 * 999 * 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "computes"),
+    [
+        ({}, True),
+        ({"old_logp": "rollout"}, False),
+        ({"old_logp": "rollout", "in_reward": 0.1}, True),
+        ({"old_logp": "rollout", "router_replay": "policy"}, True),
+    ],
+)
+def test_old_logp_of_rollout_saves_the_pass_that_nothing_else_needs(overrides: dict[str, Any], computes: bool) -> None:
+    config = Config()
+    config.algorithm.old_logp = overrides.get("old_logp", "trainer")
+    config.algorithm.kl.in_reward = overrides.get("in_reward", 0.0)
+    config.actor.moe.router_replay = overrides.get("router_replay", config.actor.moe.router_replay)
+    assert computes_old_logp(config) is computes
