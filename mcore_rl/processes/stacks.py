@@ -1,7 +1,10 @@
-"""Stack dumps of the processes of a run: each writes the stacks of its threads to a file of its own on SIGUSR2.
+"""Stack dumps of the processes of a run: each writes the stacks of its threads to a file of its own on request.
 
-The signal handler is C code (faulthandler), so a dump also works while a thread holds the interpreter lock or waits in
-native code. Child processes inherit the place of their files in the environment.
+A thread of the process waits for requests at a socket and writes the stacks while it holds the interpreter lock, so no
+other thread runs Python meanwhile. It also answers while the main thread waits in native code. A process in which
+native code keeps the lock cannot answer; for it, SIGUSR2 has a handler in C (faulthandler). That handler reads the
+stacks of threads that may be running, which has ended processes, so it is the last resort. Child processes inherit the
+place of their files in the environment.
 
 SGLang's ranks import this module in SGLang's environment, so it needs the standard library only.
 """
@@ -12,6 +15,8 @@ import contextlib
 import faulthandler
 import os
 import signal
+import socket
+import threading
 from pathlib import Path
 
 SIGNAL = signal.SIGUSR2
@@ -20,15 +25,39 @@ VARIABLE = "MCORE_RL_STACKS"
 """Environment variable: path of the process's file without SUFFIX."""
 _registered: list[int] = []
 """Open file of this process's dumps; faulthandler keeps only its number."""
+_answering: set[int] = set()
+"""Process ids with a thread that answers; a forked child has none."""
 
 
 def write_stacks_to(path: Path) -> None:
-    """Append the stacks of all threads of this process to `path` plus SUFFIX on each SIGUSR2 from now on, and set
-    VARIABLE for child processes."""
+    """Append the stacks of all threads of this process to `path` plus SUFFIX on each request from now on (see
+    stack_requests.py), and set VARIABLE for child processes."""
     file = open_stacks(path)
     faulthandler.register(SIGNAL, file=file, all_threads=True)
-    _close_earlier()
-    _registered.append(file)
+    earlier = _registered.copy()
+    _registered[:] = [file]
+    for each in earlier:
+        os.close(each)
+    if os.getpid() not in _answering:
+        _answering.add(os.getpid())
+        requests = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        requests.bind(address_of(os.getpid()))
+        threading.Thread(target=_answer, args=(requests,), name="stacks", daemon=True).start()
+
+
+def address_of(pid: int) -> bytes:
+    """Return the address at which a process takes requests: an abstract Unix socket, which ends with the process."""
+    return f"\0mcore_rl.stacks.{pid}".encode()
+
+
+def _answer(requests: socket.socket) -> None:
+    while True:
+        number, sender = requests.recvfrom(32)
+        for file in _registered:
+            faulthandler.dump_traceback(file, all_threads=True)
+        # A requester that has not waited is gone.
+        with contextlib.suppress(OSError):
+            requests.sendto(number, sender)
 
 
 def open_stacks(path: Path) -> int:
@@ -50,11 +79,6 @@ def remove_child_stacks(pid: int) -> None:
     """Remove the file of a child that has ended, if it is empty: workers may be replaced many times."""
     if parent := os.environ.get(VARIABLE):
         _remove_if_empty(Path(f"{_path_of_child(parent, pid)}{SUFFIX}"))
-
-
-def _close_earlier() -> None:
-    while _registered:
-        os.close(_registered.pop())
 
 
 def handles_signal(pid: int) -> bool:

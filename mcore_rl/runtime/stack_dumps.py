@@ -36,8 +36,8 @@ class StackRequests:
     """Requests by SIGUSR2 to this process, whose own stacks are written by a handler of Python.
 
     The main thread runs it between two of its steps, and in waits that signals interrupt, while no other thread runs
-    Python. A handler in C could read the stacks of a running thread: it ended drivers in which a thread of a library
-    ran. Other processes are asked by their driver, which must run for that anyway.
+    Python. Other processes are asked by their driver, which must run for that anyway; processes/stacks.py has the
+    reason why they do not handle the signal themselves.
     """
 
     def __init__(self) -> None:

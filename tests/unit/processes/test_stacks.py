@@ -1,4 +1,4 @@
-"""Processes write their stacks on SIGUSR2, also while they are blocked, and their children too."""
+"""Processes write their stacks on request, also while they are blocked, and their children too."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from mcore_rl.processes.child import Child
+from mcore_rl.processes.stack_requests import request_stacks
 from mcore_rl.processes.stacks import SIGNAL, VARIABLE, handles_signal, remove_empty
 
 SCRIPT = """
@@ -61,13 +62,60 @@ def test_stacks_of_busy_process_and_child_have_all_threads(tmp_path: Path) -> No
             for number, path in ((process.pid, own), (pid, child)):
                 wait_until(lambda number=number: handles_signal(number))  # type: ignore[misc]
                 time.sleep(0.5)
-                os.kill(number, SIGNAL)
+                request_stacks([number])
                 wait_until(lambda path=path: "hold_the_lock" in text_of(path))  # type: ignore[misc]
                 assert "wait_in_a_thread" in text_of(path)
             assert process.poll() is None
         finally:
             for each in (*psutil.Process(process.pid).children(), process):
                 each.kill()
+
+
+RUNNING = """
+import asyncio, sys, threading, time
+from pathlib import Path
+from mcore_rl.processes.stacks import write_stacks_to
+
+def fall(depth):
+    # Frames come and go all the time: a reader without the interpreter lock meets some that have just ended.
+    return fall(depth - 1) if depth else [None] * 10
+
+def fall_forever(number):
+    while True:
+        fall(number + 3)
+
+async def wait_in_a_loop():
+    await asyncio.sleep(600)
+
+write_stacks_to(Path(sys.argv[1]))
+for number in range(3):
+    threading.Thread(target=fall_forever, args=(number,), daemon=True).start()
+if sys.argv[2] == "sleep":
+    time.sleep(600)
+elif sys.argv[2] == "lock":
+    lock = threading.Lock(); lock.acquire(); lock.acquire()
+else:
+    asyncio.run(wait_in_a_loop())
+"""
+
+
+@pytest.mark.parametrize("main_thread", ["sleep", "lock", "loop"])
+def test_process_with_running_threads_survives_requests(main_thread: str, tmp_path: Path) -> None:
+    """The handler in C ends such a process with a segmentation fault within the first requests."""
+    script, path = tmp_path / "script.py", tmp_path / "rank_0.stacks"
+    script.write_text(RUNNING)
+    with subprocess.Popen([sys.executable, str(script), str(tmp_path / "rank_0"), main_thread]) as process:
+        try:
+            wait_until(lambda: handles_signal(process.pid))
+            time.sleep(0.5)
+            for _ in range(100):
+                request_stacks([process.pid])
+                assert process.poll() is None
+        finally:
+            process.kill()
+    text = path.read_text()
+    assert text.count("Current thread") == text.count("in <module>") == 100
+    assert text.count("in fall_forever") == 300
 
 
 def test_handles_signal_is_false_for_other_and_ended_processes() -> None:
