@@ -39,15 +39,24 @@ def write_stacks_to(path: Path) -> None:
     for each in earlier:
         os.close(each)
     if os.getpid() not in _answering:
-        _answering.add(os.getpid())
         requests = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        requests.bind(address_of(os.getpid()))
+        try:
+            requests.bind(address_of(os.getpid()))
+        except OSError:
+            # A run must not fail for its dumps. This process has the signal's handler only.
+            requests.close()
+            return
+        _answering.add(os.getpid())
         threading.Thread(target=_answer, args=(requests,), name="stacks", daemon=True).start()
 
 
 def address_of(pid: int) -> bytes:
-    """Return the address at which a process takes requests: an abstract Unix socket, which ends with the process."""
-    return f"\0mcore_rl.stacks.{pid}".encode()
+    """Return the address at which a process of this PID namespace takes requests: an abstract Unix socket.
+
+    Containers may share a network, and with it these addresses, but not their process ids.
+    """
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"\0mcore_rl.stacks.{namespace}.{pid}".encode()
 
 
 def _answer(requests: socket.socket) -> None:

@@ -101,7 +101,7 @@ else:
 
 @pytest.mark.parametrize("main_thread", ["sleep", "lock", "loop"])
 def test_process_with_running_threads_survives_requests(main_thread: str, tmp_path: Path) -> None:
-    """The handler in C ends such a process with a segmentation fault within the first requests."""
+    """A handler in C reads the stacks of running threads, so dumps are incomplete, or the process ends."""
     script, path = tmp_path / "script.py", tmp_path / "rank_0.stacks"
     script.write_text(RUNNING)
     with subprocess.Popen([sys.executable, str(script), str(tmp_path / "rank_0"), main_thread]) as process:
@@ -116,6 +116,45 @@ def test_process_with_running_threads_survives_requests(main_thread: str, tmp_pa
     text = path.read_text()
     assert text.count("Current thread") == text.count("in <module>") == 100
     assert text.count("in fall_forever") == 300
+
+
+ALONE = """
+import sys, time
+from pathlib import Path
+from mcore_rl.processes.stack_requests import _written
+from mcore_rl.processes.stacks import write_stacks_to
+import os
+write_stacks_to(Path(sys.argv[1]))
+print(os.getpid(), _written([os.getpid()]) == {os.getpid()}, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for PID namespaces")
+def test_processes_with_equal_ids_in_two_containers_both_answer(tmp_path: Path) -> None:
+    """Containers on the host's network have PID namespaces of their own and share abstract sockets."""
+    started = []
+    try:
+        for name in ("first", "second"):
+            command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", ALONE, str(tmp_path / name)]
+            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            assert started[-1].stdout is not None
+            assert started[-1].stdout.readline().split() == ["1", "True"]
+            assert "Current thread" in text_of(tmp_path / f"{name}.stacks")
+    finally:
+        for process in started:
+            for each in (*psutil.Process(process.pid).children(), process):
+                each.kill()
+            process.communicate()
+
+
+def test_process_whose_address_is_taken_starts_and_has_the_signal(tmp_path: Path) -> None:
+    code = (
+        "import os, socket, sys; from pathlib import Path; from mcore_rl.processes import stacks as s; "
+        "other = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); other.bind(s.address_of(os.getpid())); "
+        "s.write_stacks_to(Path(sys.argv[1])); assert s.handles_signal(os.getpid())"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "rank_0")], check=True, timeout=60)
 
 
 def test_handles_signal_is_false_for_other_and_ended_processes() -> None:
