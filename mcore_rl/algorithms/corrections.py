@@ -33,22 +33,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import (
-    PolicyLoss,
-    PolicyLossInputs,
-    PolicyLossResult,
-    check_shapes,
-    masked,
-)
+from mcore_rl.algorithms.interface import PolicyLoss, PolicyLossInputs, PolicyLossResult, check_shapes, masked
 from mcore_rl.config.algorithm import CorrectionConfig
 from mcore_rl.types import EffectiveFraction, Max, Mean, Metric
 
 MAX_LOG_WEIGHT = 20.0
 """Bound of the log weight. The product over a sequence may overflow; exp(20) is finite and beyond any useful bound."""
-
-
-SMALLEST_LOGP = 1e-12
-"""Log-probabilities are at most minus this, so that the probability of all other tokens has a logarithm."""
+LARGEST_LOGP = -1e-12
+"""Upper bound of log-probabilities in the KL of two outcomes: the probability of the other tokens needs a logarithm."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +97,8 @@ class Correction:
         logp: Tensor | None = None,
         advantages: Tensor | None = None,
     ) -> CorrectionResult:
-        """Compute factors and metrics. old_logp or logp is needed, as config.policy says; advantages with
-        negative_only.
+        """Compute factors and metrics. Needs old_logp or logp, depending on config.policy, and advantages if
+        config.negative_only is set.
 
         Shapes: all [B, T]; any one shape at level token.
         Raises: ValueError for a wrong shape or a missing tensor.
@@ -149,7 +141,7 @@ class Correction:
     def _of_tokens(self, trainer: Tensor, engine: Tensor) -> Tensor:
         if self.config.measure == "ratio":
             return _exp(trainer - engine)
-        trainer, engine = trainer.clamp(max=-SMALLEST_LOGP), engine.clamp(max=-SMALLEST_LOGP)
+        trainer, engine = trainer.clamp(max=LARGEST_LOGP), engine.clamp(max=LARGEST_LOGP)
         # log(1 - exp(x)), exact for small and large x.
         others, other_engine = (torch.log(-torch.expm1(logp)) for logp in (trainer, engine))
         gap, other_gap = trainer - engine, others - other_engine

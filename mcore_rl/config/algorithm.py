@@ -79,8 +79,8 @@ class CorrectionConfig:
     larger of the two KL divergences between trainer and engine, whose two outcomes are the sampled token and any other
     token, in nats."""
     negative_only: bool = False
-    """For kind reject: drop only tokens with a negative advantage; above level token, responses whose advantages have a
-    negative sum."""
+    """Drop only tokens with a negative advantage; above level token, only responses whose advantages have a negative
+    sum. Needs kind reject."""
     policy: str = setting("old", choices=("old", "current"))
     """Trainer's policy in the weight: before the first update of the batch (old), or at the update (current)."""
 

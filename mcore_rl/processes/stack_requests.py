@@ -23,14 +23,15 @@ def request_stacks(pids: Iterable[int]) -> None:
     code keeps the interpreter lock, receive SIGNAL if they handle it (it would end the rest), and may still write.
     """
     asked = [each for pid in pids for each in (pid, *(process.pid for process in descendants_of(pid)))]
-    for pid in set(asked) - _written(asked):
+    for pid in set(asked) - written_stacks(asked):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if handles_signal(pid):
                 os.kill(pid, SIGNAL)
 
 
-def _written(pids: Iterable[int]) -> set[int]:
-    """Ask processes to write their stacks; return those that have."""
+def written_stacks(pids: Iterable[int]) -> set[int]:
+    """Ask processes to write their stacks; return the ids of those that have, at the latest after
+    SECONDS_TO_ANSWER."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
         # The kernel chooses an abstract address, for the answers.
         own.bind("")

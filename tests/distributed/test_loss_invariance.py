@@ -69,6 +69,7 @@ class Objectives:
             *map(str, self.correction.values()),
             "listed" * bool(self.corrections),
             self.estimator or "",
+            f"old {self.old_logp}" * (self.old_logp != "trainer"),
         ]
         return " ".join(part for part in parts if part)
 
@@ -85,17 +86,27 @@ LOSSES[MEASURED] = {"prox": "metrics"}
 ALL += [Objectives(MEASURED)]
 
 
+def test_objectives_have_names_of_their_own() -> None:
+    """Results are stored by name, so two objectives of one name would be compared as one."""
+    assert len({str(objective) for objective in ALL}) == len(ALL)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By layout and objective: loss, metrics, gradients by HF name."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Directory of a Hugging Face model; its Megatron checkpoint is next to it."""
     directory = write_tiny_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe")
-    checkpoint = f"{directory}.mcore"
-    converting.to_mcore(directory, Path(checkpoint), {"world_size": 1})
+    converting.to_mcore(directory, Path(f"{directory}.mcore"), {"world_size": 1})
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def found(model: str) -> dict[str, dict[str, Any]]:
+    """By layout and objective: loss, metrics, gradients by HF name."""
     cases = {"one rank": (1, Case("moe", tokens=ONE_MICROBATCH))}
     cases |= {name: (size, Case("moe", layout, tokens=SMALL)) for name, (size, layout) in LAYOUTS.items()}
     results = {}
     for name, (size, case) in cases.items():
-        ranks = launch(measure_all, size, str(directory), checkpoint, case)
+        ranks = launch(measure_all, size, model, f"{model}.mcore", case)
         results[name] = {str(objective): join([rank[i] for rank in ranks]) for i, objective in enumerate(ALL)}
     return results
 
@@ -185,3 +196,25 @@ def test_objectives_have_different_gradients(found: dict[str, Any]) -> None:
     equal = [(a, b) for a, b in itertools.combinations(seen, 2) if torch.equal(seen[a], seen[b])]
     # A correction that is only measured changes nothing.
     assert equal == [("decoupled_ppo token-mean", f"{MEASURED} token-mean")]
+
+
+def test_rollout_as_old_policy_equals_stored_log_probabilities_of_the_engine(model: str) -> None:
+    ((ours, expected),) = launch(measure_old_policies, 1, model, f"{model}.mcore", Case("moe", tokens=ONE_MICROBATCH))
+    assert ours["loss"] == expected["loss"]
+    for name, tensor in join([expected])["gradients"].items():
+        assert torch.equal(join([ours])["gradients"][name], tensor), name
+
+
+def measure_old_policies(rank: int, directory: str, checkpoint: str, case: Case) -> list[dict[str, Any]]:
+    """Measure algorithm.old_logp=rollout without stored values, and trainer with the engine's values stored."""
+    actor = build_actor(directory, case)
+    load_weights(actor, checkpoint)
+    share = policy_batch.shares(actor)[0]
+    engine = {
+        sample: torch.from_numpy(policy_batch.logp_rollout(sample)[policy_batch.trained(sample) > 0])
+        for sample in share.samples.tolist()
+    }
+    return [
+        measure(actor, Objectives("ppo_clip", old_logp="rollout"), share, {}),
+        measure(actor, Objectives("ppo_clip"), share, engine),
+    ]

@@ -119,13 +119,12 @@ def test_process_with_running_threads_survives_requests(main_thread: str, tmp_pa
 
 
 ALONE = """
-import sys, time
+import os, sys, time
 from pathlib import Path
-from mcore_rl.processes.stack_requests import _written
+from mcore_rl.processes.stack_requests import written_stacks
 from mcore_rl.processes.stacks import write_stacks_to
-import os
 write_stacks_to(Path(sys.argv[1]))
-print(os.getpid(), _written([os.getpid()]) == {os.getpid()}, flush=True)
+print(os.getpid(), written_stacks([os.getpid()]) == {os.getpid()}, flush=True)
 time.sleep(600)
 """
 
