@@ -198,7 +198,7 @@ def test_objectives_have_different_gradients(found: dict[str, Any]) -> None:
     assert equal == [("decoupled_ppo token-mean", f"{MEASURED} token-mean")]
 
 
-def test_rollout_as_old_policy_equals_stored_log_probabilities_of_the_engine(model: str) -> None:
+def test_rollout_as_old_policy_equals_stored_logp_of_the_engine(model: str) -> None:
     ((ours, expected),) = launch(measure_old_policies, 1, model, f"{model}.mcore", Case("moe", tokens=ONE_MICROBATCH))
     assert ours["loss"] == expected["loss"]
     for name, tensor in join([expected])["gradients"].items():

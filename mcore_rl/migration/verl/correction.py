@@ -51,7 +51,7 @@ def translate_correction(run: VerlRun) -> None:
 
 
 def _translate_list(run: VerlRun, level: str | None, rejection: str | None, veto: float | None) -> None:
-    """Translate rejection, alone or with weights and a veto, to algorithm.corrections."""
+    """Translate several corrections, or the veto of a token, to algorithm.corrections."""
     source, draft = run.source, run.draft
     entries: list[dict[str, object]] = []
     if level is not None:
