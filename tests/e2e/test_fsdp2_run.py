@@ -48,4 +48,7 @@ def test_fsdp2_run_generates_with_its_weights_and_resumes_on_megatron(
     # The sums of both models have another order, and Megatron's ranks hold whole weights.
     expected = {name: value for name, value in rows[3].items() if not name.startswith("memory/")}
     again = metrics(resumed)[3]
+    # Two experts can have probabilities that differ by less than float32 resolves: on some processors 1.4e-8 in one
+    # token of a prompt, which its 4 responses share (4 of about 180 choices).
+    assert again["actor/moe_max_load"] == pytest.approx(expected.pop("actor/moe_max_load"), rel=0.05)
     assert {name: again[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
