@@ -68,5 +68,7 @@ KIMI_K2 = replace(
     DEEPSEEK_V3,
     model_type="kimi_k2",
     transformers_type="deepseek_v3",
-    description=replace(DEEPSEEK_V3.description, models="Kimi-K2", covers="all of deepseek_v3"),
+    description=replace(
+        DEEPSEEK_V3.description, models="Kimi-K2, text of K2.5 and K2.6", covers="all of deepseek_v3, INT4 releases"
+    ),
 )

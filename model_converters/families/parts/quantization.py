@@ -22,7 +22,9 @@ from pathlib import Path
 from model_converters.errors import ConversionError
 from model_converters.inputs import read_object
 
-REMEDY = "only FP8 e4m3 weights in blocks are supported; use the bfloat16 checkpoint"
+REMEDY = (
+    "only FP8 e4m3 weights in blocks and INT4 groups of compressed-tensors are supported; use the bfloat16 checkpoint"
+)
 PACKED = "compressed-tensors"
 """quant_method of INT4 weights."""
 _PACKED_WEIGHTS: dict[str, tuple[object, ...]] = {

@@ -33,28 +33,33 @@ INT4 = {
 SIZES = {"hidden_size": 24, "moe_intermediate_size": 16, "torch_dtype": "bfloat16"}
 
 
-def packed(name, shape, generator):
+def packed(name, shape, generator, group=GROUP):
     """Return the stored tensors of a random INT4 weight, and the values that compressed-tensors computes from them with
     float32 scales; with the bfloat16 scales it computes the same values, rounded."""
     codes = torch.randint(-8, 8, shape, generator=generator, dtype=torch.int8)
-    scales = torch.randn(shape[0], shape[1] // GROUP, generator=generator).bfloat16()
+    scales = torch.randn(shape[0], shape[1] // group, generator=generator).bfloat16()
     stored = {
         f"{name}_packed": pack_to_int32(codes, 4),
         f"{name}_scale": scales,
-        f"{name}_shape": torch.tensor(shape, dtype=torch.int32),
+        f"{name}_shape": torch.tensor(shape),
     }
     exact = dequantize(codes, scales.float())
     assert torch.equal(exact.bfloat16(), dequantize(codes, scales))
     return stored, exact
 
 
-def int4_release(config, random_hf):
+def scheme(**changes):
+    """quantization_config of INT4 weights."""
+    return INT4 | {"config_groups": {"group_0": INT4["config_groups"]["group_0"] | {"weights": SCHEME | changes}}}
+
+
+def int4_release(config, random_hf, group=GROUP, **sizes):
     """Return (config.json, stored tensors, values) of a model whose experts are INT4, as in Kimi-K2-Thinking."""
-    config = config | SIZES | {"quantization_config": INT4}
+    config = config | SIZES | sizes | {"quantization_config": scheme(group_size=group)}
     stored, values, generator = {}, {}, torch.Generator().manual_seed(2)
     for name, tensor in random_hf(config).items():
         if ".experts." in name:
-            parts, values[name] = packed(name, tuple(tensor.shape), generator)
+            parts, values[name] = packed(name, tuple(tensor.shape), generator, group)
             stored |= parts
         else:
             keeps = name.endswith("e_score_correction_bias")
@@ -114,6 +119,25 @@ def test_int4_source_export_has_values_and_no_quantisation(release, tmp_path):
             assert torch.equal(exported.read(name), value.to(exported.dtype(name))), name
 
 
+# Kimi-K2-Thinking and K2.5 have groups of 32. Their sizes are multiples of a group.
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_text_of_release_with_images_equals_text_release(group, family_configs, random_hf, tmp_path):
+    sizes = {"hidden_size": group, "moe_intermediate_size": 2 * group}
+    config, stored, values = int4_release(family_configs["kimi_k2"], random_hf, group, **sizes)
+    outer = {"model_type": "kimi_k25", "vision_config": {"hidden_size": 16}, "text_config": config}
+    images = {"vision_tower.patch_embed.proj.weight": torch.ones(4, 4), "mm_projector.proj.0.weight": torch.ones(4, 4)}
+    named = {f"language_model.{name}": tensor for name, tensor in stored.items()} | images
+    export_through(write_hf(tmp_path / "hf", outer, named), tmp_path / "out", TrainLayout(4, tp=2, ep=2))
+    with HFCheckpoint(tmp_path / "hf") as release, HFCheckpoint(tmp_path / "out") as exported:
+        assert release.unlisted.notes[-1] == "2 tensors of the vision tower are left out"
+        assert exported.config["model_type"] == "kimi_k2"
+        assert not {"quantization_config", "text_config", "vision_config"} & exported.config.keys()
+        assert release.shapes.keys() == exported.shapes.keys() == values.keys()
+        for name, value in values.items():
+            for checkpoint in (release, exported):
+                assert torch.equal(checkpoint.read(name), value.to(checkpoint.dtype(name))), name
+
+
 NAME = "model.layers.2.mlp.experts.0.up_proj.weight"
 MISFITS = {
     "no scales": ({f"{NAME}_scale": None}, f"{NAME}_packed has no _scale tensor"),
@@ -155,7 +179,6 @@ def test_int4_source_scale_with_nan_is_rejected(release, tmp_path):
 )
 def test_int4_source_other_scheme_is_rejected_by_name(change, message, release, tmp_path):
     config, stored, _ = release
-    scheme = {"weights": SCHEME | change.pop("weights", {})}
-    config["quantization_config"] = INT4 | {"config_groups": {"group_0": scheme}} | change
+    config["quantization_config"] = scheme(**change.pop("weights", {})) | change
     with pytest.raises(ConversionError, match=message):
         HFCheckpoint(write_hf(tmp_path, config, stored))
