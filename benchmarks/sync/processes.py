@@ -190,11 +190,11 @@ def _engine(pipe: Pipe, plan: SyncPlan, rank: int, device: str, keep: bool, netw
         enter(network)
     receiver = connect_engine_rank(pipe.recv(), rank)
     boxes = ShardMap(plan.rows, plan.engine_layout).boxes(rank % plan.engine_layout.num_ranks)
-    held = {name: torch.zeros(size, dtype=plan.dtype, device=device) for name, (_, size) in boxes.items()}
+    held = {name: torch.zeros(size, dtype=plan.dtype, device=device) for name, ((_, size),) in boxes.items()}
 
     def put(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
         if keep:
-            first = boxes[name][0]
+            first = boxes[name][0][0]
             # `held` has this rank's box of the tensor; a message has a part of that box.
             places = zip(start, first, box.shape, strict=True)
             held[name][tuple(slice(a - b, a - b + n) for a, b, n in places)].copy_(box)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.engines.held_weights import Held
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.slices.shard_map import Box
+from mcore_rl.weights.slices.shard_map import Box, Boxes
 from mcore_rl.weights.slices.stacked_parts import StackedParts, StridedSlice
 
 Shape = tuple[int, ...]
@@ -51,30 +51,28 @@ class KeptSlice:
         return prod(self.size)
 
 
-def kept_boxes(kept: Iterable[KeptSlice]) -> dict[str, Box]:
-    """Return the part of each HF tensor that its slices contain together. Loaders may copy a tensor in pieces: a
-    convolution over queries, keys and values.
-
-    Pieces that do not follow each other along one dim are no box; the last one is returned, so that it differs from
-    every plan.
-    """
+def kept_boxes(kept: Iterable[KeptSlice]) -> dict[str, Boxes]:
+    """Return the parts of each HF tensor that its slices contain. Loaders may copy a tensor in pieces: a convolution
+    over queries, keys and values. Pieces that follow each other along one dim are one part."""
     pieces: dict[str, set[Box]] = {}
     for each in kept:
         pieces.setdefault(each.name, set()).add((each.start, each.size))
     return {name: _joined(sorted(boxes)) for name, boxes in pieces.items()}
 
 
-def _joined(boxes: list[Box]) -> Box:
-    (start, size), *others = boxes
-    for other_start, other_size in others:
+def _joined(boxes: Sequence[Box]) -> Boxes:
+    joined = [boxes[0]]
+    for other_start, other_size in boxes[1:]:
+        start, size = joined[-1]
         dims = [dim for dim, first in enumerate(start) if first != other_start[dim]]
         same = [dim for dim, length in enumerate(size) if length == other_size[dim]]
         follows = len(dims) == 1 and start[dims[0]] + size[dims[0]] == other_start[dims[0]]
-        if not follows or not {*range(len(size))} - {*dims} <= {*same}:
-            return boxes[-1]
-        dim = dims[0]
-        size = (*size[:dim], size[dim] + other_size[dim], *size[dim + 1 :])
-    return start, size
+        if follows and {*range(len(size))} - {*dims} <= {*same}:
+            dim = dims[0]
+            joined[-1] = start, (*size[:dim], size[dim] + other_size[dim], *size[dim + 1 :])
+        else:
+            joined.append((other_start, other_size))
+    return tuple(joined)
 
 
 class LoadsWeights(Protocol):
@@ -110,8 +108,8 @@ class SliceLoader(ABC):
         """
 
     @abstractmethod
-    def held(self, boxes: Mapping[str, Box]) -> Iterator[Held]:
-        """Yield the weights that the kernels use. `boxes`: the expected part of each HF tensor.
+    def held(self, boxes: Mapping[str, Boxes]) -> Iterator[Held]:
+        """Yield the weights that the kernels use. `boxes`: the expected parts of each HF tensor.
 
         Raises: WeightSyncError for a module whose memory layout is unknown.
         """

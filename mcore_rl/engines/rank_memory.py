@@ -14,7 +14,7 @@ from mcore_rl.types import DeviceMemory
 from mcore_rl.weights.connection import Connection, connect_engine_rank
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.shard_map import Box
+from mcore_rl.weights.slices.shard_map import Boxes
 from mcore_rl.weights.slices.stacked_parts import StackedParts, loaded_tensors
 from mcore_rl.weights.transports.hosts import this_host
 from mcore_rl.weights.transports.nccl_group import nccl_version
@@ -31,7 +31,7 @@ class RankMemory:
     _layout: EngineLayout
     _loader: SliceLoader
     _receiver: SliceReceiver
-    _boxes: dict[str, Box]
+    _boxes: dict[str, Boxes]
     """The part of each HF tensor that the plan sends to this rank."""
     _freed: list[tuple[torch.UntypedStorage, int]]
     """Storages of the KV cache and their sizes in bytes before they were freed."""

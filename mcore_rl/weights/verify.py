@@ -14,7 +14,8 @@ import torch
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.quantization import TensorBox
-from mcore_rl.weights.slices.shard_map import Box
+from mcore_rl.weights.slices.shard_map import Boxes
+from model_converters.mapping.transforms import Shape
 
 DIGEST_BYTES = 16
 MAX_NAMED = 8
@@ -48,13 +49,13 @@ class Comparison:
 
 
 def compare(
-    expected: Sequence[tuple[TensorBox, bytes]], held: Iterable[tuple[str, torch.Tensor]], boxes: Mapping[str, Box]
+    expected: Sequence[tuple[TensorBox, bytes]], held: Iterable[tuple[str, torch.Tensor]], boxes: Mapping[str, Boxes]
 ) -> Comparison:
     """Compare an engine rank's tensors with the trainer's digests.
 
     expected: boxes with the digests that the trainer ranks computed.
     held: the engine rank's parts of HF tensors. A tied tensor occurs several times.
-    boxes: the part of each tensor that this rank keeps, by name.
+    boxes: the parts of each tensor that this rank keeps, by name.
     """
     by_name: dict[str, list[tuple[TensorBox, bytes]]] = {}
     for each, expected_digest in expected:
@@ -73,17 +74,26 @@ def compare(
     return found
 
 
-def _equal(tensor: torch.Tensor, box: Box, parts: Sequence[tuple[TensorBox, bytes]]) -> bool:
-    start, size = box
-    if tuple(tensor.shape) != tuple(size):
+def _equal(tensor: torch.Tensor, boxes: Boxes, parts: Sequence[tuple[TensorBox, bytes]]) -> bool:
+    (start, size), *others = boxes
+    dim = next((dim for other, _ in others for dim, first in enumerate(other) if first != start[dim]), 0)
+    lengths = [box_size[dim] if box_size else 1 for _, box_size in boxes]
+    shape = (*size[:dim], sum(lengths), *size[dim + 1 :]) if size else ()
+    if tuple(tensor.shape) != shape:
         return False
-    for each, expected_digest in parts:
-        # Boxes are parts of the whole tensor; the rank's tensor starts at `start`.
-        begins = (first - held for first, held in zip(each.first, start, strict=True))
-        part = tensor[tuple(slice(begin, begin + n) for begin, n in zip(begins, each.shape, strict=True))]
-        if digest(part) != expected_digest:
-            return False
-    return True
+    held = (
+        [(tensor, start)] if not size else list(zip(tensor.split(lengths, dim), (at for at, _ in boxes), strict=True))
+    )
+    return all(any(_holds(own, at, *each) for own, at in held) for each in parts)
+
+
+def _holds(tensor: torch.Tensor, start: Shape, box: TensorBox, expected: bytes) -> bool:
+    """Return whether the rank's tensor, which begins at `start` of the whole one, contains a box with this digest."""
+    begins = [first - own for first, own in zip(box.first, start, strict=True)]
+    ends = [begin + length for begin, length in zip(begins, box.shape, strict=True)]
+    if min(begins, default=0) < 0 or any(end > length for end, length in zip(ends, tensor.shape, strict=True)):
+        return False
+    return digest(tensor[tuple(map(slice, begins, ends))]) == expected
 
 
 def _some(names: set[str]) -> str:
@@ -106,7 +116,7 @@ def require_equal(ranks: Sequence[Comparison], engine_name: str) -> None:
         raise WeightSyncError(f"weights of {engine_name} are not the trainer's: {'; '.join(messages)}")
 
 
-def require_planned(recorded: Mapping[str, Box], planned: Mapping[str, Box], rank: int) -> None:
+def require_planned(recorded: Mapping[str, Boxes], planned: Mapping[str, Boxes], rank: int) -> None:
     """Check that an engine rank keeps the parts of tensors that the plan sends to it.
 
     The plan is computed without an engine (slices/shard_map.py); `recorded` was observed while the engine's own weight
@@ -122,5 +132,5 @@ def require_planned(recorded: Mapping[str, Box], planned: Mapping[str, Box], ran
         )
 
 
-def _text(box: Box | None) -> str:
-    return "nothing" if box is None else f"{list(box[1])} from {list(box[0])}"
+def _text(boxes: Boxes | None) -> str:
+    return "nothing" if boxes is None else " and ".join(f"{list(size)} from {list(start)}" for start, size in boxes)

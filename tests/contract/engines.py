@@ -52,6 +52,8 @@ DIVIDED_BY_TWO = {"head_dim": 32, "intermediate_size": 64, "moe_intermediate_siz
 """Sizes of a model that two SGLang ranks can divide between them on CPU."""
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 """Sizes for which vLLM's CPU kernel of latent attention is compiled."""
+DELTA_NETS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+"""Sizes for which vLLM's CPU kernels of gated delta nets are compiled. They compute in bfloat16 only."""
 
 
 def one_character_per_token(token_ids: Sequence[int]) -> str:

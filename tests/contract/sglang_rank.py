@@ -33,7 +33,7 @@ from mcore_rl.engines.sglang import weights  # noqa: E402
 from mcore_rl.engines.sglang.devices.cpu import Cpu  # noqa: E402
 from mcore_rl.engines.sglang.scheduler import SteppedScheduler  # noqa: E402
 from mcore_rl.errors import ConfigError  # noqa: E402
-from mcore_rl.weights.slices.shard_map import Box  # noqa: E402
+from mcore_rl.weights.slices.shard_map import Boxes  # noqa: E402
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -64,7 +64,7 @@ class Rank:
         for name, tensor in sent.items():
             loader.put(name, (0,) * tensor.dim(), tensor)
         loader.finish()
-        boxes: dict[str, Box] = {name: ((0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in sent.items()}
+        boxes: dict[str, Boxes] = {name: (((0,) * tensor.dim(), tuple(tensor.shape)),) for name, tensor in sent.items()}
         held = list(loader.held(boxes))
         equal = {name for name, tensor in held if torch.equal(tensor, sent[name])}
         unequal = {name for name, tensor in held if not torch.equal(tensor, sent[name])}  # a name may occur twice

@@ -18,7 +18,15 @@ from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 from model_converters.families import FAMILIES
 from model_converters.mapping.layout import TrainLayout
-from tests.contract.engines import DIVIDED_BY_TWO, LATENT, ON_DEMAND, WITH_SGLANG, RemoteEngine, families_of_engines
+from tests.contract.engines import (
+    DELTA_NETS,
+    DIVIDED_BY_TWO,
+    LATENT,
+    ON_DEMAND,
+    WITH_SGLANG,
+    RemoteEngine,
+    families_of_engines,
+)
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.test_vision_engine import FAMILIES_IN_VLLM
 from tests.contract.update_checks import check_close, check_greedy
@@ -84,8 +92,6 @@ CASES: dict[str, tuple[str, Fields, Fields, TrainLayout]] = {
 }  # fmt: skip
 """Family, fields of the model, fields that replace those in the config.json that transformers saves, and the trainer
 layout that exports the engine's first weights."""
-DELTA_NETS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-"""Sizes for which vLLM's CPU kernels of gated delta nets are compiled. They compute in bfloat16 only."""
 NEEDS_TORCHVISION = needs_package("torchvision", "make setup")
 NET_CASES: dict[str, TrainLayout] = {
     "qwen3_next": TrainLayout(4, tp=2, ep=2),

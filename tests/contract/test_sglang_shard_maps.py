@@ -13,7 +13,7 @@ import torch
 
 from mcore_rl.engines.sglang.layout_arguments import layout_arguments
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.shard_map import Box, ShardMap
+from mcore_rl.weights.slices.shard_map import Boxes, ShardMap
 from model_converters.families import family_for
 from model_converters.mapping.table import bind
 from tests.contract.engines import SGLANG, WITH_SGLANG
@@ -69,7 +69,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def recorded() -> dict[str, list[dict[str, Box]]]:
+def recorded() -> dict[str, list[dict[str, Boxes]]]:
     """Boxes of the compared ranks of all cases, from one process: its imports take longest."""
     given = json.dumps([case.to_json() for case in CASES.values()])
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SGLANG_USE_CPU_ENGINE": "1"}
@@ -78,13 +78,13 @@ def recorded() -> dict[str, list[dict[str, Box]]]:
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
     return {
-        name: [{tensor: (tuple(start), tuple(size)) for tensor, (start, size) in boxes.items()} for boxes in ranks]
+        name: [{name: ((tuple(start), tuple(size)),) for name, (start, size) in boxes.items()} for boxes in ranks]
         for name, ranks in zip(CASES, lines, strict=True)
     }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shard_map_equals_slices_that_sglang_keeps(name: str, recorded: dict[str, list[dict[str, Box]]]) -> None:
+def test_shard_map_equals_slices_that_sglang_keeps(name: str, recorded: dict[str, list[dict[str, Boxes]]]) -> None:
     case = CASES[name]
     shard_map = case.shard_map
     for rank, boxes in zip(case.ranks, recorded[name], strict=True):

@@ -117,7 +117,7 @@ def _receive(connection: Connection, boxes: dict[str, Any]) -> tuple[dict[str, n
     tensors: dict[str, torch.Tensor] = {}
 
     def put(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
-        target = tensors.setdefault(name, torch.zeros(boxes[name][1], dtype=box.dtype))
+        target = tensors.setdefault(name, torch.zeros(boxes[name][0][1], dtype=box.dtype))
         target[tuple(slice(a, a + n) for a, n in zip(start, box.shape, strict=True))] = box
 
     receiver.begin()

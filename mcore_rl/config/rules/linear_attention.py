@@ -23,7 +23,6 @@ def check_linear_attention(role: EngineRole, hf: dict[str, Any], *, cuda: bool) 
     rollout = role.section
     needed = (
         ("engine", rollout.engine, "vllm", f"weights of {_NETS} can be sent to vLLM only"),
-        ("tp", rollout.tp, 1, f"slices of the fused projections of {_NETS} can be sent to one rank only"),
         ("quantization", rollout.quantization, UNQUANTIZED, f"it is not supported for {_NETS}"),
         ("draft", rollout.draft, NO_DRAFTS, f"drafts are not supported for {_NETS}"),
     )

@@ -29,7 +29,7 @@ from mcore_rl.engines.held_weights import (
     unknown_layout,
 )
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.slices.shard_map import Box
+from mcore_rl.weights.slices.shard_map import Boxes
 
 EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of an expert's gate, up and down projection: in most families, and in Mixtral."""
@@ -37,7 +37,7 @@ LATENT_PROJECTION = "fused_qkv_a_proj_with_mqa"
 """Down-projections q_a_proj and kv_a_proj_with_mqa of latent attention, in this order of rows."""
 
 
-def held_tensors(model: torch.nn.Module, boxes: Mapping[str, Box]) -> Iterator[Held]:
+def held_tensors(model: torch.nn.Module, boxes: Mapping[str, Boxes]) -> Iterator[Held]:
     """Yield the parts of HF tensors that this rank holds, one module at a time. `boxes`: the expected parts.
 
     Raises: WeightSyncError for a module whose memory layout is unknown.
@@ -57,8 +57,8 @@ def held_tensors(model: torch.nn.Module, boxes: Mapping[str, Box]) -> Iterator[H
             yield _absorbed(module, f"{name}.kv_b_proj")
 
 
-def _without_padding(name: str, tensor: torch.Tensor, boxes: Mapping[str, Box]) -> torch.Tensor:
-    size = boxes[name][1] if name in boxes else tuple(tensor.shape)
+def _without_padding(name: str, tensor: torch.Tensor, boxes: Mapping[str, Boxes]) -> torch.Tensor:
+    size = boxes[name][0][1] if name in boxes else tuple(tensor.shape)
     for dim, length in enumerate(size):
         if tensor.shape[dim] > length:
             if tensor.narrow(dim, length, tensor.shape[dim] - length).any():
@@ -71,14 +71,14 @@ def _vocabulary(module: VocabParallelEmbedding, name: str) -> list[Held]:
     return [(f"{name}.weight", module.weight[: module.shard_indices.num_org_elements])]
 
 
-def _linear(module: LinearBase, name: str, boxes: Mapping[str, Box]) -> Iterator[Held]:
+def _linear(module: LinearBase, name: str, boxes: Mapping[str, Boxes]) -> Iterator[Held]:
     prefix, _, last = name.rpartition(".")
     if last != LATENT_PROJECTION:
         yield from linear_parts(module, name, module.weight)
         return
     # A replicated projection has one output size only.
     names = [f"{prefix}.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")]
-    yield from zip(names, module.weight.split([boxes[each][1][0] for each in names]), strict=True)
+    yield from zip(names, module.weight.split([boxes[each][0][1][0] for each in names]), strict=True)
 
 
 def _absorbed(module: torch.nn.Module, name: str) -> Held:
@@ -94,7 +94,7 @@ def _absorbed(module: torch.nn.Module, name: str) -> Held:
     return f"{name}.weight", torch.cat([module.w_kc, module.w_vc.transpose(1, 2)], dim=1).flatten(0, 1)
 
 
-def _experts(module: FusedMoE, name: str, boxes: Mapping[str, Box]) -> Iterator[Held]:
+def _experts(module: FusedMoE, name: str, boxes: Mapping[str, Boxes]) -> Iterator[Held]:
     if module.quant_method.use_flashinfer_trtllm_moe:
         raise unknown_layout(name, "experts in the blocks of moe_runner_backend=flashinfer_trtllm")
     # w13 stacks gate and up, each padded to the same number of rows.

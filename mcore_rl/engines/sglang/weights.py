@@ -19,7 +19,7 @@ from mcore_rl.engines.held_weights import Held
 from mcore_rl.engines.kept_slices import KeptSlice, SliceLoader, record, storage_key
 from mcore_rl.engines.sglang.held_weights import held_tensors
 from mcore_rl.errors import ConfigError
-from mcore_rl.weights.slices.shard_map import Box
+from mcore_rl.weights.slices.shard_map import Boxes
 
 
 class ParameterLoader(SliceLoader):
@@ -49,7 +49,7 @@ class ParameterLoader(SliceLoader):
             self._recorded = kept
         return self._recorded
 
-    def held(self, boxes: Mapping[str, Box]) -> Iterator[Held]:
+    def held(self, boxes: Mapping[str, Boxes]) -> Iterator[Held]:
         return held_tensors(self._model, boxes)
 
     def begin(self) -> None:

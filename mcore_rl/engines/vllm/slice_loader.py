@@ -33,7 +33,7 @@ from mcore_rl.engines.held_weights import Held
 from mcore_rl.engines.kept_slices import KeptSlice, SliceLoader, record, storage_key
 from mcore_rl.engines.vllm.draft_layers import hf_name
 from mcore_rl.engines.vllm.held_weights import derived_parameters, held_tensors, tied_head
-from mcore_rl.weights.slices.shard_map import Box
+from mcore_rl.weights.slices.shard_map import Boxes
 
 
 class ReloadingLoader(SliceLoader):
@@ -75,7 +75,7 @@ class ReloadingLoader(SliceLoader):
         finally:
             self._discard_reload()
 
-    def held(self, boxes: Mapping[str, Box]) -> Iterator[Held]:
+    def held(self, boxes: Mapping[str, Boxes]) -> Iterator[Held]:
         for name, tensor in held_tensors(self._model):
             kept = self._only_slice.get(name)
             # A loader may rename or reshape a tensor: a router's correction bias, which checkpoints store as a row.

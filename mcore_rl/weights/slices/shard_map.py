@@ -1,7 +1,8 @@
 """Shard map: the part of every HF tensor that each rank of an inference engine keeps, computed from the weight table.
 
-A rank keeps one contiguous run of indices along the dimension that the trainer divides too, and all indices of the
-other dimensions. No engine is needed to compute this; the engine's own record is compared with it (verify.py).
+A rank keeps runs of contiguous indices along the dimension that the trainer divides too, and all indices of the other
+dimensions. It is one run, except of a tensor with several sections, such as the queries, keys and values of a
+convolution. No engine is needed to compute this; the engine's own record is compared with it (verify.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from model_converters.families import family_for
 from model_converters.families.parts.hf_config import read_hf_config
 from model_converters.mapping.placement import box_shape
 from model_converters.mapping.table import FINAL_NORM, BoundRow, Row, bind
-from model_converters.mapping.transforms import GroupedQKV, KeyValueHeads, Sections, Shape, Vocabulary
+from model_converters.mapping.transforms import GroupedQKV, KeyValueHeads, Sections, Segment, Shape, Vocabulary
 
 VOCABULARY_PADDING = 64
 """vLLM and SGLang pad the number of vocabulary rows to a multiple of this before they divide them."""
@@ -33,6 +34,8 @@ VOCABULARY_PADDING = 64
 IntArray = npt.NDArray[np.int64]
 Box = tuple[Shape, Shape]
 """Part of a tensor: indices of its first element, and its shape."""
+Boxes = tuple[Box, ...]
+"""Parts of a tensor that a rank keeps one behind the other, in this order. They differ along one dim."""
 
 
 class Portion(NamedTuple):
@@ -141,15 +144,15 @@ class ShardMap:
             for name, shape in zip(bound.hf, bound.row.shapes, strict=True):
                 yield from self.encoding(bound).boxes(name, (0,) * len(shape), shape)
 
-    def boxes(self, rank: int) -> dict[str, Box]:
-        """Return the part of each HF tensor that a rank of the engine keeps, by name; as in `tensors`."""
-        boxes = {}
+    def boxes(self, rank: int) -> dict[str, Boxes]:
+        """Return the parts of each HF tensor that a rank of the engine keeps, by name; as in `tensors`."""
+        boxes: dict[str, Boxes] = {}
         for bound in self.rows:
             consumers = self.consumers(bound)
             for shard in consumers.shards[consumers.ranks == rank].tolist():
                 for run in runs_of(bound.row, Portion(shard, consumers.num_shards)):
                     for box in self.encoding(bound).boxes(bound.hf[run.part], *run_box(bound.row, run)):
-                        boxes[box.hf_name] = (box.first, box.shape)
+                        boxes[box.hf_name] = (*boxes.get(box.hf_name, ()), (box.first, box.shape))
         return boxes
 
     def pieces(self, bucket_bytes: int) -> Iterator[tuple[int, RowPiece]]:
@@ -276,9 +279,6 @@ def _refusal(row: Row, num_shards: int) -> str:
     if isinstance(row.transform, KeyValueHeads) and num_shards > row.transform.num_heads:
         heads = row.transform.num_heads
         return f"{heads} is neither a multiple nor a divisor of {{axis}} {num_shards}" if num_shards % heads else ""
-    if isinstance(row.transform, Sections) and len(row.transform.sections) > row.transform.num_parts:
-        # Such a rank would keep several runs of indices of one HF tensor.
-        return f"divides several sections of {row.hf[0]}, which {{axis}} {num_shards} does not support; set it to 1"
     return row.transform.refusal(row.shapes, row.dim, num_shards)
 
 
@@ -297,7 +297,7 @@ def _block_refusal(row: Row, num_shards: int) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def runs_of(row: Row, engine_shard: Portion) -> tuple[IndexRun, ...]:
-    """Return the index runs of an engine shard: at most one per HF tensor of the row."""
+    """Return the index runs of an engine shard: one per HF tensor of the row at most, or one per section."""
     shard, num_shards = engine_shard
     if not row.shapes[0]:
         return (IndexRun(0, 0, 1),)
@@ -312,12 +312,26 @@ def runs_of(row: Row, engine_shard: Portion) -> tuple[IndexRun, ...]:
         # Fewer heads than ranks: num_shards / heads neighbouring ranks keep the same head.
         heads = row.transform.num_heads
         return (IndexRun(0, shard * heads // num_shards * (lengths[0] // heads), lengths[0] // heads),)
+    if isinstance(row.transform, Sections):
+        return _joined(row.transform.segments(row.shapes, row.dim, shard, num_shards))
     runs = [IndexRun(part, shard * length // num_shards, length // num_shards) for part, length in enumerate(lengths)]
     if isinstance(row.transform, GroupedQKV) and num_shards > row.transform.num_groups:
         # Fewer key-value heads than ranks: num_shards / groups neighbouring ranks keep the same head.
         groups = row.transform.num_groups
         group = shard * groups // num_shards
         runs[1:] = [IndexRun(part, group * lengths[part] // groups, lengths[part] // groups) for part in (1, 2)]
+    return tuple(runs)
+
+
+def _joined(segments: Iterable[Segment]) -> tuple[IndexRun, ...]:
+    """Return the runs of segments in the order of the HF tensors, with those that follow each other joined."""
+    runs: list[IndexRun] = []
+    for part, start, _, length in sorted(segments):
+        last = runs[-1] if runs else None
+        if last is not None and last.part == part and last.start + last.length == start:
+            runs[-1] = last._replace(length=last.length + length)
+        else:
+            runs.append(IndexRun(part, start, length))
     return tuple(runs)
 
 

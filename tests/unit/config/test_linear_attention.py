@@ -16,7 +16,6 @@ HYBRID = {"model_type": "qwen3_next", "linear_num_key_heads": 16}
     ("key", "value", "said"),
     [
         ("engine", "sglang", r"^rollout\.engine=sglang: weights of .* can be sent to vLLM only; set it to vllm$"),
-        ("tp", 2, r"^rollout\.tp=2: slices of the fused projections .* one rank only; set it to 1$"),
         ("quantization", "fp8", r"^rollout\.quantization=fp8: .*; set it to none$"),
         ("draft", "ngram", r"^rollout\.draft=ngram: .*; set it to none$"),
     ],

@@ -93,7 +93,7 @@ def _slices(*pieces: tuple[tuple[int, int], tuple[int, int]]) -> list[KeptSlice]
 
 def test_kept_boxes_pieces_along_one_dim_are_one_box() -> None:
     pieces = [((4, 0), (4, 3)), ((0, 0), (2, 3)), ((2, 0), (2, 3)), ((0, 0), (2, 3))]
-    assert kept_boxes(_slices(*pieces)) == {"conv": ((0, 0), (8, 3))}
+    assert kept_boxes(_slices(*pieces)) == {"conv": (((0, 0), (8, 3)),)}
 
 
 @pytest.mark.parametrize(
@@ -105,5 +105,5 @@ def test_kept_boxes_pieces_along_one_dim_are_one_box() -> None:
         [((0, 0), (2, 3)), ((2, 3), (2, 3))],  # along two dims
     ],
 )
-def test_kept_boxes_other_pieces_are_no_whole_box(pieces: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
-    assert kept_boxes(_slices(*pieces)) == {"conv": pieces[-1]}
+def test_kept_boxes_other_pieces_stay_separate(pieces: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+    assert kept_boxes(_slices(*pieces)) == {"conv": tuple(pieces)}

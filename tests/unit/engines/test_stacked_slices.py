@@ -56,7 +56,7 @@ def test_unstacked_slices_fill_the_engines_parameters(expert_parallel: bool, ran
     places = {storage_key(tensor): ("experts", name) for name, tensor in model.parameters.items()}
     kept = unstacked(record(model, places, whole, "The engine"), StackedParts(shard_map.rows))
     boxes = {name: box for name, box in shard_map.boxes(rank).items() if name.startswith(PREFIX)}
-    assert {each.name: (each.start, each.size) for each in kept} == boxes
+    assert {each.name: ((each.start, each.size),) for each in kept} == boxes
 
     generator = torch.Generator().manual_seed(0)
     stacked = {name: torch.rand(tensor.shape, generator=generator) for name, tensor in whole.items()}

@@ -9,11 +9,16 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 
-Box = tuple[slice, ...]
+Box = tuple[slice | torch.Tensor, ...]
+"""Index of a tensor; rows that do not follow each other are a tensor of numbers."""
 ROWS = re.compile(r"\.(q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|w1|w3)\.(weight|bias)$")
-COLUMNS = re.compile(r"\.(o_proj|down_proj|w2)\.weight$")
+COLUMNS = re.compile(r"\.(o_proj|out_proj|down_proj|w2)\.weight$")
+DELTA_NET = re.compile(r"\.linear_attn\.(conv1d|in_proj_\w+|A_log|dt_bias)")
+"""Tensors of gated delta nets whose rows are divided."""
 KEYS_AND_VALUES = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -57,9 +62,24 @@ def box(name: str, shape: tuple[int, ...], config: dict[str, Any], layout: Engin
         return (_part(shape[0], min(heads, size), index * heads // size if size > heads else index), *whole[1:])
     if ROWS.search(name):
         return (_part(shape[0], size, index), *whole[1:])
+    net = DELTA_NET.search(name)
+    if net:
+        sections = _net_sections(net[1], shape[0], config)
+        starts = [sum(sections[:number]) for number in range(len(sections))]
+        parts = [_part(length, size, index) for length in sections]
+        rows = [torch.arange(at + part.start, at + part.stop) for at, part in zip(starts, parts, strict=True)]
+        return (torch.cat(rows), *whole[1:])
     if COLUMNS.search(name):
         return (whole[0], _part(shape[1], size, index))
     return whole
+
+
+def _net_sections(tensor: str, length: int, config: dict[str, Any]) -> list[int]:
+    """Return the numbers of rows of a tensor's sections, each of which the ranks divide."""
+    if tensor not in ("conv1d", "in_proj_qkv"):
+        return [length]  # one section, or ordered by key heads
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    return [keys, keys, length - 2 * keys]
 
 
 def _is_here(name: str, config: dict[str, Any], layout: EngineLayout, place: Place) -> bool:

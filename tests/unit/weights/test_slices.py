@@ -35,8 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": tiny_fields("mixtral"),
     "latent": tiny_fields("deepseek_v3", num_nextn_predict_layers=1),
     "glm": tiny_fields("glm4_moe", num_nextn_predict_layers=1),
+    "delta nets": tiny_fields("qwen3_5_moe_text", linear_num_key_heads=4, linear_num_value_heads=8),
+    "delta nets by key head": tiny_fields("qwen3_next", linear_num_key_heads=4, linear_num_value_heads=8),
 }
-SAMPLES = [(seed, list(MODELS)[seed % len(MODELS)]) for seed in range(36)]
+SAMPLES = [(seed, list(MODELS)[seed % len(MODELS)]) for seed in range(48)]
 MOST_RANKS = 16
 
 
@@ -200,7 +202,7 @@ def test_shard_map_with_draft_layers_sends_their_projection_whole(model: str) ->
     rows, tp = rows_of(MODELS[model]), EngineLayout(tp=2, draft_layers=True)
     last = MODELS[model]["num_hidden_layers"]
     names = {name for name in ShardMap(rows, tp).boxes(1) if name.startswith(f"model.layers.{last}.")}
-    assert ShardMap(rows, tp).boxes(1)[f"model.layers.{last}.eh_proj.weight"] == ((0, 0), (32, 64))
+    assert ShardMap(rows, tp).boxes(1)[f"model.layers.{last}.eh_proj.weight"] == (((0, 0), (32, 64)),)
     assert f"model.layers.{last}.mlp.experts.7.up_proj.weight" in names
     assert not names & {f"model.layers.{last}.embed_tokens.weight", f"model.layers.{last}.shared_head.head.weight"}
     assert names.isdisjoint(ShardMap(rows, EngineLayout(tp=2)).boxes(1))

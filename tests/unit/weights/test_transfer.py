@@ -113,7 +113,7 @@ def test_digests_cover_all_tensors_and_detect_changes(store: dist.TCPStore) -> N
         held = held_by(plan, checkpoint)
         digests = receive_digests(processes, held)
         whole = {name: value for name, value in checkpoint.items() if "rotary" not in name}
-        boxes = {name: ((0,) * value.dim(), tuple(value.shape)) for name, value in whole.items()}
+        boxes = {name: (((0,) * value.dim(), tuple(value.shape)),) for name, value in whole.items()}
         for of_rank in digests:
             found = compare(of_rank, whole.items(), boxes)
             assert (found.differing, found.missing, found.unknown) == (set(), set(), set())

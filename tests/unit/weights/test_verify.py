@@ -8,7 +8,7 @@ import torch
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Slice
-from mcore_rl.weights.slices.shard_map import Box, ShardMap
+from mcore_rl.weights.slices.shard_map import Boxes, ShardMap
 from mcore_rl.weights.verify import Comparison, compare, digest, require_equal, require_planned
 from tests.tiny_models import tiny_fields
 from tests.unit.weights.test_slices import rows_of
@@ -56,7 +56,7 @@ def test_compare_slices_at_offset_of_rank_box() -> None:
     slices = [Slice("w", (6, 8), torch.float32, 1, start, length, "m", 0, 0) for start, length in ((4, 1), (5, 3))]
     expected = [(each.boxes[0], digest(whole[:, each.start : each.start + each.length])) for each in slices]
     expected.append((Slice("s", (), torch.float32, 0, 0, 1, "n", 0, 0).boxes[0], digest(torch.tensor(2.0))))
-    boxes = {"w": ((0, 4), (6, 4)), "s": ((), ())}
+    boxes = {"w": (((0, 4), (6, 4)),), "s": (((), ()),)}
     held = {"w": whole[:, 4:].contiguous(), "s": torch.tensor(2.0)}
     assert compare(expected, held.items(), boxes) == Comparison()
     for column in range(4):
@@ -70,7 +70,7 @@ def test_compare_slices_at_offset_of_rank_box() -> None:
 QUERIES = "model.layers.1.self_attn.q_proj.weight"
 
 
-def planned(rank: int) -> dict[str, Box]:
+def planned(rank: int) -> dict[str, Boxes]:
     """Parts of tensors that a rank of an engine with tp=2 keeps."""
     return ShardMap(rows_of(tiny_fields("qwen3_moe")), EngineLayout(tp=2)).boxes(rank)
 
