@@ -81,10 +81,8 @@ def _equal(tensor: torch.Tensor, boxes: Boxes, parts: Sequence[tuple[TensorBox, 
     shape = (*size[:dim], sum(lengths), *size[dim + 1 :]) if size else ()
     if tuple(tensor.shape) != shape:
         return False
-    held = (
-        [(tensor, start)] if not size else list(zip(tensor.split(lengths, dim), (at for at, _ in boxes), strict=True))
-    )
-    return all(any(_holds(own, at, *each) for own, at in held) for each in parts)
+    own = tensor.split(lengths, dim) if size else (tensor,)
+    return all(any(_holds(part, at, *each) for part, (at, _) in zip(own, boxes, strict=True)) for each in parts)
 
 
 def _holds(tensor: torch.Tensor, start: Shape, box: TensorBox, expected: bytes) -> bool:

@@ -67,6 +67,23 @@ def test_compare_slices_at_offset_of_rank_box() -> None:
     assert compare(expected, [("w", whole), ("x", whole)], boxes) == Comparison({"w"}, {"s"}, {"x"})
 
 
+def test_compare_finds_changes_in_each_of_several_parts() -> None:
+    """Rows 2 and 3 of three sections of four rows, as a rank of two keeps them, sent in four parts."""
+    whole = torch.randn(12, 5)
+    boxes = {"w": tuple(((first, 0), (2, 5)) for first in (2, 6, 10))}
+    parts = ((2, 2), (6, 1), (7, 1), (10, 2))
+    slices = [Slice("w", (12, 5), torch.float32, 0, start, length, "m", 0, 0) for start, length in parts]
+    expected = [(each.boxes[0], digest(whole[each.start : each.start + each.length])) for each in slices]
+    held = torch.cat([whole[first : first + 2] for first in (2, 6, 10)])
+    assert compare(expected, [("w", held)], boxes) == Comparison()
+    for row in range(6):
+        changed = held.clone()
+        changed[row, 4] += 1
+        assert compare(expected, [("w", changed)], boxes) == Comparison({"w"})
+    for other in (held[:4], held.roll(2, 0), whole):
+        assert compare(expected, [("w", other)], boxes) == Comparison({"w"})
+
+
 QUERIES = "model.layers.1.self_attn.q_proj.weight"
 
 
