@@ -19,7 +19,7 @@ ON_DEMAND = {
     *SGLANG,
     *(f"deepseek_v3_{gpus}_gpus.yaml" for gpus in (96, 128, 512)),
     *("dapo_full_deepseek_v3_671b.yaml", "kimi_k2.yaml", "qwen3_235b_a22b.yaml"),
-    *("deepseek_v3_async.yaml", "qwen3_235b_a22b_async.yaml"),
+    *("deepseek_v3_async.yaml", "qwen3_235b_a22b_async.yaml", "qwen3_5_397b_a17b.yaml"),
 }
 """Recipes that take ten seconds each; the other recipes cover all of their features."""
 RECIPE = "configs/dapo_deepseek_v3_671b.yaml"

@@ -155,6 +155,7 @@ STARTED_RECIPES = (
     "configs/qwen3_235b_a22b.yaml",
     "configs/qwen3_30b_a3b.yaml",
     "configs/qwen3_5_35b_a3b.yaml",
+    "configs/qwen3_5_397b_a17b.yaml",
     *SGLANG_RECIPES,
 )
 

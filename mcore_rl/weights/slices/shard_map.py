@@ -327,9 +327,8 @@ def _joined(segments: Iterable[Segment]) -> tuple[IndexRun, ...]:
     """Return the runs of segments in the order of the HF tensors, with those that follow each other joined."""
     runs: list[IndexRun] = []
     for part, start, _, length in sorted(segments):
-        last = runs[-1] if runs else None
-        if last is not None and last.part == part and last.start + last.length == start:
-            runs[-1] = last._replace(length=last.length + length)
+        if runs and runs[-1].part == part and runs[-1].start + runs[-1].length == start:
+            runs[-1] = runs[-1]._replace(length=runs[-1].length + length)
         else:
             runs.append(IndexRun(part, start, length))
     return tuple(runs)

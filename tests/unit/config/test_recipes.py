@@ -47,6 +47,7 @@ PUBLISHED_PARAMETERS = {
     "Qwen3-235B-A22B": 235.1e9,
     "Qwen3-30B-A3B": 30.5e9,
     "Qwen3.5-35B-A3B": 35e9,
+    "Qwen3.5-397B-A17B": 397e9,
 }
 
 
