@@ -35,9 +35,13 @@ from mcore_rl.algorithms.interface import (
     check_shapes,
 )
 from mcore_rl.algorithms.losses.covariance import ClipCov, KLCov
+from mcore_rl.algorithms.losses.divergence import DPPOKL, DPPOTV
+from mcore_rl.algorithms.losses.future import FIPO
 from mcore_rl.algorithms.losses.plain import SFT, Reinforce
+from mcore_rl.algorithms.losses.quadratic import DRO
 from mcore_rl.algorithms.losses.ratio import CISPO, DecoupledPPO, PPOClip
 from mcore_rl.algorithms.losses.sequences import GMPO, GSPO
+from mcore_rl.algorithms.losses.soft import SAPO, VESPO
 from mcore_rl.algorithms.losses.user import UserLoss
 from mcore_rl.algorithms.whitening import whiten_batch
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
@@ -70,6 +74,12 @@ POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
     "clip_cov": ClipCov,
     "kl_cov": KLCov,
     "cispo": CISPO,
+    "sapo": SAPO,
+    "dppo_tv": DPPOTV,
+    "dppo_kl": DPPOKL,
+    "vespo": VESPO,
+    "dro": DRO,
+    "fipo": FIPO,
     "decoupled_ppo": DecoupledPPO,
     "reinforce": Reinforce,
     "sft": SFT,

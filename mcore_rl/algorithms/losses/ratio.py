@@ -11,7 +11,9 @@ from torch import Tensor
 from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
 from mcore_rl.algorithms.losses.surrogate import (
     SECTION,
+    anchored_needs,
     bounded_exp,
+    check_anchor,
     check_bounds,
     check_dual_clip,
     clipped_surrogate,
@@ -157,29 +159,35 @@ def _interpolated(inputs: PolicyLossInputs) -> Tensor:
 class CISPO:
     """CISPO: clips the importance weight instead of the token's loss, so every token keeps its gradient.
 
-        r = exp(logp - old_logp)
+        r = exp(logp - old_logp)                             anchor=rollout: r = exp(logp - rollout_logp)
         L = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logp          sg: stop-gradient
 
-    clip_low, clip_high: distances of the weight's bounds from 1.
+    clip_low, clip_high: distances of the weight's bounds from 1. anchor: denominator of the weight. rollout uses the
+    engine's log-probabilities at sampling, so the weight also corrects the difference between engine and trainer; no
+    pass for old log-probabilities is needed, and corrections are rejected.
 
     Metrics: ratio_metrics; a weight out of bounds counts as clipped for either sign of the advantage.
 
-    Source: MiniMax-M1, arXiv 2506.13585, section 3.1. The paper sets clip_low so high that there is no lower bound
-    (here 1) and gives no value for clip_high. The default upper bound 1 + clip_high = 5 is in the range 4 to 8, in
-    which arXiv 2510.13786 found no difference.
+    Source: MiniMax-M1, arXiv 2506.13585, section 3.1, with the ratio to the old policy. The paper sets clip_low so high
+    that there is no lower bound (here 1) and gives no value for clip_high. The default upper bound 1 + clip_high = 5 is
+    in the range 4 to 8, in which arXiv 2510.13786 found no difference.
     Shapes: any one shape for all inputs and the loss.
     """
 
-    needs: ClassVar[Needs] = Needs(advantages=True, old_logp=True)
-
     clip_low: float = 1.0
     clip_high: float = 4.0
+    anchor: str = "old"
 
     def __post_init__(self) -> None:
         check_bounds(self.clip_low, self.clip_high)
+        check_anchor(self.anchor)
+
+    @property
+    def needs(self) -> Needs:
+        return anchored_needs(self.anchor)
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
-        selected, log_ratio, advantages = ratio_inputs(inputs)
+        selected, log_ratio, advantages = ratio_inputs(inputs, self.anchor)
         # The weight has no gradient; only logp in the loss has one.
         log_ratio = log_ratio.detach()
         ratio = bounded_exp(log_ratio)

@@ -17,6 +17,7 @@ from mcore_rl.algorithms.losses.surrogate import (
     check_bounds,
     ratio_inputs,
     ratio_metrics,
+    with_gradient_of,
 )
 from mcore_rl.algorithms.quantiles import count_rounded, ratio_quantiles
 from mcore_rl.errors import ConfigError
@@ -33,15 +34,16 @@ def row_means(values: Tensor, selected: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sequence_metrics(
-    log_ratio: Tensor, selected: Tensor, row_log_ratio: Tensor, *, low: Tensor, high: Tensor
+    log_ratio: Tensor, selected: Tensor, row_log_ratio: Tensor, *, low: Tensor, high: Tensor, **means: Tensor
 ) -> dict[str, Metric]:
     """Compute ratio_metrics, with clip fractions, ratios and their quantiles per response: each response counts once.
+    The mean of each of `means` is over tokens.
 
     A response whose tokens have different advantages may be clipped in part; its share of clipped tokens counts.
 
     Shapes: log_ratio, selected, low, high [B, T]; row_log_ratio [B], the log of each response's ratio.
     """
-    tokens = ratio_metrics(log_ratio, selected, low=None, high=None)
+    tokens = ratio_metrics(log_ratio, selected, low=None, high=None, **means)
     length = selected.sum(-1)
     counted = length > 0
     shares = torch.stack([flags.sum(-1) / length.clamp(min=1) for flags in (low, high)]).double().sum(-1)
@@ -104,18 +106,13 @@ class GSPO:
         high = (advantages > 0) & (ratio > 1 + self.clip_high)
         # Beyond the limit, detach logp: the loss keeps its value but has no gradient.
         within = row_log_ratio.abs() <= MAX_LOG_RATIO
-        loss = _with_gradient_of(torch.where(within[:, None], logp, logp.detach()), -advantages * ratio)
+        loss = with_gradient_of(torch.where(within[:, None], logp, logp.detach()), -advantages * ratio)
         # No gradient: `ratio` comes from detached log-probabilities.
         bounded = -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return PolicyLossResult(
             torch.where(low | high, bounded, loss),
             sequence_metrics(log_ratio, selected, row_log_ratio, low=low, high=high),
         )
-
-
-def _with_gradient_of(logp: Tensor, value: Tensor) -> Tensor:
-    """Return `value` with the gradient of logp times `value`, i.e. value * exp(logp - sg[logp])."""
-    return value + value * (logp - logp.detach())
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import PolicyLossInputs, masked
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, masked
 from mcore_rl.algorithms.quantiles import count_rounded, ratio_quantiles
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import Max, Mean, Metric, Min
@@ -24,6 +24,8 @@ from mcore_rl.types import Max, Mean, Metric, Min
 SECTION = "algorithm.policy_loss"
 # exp(20) = 4.9e8. Larger ratios carry no information and could give inf * 0 = nan.
 MAX_LOG_RATIO = 20.0
+ANCHORS = ("old", "rollout")
+"""Denominators of a ratio: the trainer's policy before the first update of a batch, or the engine's at sampling."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,44 @@ class Surrogate:
     capped: Tensor | None
 
 
-def ratio_inputs(inputs: PolicyLossInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mask of trained tokens (bool), the log ratio logp - old_logp and the advantages, both 0 elsewhere."""
-    assert inputs.old_logp is not None
+def ratio_inputs(inputs: PolicyLossInputs, anchor: str = "old") -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mask of trained tokens (bool), the log ratio and the advantages, both 0 elsewhere.
+
+    anchor: denominator of the ratio: old, logp - old_logp; rollout, logp - rollout_logp.
+    """
+    denominator = inputs.old_logp if anchor == "old" else inputs.rollout_logp
+    assert denominator is not None
     assert inputs.advantages is not None
     selected = inputs.mask > 0
-    return selected, masked(inputs.logp - inputs.old_logp, selected), masked(inputs.advantages, selected)
+    return selected, masked(inputs.logp - denominator, selected), masked(inputs.advantages, selected)
+
+
+def anchored_needs(anchor: str, *, whole_sequence: bool = False) -> Needs:
+    """Return the inputs of a loss whose ratio has the denominator `anchor`."""
+    return Needs(
+        advantages=True,
+        old_logp=anchor == "old",
+        rollout_logp=anchor == "rollout",
+        whole_sequence=whole_sequence,
+    )
+
+
+def check_anchor(anchor: str) -> None:
+    """Check the denominator of a ratio. Raises: ConfigError."""
+    if anchor not in ANCHORS:
+        raise ConfigError(f"{SECTION}.anchor={anchor} is not known. Known: {', '.join(ANCHORS)}.")
+
+
+def check_positive(**options: float) -> None:
+    """Check that options are finite and greater than 0. Raises: ConfigError."""
+    for name, value in options.items():
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{SECTION}.{name}={value} must be finite and greater than 0")
+
+
+def with_gradient_of(logp: Tensor, value: Tensor) -> Tensor:
+    """Return `value` with the gradient of logp times `value`, i.e. value * exp(logp - sg[logp])."""
+    return value + value * (logp - logp.detach())
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

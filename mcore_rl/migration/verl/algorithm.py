@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mcore_rl.migration.draft import SKIP, Row
 from mcore_rl.migration.source import Setting
-from mcore_rl.migration.verl.correction import translate_correction
+from mcore_rl.migration.verl.correction import bypasses, translate_correction
 from mcore_rl.migration.verl.defaults import ACTOR, CRITIC
 from mcore_rl.migration.verl.run import VerlRun
 
@@ -23,9 +23,13 @@ LOSSES = {
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
     "cispo": "cispo",
+    "sapo": "sapo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
     "gpg": "reinforce",
 }
-CLIPPING = ("ppo_clip", "gspo", "gmpo", "cispo", "clip_cov")
+DIVERGENCES = ("dppo_tv", "dppo_kl")
+CLIPPING = ("ppo_clip", "gspo", "gmpo", "cispo", "clip_cov", *DIVERGENCES)
 """Losses with the options clip_low and clip_high."""
 COVARIANCE = {
     "clip_cov": {"cov_ratio": "clip_cov_ratio", "cov_low": "clip_cov_lb", "cov_high": "clip_cov_ub"},
@@ -102,6 +106,15 @@ def _translate_loss_options(run: VerlRun) -> None:
         )
     if loss == "ppo_clip":
         draft.apply(source, (Row(f"{LOSS}.dual_clip", (f"{ACTOR}.clip_ratio_c",)),))
+    if loss == "sapo":
+        draft.apply(source, (Row(f"{LOSS}.{name}", (f"{ACTOR}.{name}",)) for name in ("tau_pos", "tau_neg")))
+        # verl ignores loss_agg_mode for this loss.
+        draft.set("algorithm.loss_aggregation", "seq-mean-token-mean", f"{ACTOR}.policy_loss.loss_mode=sapo")
+    source.find(f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg")
+    if loss in DIVERGENCES:
+        draft.apply(source, (Row(f"{LOSS}.ratio_cap", (f"{ACTOR}.clip_ratio_c",)),))
+        if not bypasses(run):
+            draft.set(f"{LOSS}.anchor", "old", "verl without algorithm.rollout_correction.bypass_mode")
     for ours, theirs in COVARIANCE.get(str(loss), {}).items():
         # Versions before 0.5 had no section policy_loss.
         keys = (f"{ACTOR}.policy_loss.{theirs}", f"{ACTOR}.{theirs}")

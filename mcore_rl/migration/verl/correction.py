@@ -40,14 +40,20 @@ def translate_correction(run: VerlRun) -> None:
     else:
         _translate_old_correction(run)
     _block_correction_options(run)
-    bypassed = source.flag(f"{CORRECTION}.bypass_mode") or source.flag(f"{ACTOR}.use_rollout_log_probs")
-    if bypassed or run.is_fully_asynchronous:
+    reads_engine = draft.values.get("algorithm.policy_loss.name") in ("dppo_tv", "dppo_kl")
+    if bypasses(run) and not reads_engine:
         draft.changes.append(
             f"{CORRECTION}.bypass_mode uses the engine's log-probabilities as the old policy; here the trainer "
             "recomputes them, and algorithm.correction weighs the difference; algorithm.old_logp=rollout, without "
             "weights in algorithm.correction, does the same as verl"
         )
     source.find(*(f"{CORRECTION}.{name}" for name in ("rollout_is_threshold", *RS_THRESHOLDS)))
+
+
+def bypasses(run: VerlRun) -> bool:
+    """Return True if verl uses the engine's log-probabilities as the old policy."""
+    bypassed = run.source.flag(f"{CORRECTION}.bypass_mode") or run.source.flag(f"{ACTOR}.use_rollout_log_probs")
+    return bypassed or run.is_fully_asynchronous
 
 
 def _translate_list(run: VerlRun, level: str | None, rejection: str | None, veto: float | None) -> None:

@@ -35,6 +35,8 @@ COMMON: dict[str, object] = {
     f"{ACTOR}.clip_ratio_low": 0.2,
     f"{ACTOR}.clip_ratio_high": 0.2,
     f"{ACTOR}.clip_ratio_c": 3.0,
+    f"{ACTOR}.tau_pos": 1.0,
+    f"{ACTOR}.tau_neg": 1.05,
     f"{ACTOR}.policy_loss.loss_mode": "vanilla",
     f"{ACTOR}.policy_loss.clip_cov_ratio": 0.0002,
     f"{ACTOR}.policy_loss.clip_cov_lb": 1.0,

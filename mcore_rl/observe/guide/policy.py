@@ -6,7 +6,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.observe.guide.conditions import Above, Below, Fallen, Outlier, Outside
 from mcore_rl.observe.guide.entries import MetricEntry, Remedy, Warned
 
-UPPER_CLIPS = ("ppo_clip", "gspo", "cispo", "gmpo", "clip_cov", "decoupled_ppo")
+UPPER_CLIPS = ("ppo_clip", "gspo", "cispo", "gmpo", "clip_cov", "decoupled_ppo", "dppo_tv", "dppo_kl", "fipo")
 """Policy losses with algorithm.policy_loss.clip_high."""
 
 

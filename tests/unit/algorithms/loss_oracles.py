@@ -39,11 +39,103 @@ def reinforce(logp, given, mask):
     return {(i, t): -given["advantages"][i][t] * logp[i][t] for i, t in tokens(mask)}
 
 
-def cispo(logp, given, mask, clip_low=1.0, clip_high=4.0):
+def cispo(logp, given, mask, clip_low=1.0, clip_high=4.0, anchor="old"):
     losses = {}
     for i, t in tokens(mask):
-        weight = torch.clamp(torch.exp(logp[i][t] - given["old_logp"][i][t]), 1 - clip_low, 1 + clip_high)
+        weight = torch.clamp(torch.exp(logp[i][t] - anchor_of(given, anchor)[i][t]), 1 - clip_low, 1 + clip_high)
         losses[i, t] = -weight.detach() * given["advantages"][i][t] * logp[i][t]
+    return losses
+
+
+def anchor_of(given, anchor):
+    return given["old_logp" if anchor == "old" else "rollout_logp"]
+
+
+def sapo(logp, given, mask, tau_pos=1.0, tau_neg=1.05):
+    losses = {}
+    for i, t in tokens(mask):
+        advantage = given["advantages"][i][t]
+        tau = tau_pos if advantage > 0 else tau_neg
+        ratio = torch.exp(logp[i][t] - given["old_logp"][i][t])
+        losses[i, t] = -advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+    return losses
+
+
+def dppo(logp, given, mask, divergence, low, high, ratio_cap, anchor):
+    """Compute M r A, to be maximized, with M = 0 for a token that moves away from the anchor and is too far away."""
+    losses = {}
+    for i, t in tokens(mask):
+        advantage, behave = given["advantages"][i][t], anchor_of(given, anchor)[i][t]
+        ratio = torch.exp(logp[i][t] - behave)
+        far = divergence(math.exp(logp[i][t].item()), math.exp(behave))
+        masked = (advantage > 0 and ratio > 1 and far > high) or (advantage < 0 and ratio < 1 and far > low)
+        if ratio_cap is not None and ratio > ratio_cap:
+            ratio = ratio_cap * torch.exp(logp[i][t] - logp[i][t].detach())
+        losses[i, t] = 0 * ratio if masked else -advantage * ratio
+    return losses
+
+
+def dppo_tv(logp, given, mask, clip_low=0.15, clip_high=0.15, ratio_cap=None, anchor="rollout"):
+    """Use half of the sum of |p - q| over the two outcomes. Test data has probabilities above 1."""
+
+    def total_variation(p, q):
+        p, q = min(p, 1.0), min(q, 1.0)
+        return 0.5 * (abs(p - q) + abs((1 - p) - (1 - q)))
+
+    return dppo(logp, given, mask, total_variation, clip_low, clip_high, ratio_cap, anchor)
+
+
+def dppo_kl(logp, given, mask, clip_low=0.05, clip_high=0.05, ratio_cap=None, anchor="rollout"):
+    """Use the KL divergence of the two outcomes, from the anchor to the policy."""
+
+    def kl(p, q):
+        p, q = min(p, math.exp(-1e-12)), min(q, math.exp(-1e-12))
+        return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+
+    return dppo(logp, given, mask, kl, clip_low, clip_high, ratio_cap, anchor)
+
+
+def vespo(logp, given, mask, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0, anchor="rollout"):
+    losses = {}
+    for i, row in enumerate(logp):
+        weight = 1.0
+        for t in row_tokens(mask, i):
+            weight *= math.exp(row[t].item() - anchor_of(given, anchor)[i][t])
+        for t in row_tokens(mask, i):
+            advantage = given["advantages"][i][t]
+            k, decay = (k_pos, lambda_pos) if advantage >= 0 else (k_neg, lambda_neg)
+            losses[i, t] = -(weight**k) * math.exp(decay * (1 - weight)) * advantage * row[t]
+    return losses
+
+
+def dro(logp, given, mask, beta=0.05, anchor="rollout"):
+    """Compute the squared error (A - beta log ratio)^2 / (2 beta) without A^2 / (2 beta), plus A log q (a constant)."""
+    losses = {}
+    for i, t in tokens(mask):
+        advantage, behave = given["advantages"][i][t], anchor_of(given, anchor)[i][t]
+        error = (advantage - beta * (logp[i][t] - behave)) ** 2 / (2 * beta)
+        losses[i, t] = error - advantage**2 / (2 * beta) - advantage * behave
+    return losses
+
+
+def fipo(
+    logp, given, mask, clip_low=0.2, clip_high=0.28, dual_clip=10.0, decay_tokens=32.0,
+    influence_low=0.0, influence_high=0.2, safety_ratio=4.0,
+):  # fmt: skip
+    losses = {}
+    for i, row in enumerate(logp):
+        trained = row_tokens(mask, i)
+        difference = {t: row[t].item() - given["old_logp"][i][t] for t in trained}
+        for place, t in enumerate(trained):
+            future = 0.0
+            for distance, later in enumerate(trained[place:]):
+                if math.exp(difference[later]) <= dual_clip:
+                    future += 0.5 ** (distance / decay_tokens) * difference[later]
+            influence = min(max(math.exp(future), 1 - influence_low), 1 + influence_high)
+            ratio, advantage = torch.exp(row[t] - given["old_logp"][i][t]), given["advantages"][i][t]
+            if advantage < 0 and ratio > safety_ratio:
+                influence = min(max(influence, 0.8), 1.0)
+            losses[i, t] = -ppo_objective(ratio, influence * advantage, clip_low, clip_high, dual_clip)
     return losses
 
 
@@ -137,7 +229,10 @@ def decoupled_ppo(logp, given, mask, clip_low=0.2, clip_high=0.2, dual_clip=None
 
 ORACLES = {
     function.__name__: function
-    for function in (ppo_clip, reinforce, cispo, gspo, gmpo, kl_cov, clip_cov, decoupled_ppo)
+    for function in (
+        *(ppo_clip, reinforce, cispo, gspo, gmpo, kl_cov, clip_cov, decoupled_ppo),
+        *(sapo, dppo_tv, dppo_kl, vespo, dro, fipo),
+    )
 }
 
 

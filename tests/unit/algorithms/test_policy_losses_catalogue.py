@@ -30,6 +30,21 @@ CASES = [
     ("clip_cov", {"cov_ratio": 1.0, "clip_low": 0.1, "clip_high": 0.5}),
     ("kl_cov", {}),
     ("kl_cov", {"cov_ratio": 0.2, "kl_coef": 0.7}),
+    ("cispo", {"anchor": "rollout", "clip_low": 0.2, "clip_high": 0.3}),
+    ("sapo", {}),
+    ("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}),
+    ("dppo_tv", {}),
+    ("dppo_tv", {"clip_low": 0.02, "clip_high": 0.05, "ratio_cap": 1.3}),
+    ("dppo_tv", {"anchor": "old"}),
+    ("dppo_kl", {}),
+    ("dppo_kl", {"clip_low": 0.005, "clip_high": 0.01, "ratio_cap": 1.3}),
+    ("dppo_kl", {"anchor": "old"}),
+    ("vespo", {}),
+    ("vespo", {"k_pos": 1.0, "lambda_pos": 0.3, "k_neg": 0.7, "lambda_neg": 1.5, "anchor": "old"}),
+    ("dro", {}),
+    ("dro", {"beta": 2.0, "anchor": "old"}),
+    ("fipo", {}),
+    ("fipo", {"decay_tokens": 2.0, "influence_low": 0.4, "influence_high": 0.7, "safety_ratio": 1.2, "dual_clip": 1.6}),
     ("decoupled_ppo", {}),
     ("decoupled_ppo", {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.4}),
     ("decoupled_ppo", {"prox": "loglinear"}),
@@ -170,11 +185,16 @@ def test_loss_metrics_of_parts_sum_to_whole(name):
         assert merged[key].value == pytest.approx(metric.value, rel=1e-12), key
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gmpo", "cispo", "decoupled_ppo", "kl_cov"])
+OLD = {"decoupled_ppo": "prox_logp", "dppo_tv": "rollout_logp", "dppo_kl": "rollout_logp", "dro": "rollout_logp"}
+"""Denominator of the ratio, if it is not the old policy."""
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gmpo", "cispo", "kl_cov", "sapo", "fipo", *OLD])
 def test_ratio_metrics_equal_means_over_trained_tokens(name):
     given = make(8)
-    metrics = compute_policy_loss(name, **given, **({"clip_low": 0.3} if name != "kl_cov" else {})).metrics
-    old = given["prox_logp" if name == "decoupled_ppo" else "old_logp"]
+    options = {} if name in ("kl_cov", "sapo", "dro") else {"clip_low": 0.3}
+    metrics = compute_policy_loss(name, **given, **options).metrics
+    old = given[OLD.get(name, "old_logp")]
     d = (given["logp"] - old)[given["mask"] > 0].tolist()
     count = len(d)
     assert metrics["ppo_kl"] == Mean(pytest.approx(-sum(d)), count)
@@ -293,8 +313,14 @@ def test_decoupled_ppo_needs_follow_options():
     assert not loglinear.old_logp  # the forward pass that it saves
     with pytest.raises(ValueError, match="decoupled_ppo needs staleness"):
         compute_policy_loss("decoupled_ppo", **{**make(), "staleness": None}, prox="loglinear")
-    assert [name for name in POLICY_LOSSES if policy_loss(name).needs.whole_sequence] == ["gspo", "gmpo"]
+    whole = [name for name in POLICY_LOSSES if policy_loss(name).needs.whole_sequence]
+    assert whole == ["gspo", "gmpo", "vespo", "fipo"]
     assert [name for name in POLICY_LOSSES if policy_loss(name).needs.selection] == ["clip_cov", "kl_cov"]
+    rollout = [name for name in POLICY_LOSSES if policy_loss(name).needs.rollout_logp]
+    assert rollout == ["dppo_tv", "dppo_kl", "vespo", "dro", "decoupled_ppo"]
+    for name in ("cispo", *rollout[:-1]):
+        needs = [policy_loss(name, anchor=anchor).needs for anchor in ("old", "rollout")]
+        assert [(need.old_logp, need.rollout_logp) for need in needs] == [(True, False), (False, True)]
     with pytest.raises(ValueError, match=r"gspo takes one response per row"):
         compute_policy_loss("gspo", **{key: tensor.flatten() for key, tensor in make().items()})
 

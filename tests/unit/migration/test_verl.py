@@ -282,7 +282,7 @@ def test_import_yaml_with_defaults_lists_only_what_differs() -> None:
     [
         ("algorithm.adv_estimator=gdpo", "no counterpart of this value for algorithm.advantage"),
         (
-            "actor_rollout_ref.actor.policy_loss.loss_mode=sapo",
+            "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
             "no counterpart of this value for algorithm.policy_loss",
         ),
         ("actor_rollout_ref.rollout.top_p=0.9", "training samples from the full softmax; set it to 1"),

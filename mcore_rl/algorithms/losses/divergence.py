@@ -1,0 +1,147 @@
+"""Losses with a trust region in a divergence of the policies instead of the ratio of a token's probabilities."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
+from mcore_rl.algorithms.losses.surrogate import (
+    MAX_LOG_RATIO,
+    SECTION,
+    anchored_needs,
+    bounded_exp,
+    check_anchor,
+    ratio_inputs,
+    ratio_metrics,
+    with_gradient_of,
+)
+from mcore_rl.errors import ConfigError
+
+LARGEST_LOGP = -1e-12
+"""Upper bound of log-probabilities in the binary KL: the probability of all other tokens needs a logarithm."""
+
+
+class DivergenceLoss:
+    """Base class of the losses whose trust region is a divergence between two outcomes: the sampled token, and any
+    other token."""
+
+    clip_low: float
+    clip_high: float
+    ratio_cap: float | None
+    anchor: str
+
+    @property
+    def needs(self) -> Needs:
+        return anchored_needs(self.anchor)
+
+    def check(self) -> None:
+        """Check the options. Raises: ConfigError."""
+        check_anchor(self.anchor)
+        for name in ("clip_low", "clip_high"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{SECTION}.{name}={getattr(self, name)} must be finite and at least 0")
+        if self.ratio_cap is not None and not 1 < self.ratio_cap < math.inf:
+            raise ConfigError(f"{SECTION}.ratio_cap={self.ratio_cap} must be finite and greater than 1")
+
+    def divergence(self, logp: Tensor, anchor_logp: Tensor) -> Tensor:
+        """Return the divergence of the two outcomes per token. Shapes: float64 [N] each. Units: see the loss."""
+        raise NotImplementedError
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
+        selected, log_ratio, advantages = ratio_inputs(inputs, self.anchor)
+        log_ratio = log_ratio.detach()
+        denominator = inputs.old_logp if self.anchor == "old" else inputs.rollout_logp
+        assert denominator is not None
+        logp = masked(inputs.logp, selected)
+        with torch.no_grad():
+            divergence = self.divergence(logp.double(), masked(denominator, selected).double())
+            # Only tokens that the update would move further away are outside.
+            high = (advantages > 0) & (log_ratio > 0) & (divergence > self.clip_high)
+            low = (advantages < 0) & (log_ratio < 0) & (divergence > self.clip_low)
+            ratio = bounded_exp(log_ratio).clamp(max=math.inf if self.ratio_cap is None else self.ratio_cap)
+            value = masked(-advantages * ratio, ~(low | high))
+        means = {"divergence": masked(divergence, selected)}
+        if self.ratio_cap is None:
+            # As in the other losses with a ratio: beyond the limit the loss keeps its value but has no gradient.
+            logp = torch.where(log_ratio > MAX_LOG_RATIO, logp.detach(), logp)
+        else:
+            means["ratio_cap_fraction"] = log_ratio > math.log(self.ratio_cap)
+        return PolicyLossResult(
+            with_gradient_of(logp, value), ratio_metrics(log_ratio, selected, low=low, high=high, **means)
+        )
+
+
+@dataclass(frozen=True)
+class DPPOTV(DivergenceLoss):
+    """DPPO-Binary-TV: a trust region in the total variation of the sampled token's probability.
+
+        r = exp(logp - rollout_logp)                    ratio to the engine's policy; anchor=old: to the old policy
+        D = |exp(logp) - exp(rollout_logp)|             total variation of the sampled token and any other token
+        M = 0 if A > 0, r > 1 and D > clip_high;  0 if A < 0, r < 1 and D > clip_low;  else 1
+        L = -M A r                                      ratio_cap = c: -M A sg[min(r, c)] exp(logp - sg[logp])
+
+    A token outside the region has no gradient, and no value.
+
+    clip_low, clip_high: largest divergence of tokens that become less or more probable. ratio_cap: upper bound of the
+    ratio as a weight of the gradient; None: off. anchor: denominator of r and second policy of D: the engine at
+    sampling (rollout), or the trainer's policy before the first update of the batch (old).
+
+    Metrics: ratio_metrics; clip fractions count tokens outside the region; divergence, the mean of D;
+    ratio_cap_fraction (with ratio_cap only).
+
+    Source: arXiv 2602.04879, section 4 (objective, mask, binary approximation); the anchor: section 5.2; thresholds
+    of 0.15: the authors' example in verl. The paper aggregates by seq-mean-token-sum-norm (Dr. GRPO).
+    Shapes: any one shape for all inputs and the loss.
+    """
+
+    clip_low: float = 0.15
+    clip_high: float = 0.15
+    ratio_cap: float | None = None
+    anchor: str = "rollout"
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def divergence(self, logp: Tensor, anchor_logp: Tensor) -> Tensor:
+        # Rounding may give a log-probability slightly above 0.
+        return (logp.clamp(max=0).exp() - anchor_logp.clamp(max=0).exp()).abs()
+
+
+@dataclass(frozen=True)
+class DPPOKL(DivergenceLoss):
+    """DPPO-Binary-KL: a trust region in the KL divergence of the sampled token and any other token.
+
+        r = exp(logp - rollout_logp)                    ratio to the engine's policy; anchor=old: to the old policy
+        D = Q log(Q / P) + (1 - Q) log((1 - Q) / (1 - P)),      P = exp(logp), Q = exp(rollout_logp)
+        M = 0 if A > 0, r > 1 and D > clip_high;  0 if A < 0, r < 1 and D > clip_low;  else 1
+        L = -M A r                                      ratio_cap = c: -M A sg[min(r, c)] exp(logp - sg[logp])
+
+    A token outside the region has no gradient, and no value.
+
+    clip_low, clip_high: largest divergence in nats, of tokens that become less or more probable. ratio_cap, anchor:
+    see dppo_tv.
+
+    Metrics: see dppo_tv; divergence is in nats.
+
+    Source: arXiv 2602.04879, section 4 (objective, mask, binary approximation); the anchor: section 5.2; thresholds
+    of 0.05: the authors' example in verl. The paper aggregates by seq-mean-token-sum-norm (Dr. GRPO).
+    Shapes: any one shape for all inputs and the loss.
+    """
+
+    clip_low: float = 0.05
+    clip_high: float = 0.05
+    ratio_cap: float | None = None
+    anchor: str = "rollout"
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def divergence(self, logp: Tensor, anchor_logp: Tensor) -> Tensor:
+        logp, anchor_logp = logp.clamp(max=LARGEST_LOGP), anchor_logp.clamp(max=LARGEST_LOGP)
+        # log(1 - exp(x)), exact for small and large x.
+        others, anchor_others = (torch.log(-torch.expm1(x)) for x in (logp, anchor_logp))
+        return anchor_logp.exp() * (anchor_logp - logp) + anchor_others.exp() * (anchor_others - others)

@@ -1,0 +1,107 @@
+"""Losses that weigh a token by the change of the policy on the tokens after it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
+from mcore_rl.algorithms.losses.surrogate import (
+    SECTION,
+    bounded_exp,
+    check_bounds,
+    check_dual_clip,
+    check_positive,
+    clipped_surrogate,
+    ratio_inputs,
+    ratio_metrics,
+    split_by_sign,
+)
+from mcore_rl.errors import ConfigError
+
+SAFE_WEIGHTS = (0.8, 1.0)
+"""Range of the weight of a token with negative advantage whose ratio is above safety_ratio."""
+
+
+@dataclass(frozen=True)
+class FIPO:
+    """FIPO: weighs each token's advantage by the discounted log ratios of the response from that token on.
+
+        d_t = logp_t - old_logp_t,   r_t = exp(d_t)                              ratio to the old policy
+        F_t = sum_{k >= t} gamma^(k - t) [r_k <= dual_clip] d_k,   gamma = 2^(-1 / decay_tokens)
+        f_t = sg[clip(exp(F_t), 1 - influence_low, 1 + influence_high)]         sg: stop-gradient
+              A_t < 0 and r_t > safety_ratio:   clip(f_t, 0.8, 1)
+        L_t = PPO's clipped surrogate with dual clip (see ppo_clip), with f_t A_t in the place of A_t
+
+    Sums run over the trained tokens of a response, and k - t counts trained tokens. While the policy equals the old
+    one, as in the first update of a batch, f is 1.
+
+    clip_low, clip_high: see ppo_clip. dual_clip: see ppo_clip; tokens with a larger ratio are left out of F.
+    decay_tokens: distance after which a token's log ratio counts half. influence_low, influence_high: distances of the
+    bounds of f from 1.
+
+    Metrics: ratio_metrics; dual_clip_fraction; influence_weight, the mean of f; future_kl, the mean of F in nats.
+
+    Source: arXiv 2603.19835, section 3, with the values of the authors' 32B run (f between 1 and 1.2, half-life 32,
+    dual clip 10, safety ratio 4), as documented by ms-swift ("FIPO"). The paper aggregates by token-mean.
+    Shapes: [B, T], one whole response per row.
+    """
+
+    needs: ClassVar[Needs] = Needs(advantages=True, old_logp=True, whole_sequence=True)
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 10.0
+    decay_tokens: float = 32.0
+    influence_low: float = 0.0
+    influence_high: float = 0.2
+    safety_ratio: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_bounds(self.clip_low, self.clip_high)
+        check_dual_clip(self.dual_clip)
+        check_positive(decay_tokens=self.decay_tokens, safety_ratio=self.safety_ratio)
+        if not 0 <= self.influence_low < 1:
+            raise ConfigError(f"{SECTION}.influence_low={self.influence_low} must be at least 0 and less than 1")
+        if not 0 <= self.influence_high < math.inf:
+            raise ConfigError(f"{SECTION}.influence_high={self.influence_high} must be finite and at least 0")
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
+        selected, log_ratio, advantages = ratio_inputs(inputs)
+        with torch.no_grad():
+            ratio = bounded_exp(log_ratio)
+            future = discounted_future(
+                log_ratio.masked_fill(ratio > self.dual_clip, 0.0), selected, 2 ** (-1 / self.decay_tokens)
+            )
+            weight = bounded_exp(future).clamp(1 - self.influence_low, 1 + self.influence_high).to(log_ratio.dtype)
+            unsafe = (advantages < 0) & (ratio > self.safety_ratio)
+            weight = masked(torch.where(unsafe, weight.clamp(*SAFE_WEIGHTS), weight), selected)
+        # weight > 0, so the sign of the advantage, which decides the side of the clip, does not change.
+        result = clipped_surrogate(log_ratio, weight * advantages, self.clip_low, self.clip_high, self.dual_clip)
+        means = {"influence_weight": weight, "future_kl": future}
+        if result.capped is not None:
+            means["dual_clip_fraction"] = result.capped
+        flags = split_by_sign(result.clipped, advantages)
+        return PolicyLossResult(result.loss, ratio_metrics(log_ratio.detach(), selected, **flags, **means))
+
+
+def discounted_future(values: Tensor, selected: Tensor, gamma: float) -> Tensor:
+    """Sum values from each selected entry of a row to its end, with the factor gamma^(number of selected entries
+    between them). 0 where not selected.
+
+    Shapes: values, selected (bool) [B, T] -> float64 [B, T].
+    """
+    # Selected entries first, in their order, so that distances count selected entries only.
+    order = torch.argsort(~selected, dim=-1, stable=True)
+    sums = masked(values, selected).double().gather(-1, order)
+    # After the pass with `step`, an entry has the sum over the 2 * step entries from it on.
+    step = 1
+    while step < sums.shape[-1]:
+        later = torch.zeros_like(sums)
+        later[:, :-step] = sums[:, step:]
+        sums, step = sums + gamma**step * later, 2 * step
+    return masked(torch.empty_like(sums).scatter_(-1, order, sums), selected)
