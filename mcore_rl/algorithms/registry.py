@@ -43,6 +43,7 @@ from mcore_rl.algorithms.losses.ratio import CISPO, DecoupledPPO, PPOClip
 from mcore_rl.algorithms.losses.sequences import GMPO, GSPO
 from mcore_rl.algorithms.losses.soft import SAPO, VESPO
 from mcore_rl.algorithms.losses.user import UserLoss
+from mcore_rl.algorithms.terms import terms_need_old_logp
 from mcore_rl.algorithms.whitening import whiten_batch
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from mcore_rl.config.functions import FORM, names_function
@@ -143,7 +144,8 @@ def configured_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     if (algorithm.corrections or kind not in ("auto", "none")) and not _supports_corrections(loss):
         remedy = "remove the list" if algorithm.corrections else "set it to none"
         raise ConfigError(f"{given}: algorithm.policy_loss.name={section.name} does not support corrections; {remedy}")
-    if algorithm.old_logp == "rollout" and (loss.needs.rollout_logp or not loss.needs.old_logp):
+    reads_old = loss.needs.old_logp or terms_need_old_logp(algorithm)
+    if algorithm.old_logp == "rollout" and (not reads_old or (loss.needs.rollout_logp and loss.needs.old_logp)):
         raise ConfigError(
             f"algorithm.old_logp=rollout has no effect: algorithm.policy_loss.name={section.name} "
             f"{'reads the log-probabilities of both' if loss.needs.old_logp else 'reads no old policy'}; set it to "

@@ -162,6 +162,9 @@ class KLConfig:
     """Coefficient of the KL term in the policy loss."""
     loss_kind: str = setting("low_var", choices=KL_KINDS)
     """Per-token estimator of the KL in the loss; mse = k2, low_var = k3. The gradient of k1 has mean 0."""
+    unbiased: bool = False
+    """Multiply the KL in the loss by the ratio to the old policy, exp(logp - old_logp), so that value and gradient are
+    unbiased for tokens of the old policy. Needs loss_kind k1 or low_var."""
     in_reward: float = setting(0.0, minimum=0)
     """Coefficient of the KL that is subtracted from the rewards; the initial value with an adaptive controller."""
     reward_kind: str = setting("k1", choices=KL_KINDS)
@@ -172,6 +175,17 @@ class KLConfig:
     """Target of the adaptive controller: KL per trained token, as estimated by reward_kind."""
     horizon: int | None = setting(None, minimum=1, unit="responses")
     """Number of responses over which the adaptive controller changes the coefficient by at most 20 %."""
+
+
+@dataclass
+class DriftPenaltyConfig:
+    """Penalty in the loss on the squared log ratio to the policy that sampled, for any policy loss."""
+
+    coefficient: float = setting(0.0, minimum=0)
+    """Coefficient of (logp - anchor)^2 in the loss, per nat squared; 0: none."""
+    anchor: str = setting("rollout", choices=("old", "rollout"))
+    """Policy in the denominator of the ratio: the engine's at sampling (rollout), or the trainer's before the first
+    update of a batch (old)."""
 
 
 @dataclass
@@ -219,6 +233,7 @@ class AlgorithmConfig:
     entropy_coefficient: float = 0.0
     """Coefficient of the entropy bonus in the loss; 0: none."""
     kl: KLConfig = field(default_factory=KLConfig)
+    drift_penalty: DriftPenaltyConfig = field(default_factory=DriftPenaltyConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     overlong_filtering: bool = False
     """Exclude responses that reached their token limit from training; they still count in their group's baseline."""

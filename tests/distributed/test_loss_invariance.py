@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms import estimator, loss_weights
-from mcore_rl.config.algorithm import ListedCorrectionConfig
+from mcore_rl.config.algorithm import DriftPenaltyConfig, KLConfig, ListedCorrectionConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.types import merge_metrics
 from tests.distributed import converting, policy_batch
@@ -51,6 +51,11 @@ LISTED: list[dict[str, Any]] = [
     {"kind": "reject", "level": "any_token", "low": 0.5, "high": 2.0},
     {"kind": "reject", "level": "geometric", "low": 0.9, "high": None, "negative_only": True, "policy": "current"},
 ]
+TERMS: dict[str, dict[str, Any]] = {
+    "unbiased KL": {"kl": KLConfig(in_loss=0.3, unbiased=True)},
+    "drift from the engine": {"drift_penalty": DriftPenaltyConfig(0.4)},
+    "drift from the old policy": {"drift_penalty": DriftPenaltyConfig(0.4, "old")},
+}
 ESTIMATORS: dict[str, dict[str, Any]] = {"gae": {"gamma": 0.95, "lam": 0.9}, "reinforce_plus_plus": {"gamma": 0.9}}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {"dp2": (2, {}), "cp2": (2, {"cp": 2})}
 """A loss is computed on the last stage and is independent of experts."""
@@ -69,6 +74,7 @@ class Objectives:
     corrections: list[dict[str, Any]] = field(default_factory=list)
     estimator: str | None = None
     old_logp: str = "trainer"
+    terms: str = ""
 
     def __str__(self) -> str:
         parts = [
@@ -77,6 +83,7 @@ class Objectives:
             *map(str, self.correction.values()),
             "listed" * bool(self.corrections),
             self.estimator or "",
+            self.terms,
             f"old {self.old_logp}" * (self.old_logp != "trainer"),
         ]
         return " ".join(part for part in parts if part)
@@ -88,6 +95,7 @@ ALL += [Objectives("ppo_clip", correction=correction) for correction in CORRECTI
 ALL += [Objectives("ppo_clip", corrections=LISTED)]
 ALL += [Objectives("ppo_clip", corrections=LISTED[2:], old_logp="rollout")]
 ALL += [Objectives(loss, correction=CORRECTIONS[1]) for loss in ("kl_cov", "gspo")]
+ALL += [Objectives("dppo_kl", terms=name) for name in TERMS]
 ALL += [Objectives("ppo_clip", estimator=name) for name in ESTIMATORS]
 MEASURED = "decoupled_ppo metrics"
 LOSSES[MEASURED] = {"prox": "metrics"}
@@ -137,7 +145,8 @@ def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, t
     config = configure(actor.config, objective)
     actor.objective = Objective.from_config(config, actor.group, actor.context)
     share = replace(share, loss_weights=weights(objective.aggregation)[share.samples])
-    batch, metrics = RankBatch([share, share], policy_batch.chunks(), old_logp), {}
+    ref_logp = {sample: 0.7 * logp - 0.2 for sample, logp in old_logp.items()}
+    batch, metrics = RankBatch([share, share], policy_batch.chunks(), old_logp, ref_logp), {}
     if objective.estimator is not None:
         actor.estimator = chosen = estimator(objective.estimator, **ESTIMATORS[objective.estimator])
         values = {s: policy_batch.drift(s) for s in share.samples.tolist()} if chosen.needs.values else None
@@ -162,6 +171,7 @@ def configure(config: Config, objective: Objectives) -> Config:
         correction=correction,
         corrections=listed,
         old_logp=objective.old_logp,
+        **TERMS.get(objective.terms, {}),
     )
     return replace(config, algorithm=algorithm)
 

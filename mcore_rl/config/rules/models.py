@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from mcore_rl.config.algorithm import KLConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, KLConfig, is_supervised
 from mcore_rl.config.fields import changed, reject_unless_default
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.models import FSDP2, ActorConfig, ReferenceConfig, RewardModelConfig
@@ -26,6 +26,10 @@ UNSUPPORTED = {
 FROZEN_MODEL_KEYS = "hf_path weight strategy num_ranks tokens_per_microbatch moe.dispatcher fp8 offload.params".split()
 """Keys of section reward_model, besides parallel.*, that have an effect: the model is not trained and predicts no
 tokens."""
+
+
+UNBIASED_KINDS = ("k1", "low_var", "k3")
+"""Estimators of the KL whose mean over tokens of the policy is the KL."""
 
 
 def uses_lora(actor: ActorConfig) -> bool:
@@ -85,6 +89,18 @@ def uses_reference(kl: KLConfig) -> bool:
     return kl.in_loss > 0 or kl.in_reward > 0
 
 
+def check_drift_penalty(algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError for a penalty without rollouts, or an anchor without a penalty."""
+    penalty = algorithm.drift_penalty
+    if not penalty.coefficient:
+        reject_unless_default("algorithm.drift_penalty", penalty, "set algorithm.drift_penalty.coefficient above 0")
+    elif is_supervised(algorithm):
+        raise ConfigError(
+            f"algorithm.drift_penalty.coefficient={penalty.coefficient}: algorithm.policy_loss.name="
+            f"{algorithm.policy_loss.name} trains on no samples of a policy; set it to 0"
+        )
+
+
 def check_reference(kl: KLConfig, reference: ReferenceConfig) -> None:
     """Raise ConfigError for a key that has no effect or that requires another key."""
     chosen = "algorithm.kl.controller=adaptive"
@@ -100,7 +116,13 @@ def check_reference(kl: KLConfig, reference: ReferenceConfig) -> None:
     for use in ("loss", "reward"):
         key = f"algorithm.kl.in_{use}"
         if not getattr(kl, f"in_{use}"):
-            reject_unless_default("algorithm.kl", kl, f"set {key} above 0", (f"{use}_kind",))
+            keys = (f"{use}_kind", "unbiased") if use == "loss" else (f"{use}_kind",)
+            reject_unless_default("algorithm.kl", kl, f"set {key} above 0", keys)
+    if kl.unbiased and kl.loss_kind not in UNBIASED_KINDS:
+        raise ConfigError(
+            f"algorithm.kl.unbiased=true needs an estimator that is unbiased for tokens of the policy, not "
+            f"algorithm.kl.loss_kind={kl.loss_kind}; set it to one of {', '.join(UNBIASED_KINDS)}"
+        )
     if not uses_reference(kl):
         reject_unless_default("reference", reference, "set algorithm.kl.in_loss or algorithm.kl.in_reward above 0")
 

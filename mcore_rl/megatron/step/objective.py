@@ -15,8 +15,10 @@ from torch.nn.utils.rnn import pad_sequence
 from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult, kl_penalty
 from mcore_rl.algorithms.corrections import corrected
 from mcore_rl.algorithms.interface import PolicyLoss
+from mcore_rl.algorithms.losses.surrogate import bounded_exp
 from mcore_rl.algorithms.registry import configured_corrections, configured_loss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
+from mcore_rl.algorithms.terms import add_terms, terms_need_old_logp
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.schema import Config
@@ -106,6 +108,8 @@ class Objective:
         """True if updates need the log-probabilities of the policy before the first update."""
         if self.algorithm.old_logp == "rollout":
             return False
+        if terms_need_old_logp(self.algorithm):
+            return True
         return self.loss.needs.old_logp or any(correction.needs_old_logp for correction in self.corrections)
 
     def logp(
@@ -178,20 +182,22 @@ class Objective:
             inputs = replace(inputs, chosen=torch.cat([no_tokens, *(chosen[sample] for sample in batch.samples)]))
         result = self._per_token(inputs, batch)
         per_token = result.loss
-        algorithm, kl = self.algorithm, None
-        if algorithm.entropy_coefficient:
-            per_token = per_token - algorithm.entropy_coefficient * entropy
-        if algorithm.kl.in_loss:
-            kl = kl_penalty(logp, _stored_logp(batch, rank_batch.ref_logp, logp, "reference"), algorithm.kl.loss_kind)
-            per_token = per_token + algorithm.kl.in_loss * kl
+        has_kl = self.algorithm.kl.in_loss > 0
+        per_token, of_terms = add_terms(
+            per_token,
+            self.algorithm,
+            inputs,
+            entropy=entropy,
+            entropy_coefficient=self.algorithm.entropy_coefficient,
+            ref_logp=_stored_logp(batch, rank_batch.ref_logp, logp, "reference") if has_kl else None,
+        )
         weighted = per_token * batch.loss_weights
         loss = weighted.sum()
         metrics = {name if "/" in name else f"actor/{name}": metric for name, metric in result.metrics.items()}
+        metrics |= of_terms
         with torch.no_grad():
             if policy_is_old and self.loss.needs.advantages:
                 metrics |= mismatch(batch, logp)
-            if kl is not None:
-                metrics["actor/kl_reference"] = Mean(float(kl.sum(dtype=torch.float64)), len(batch.targets))
             report = _report(batch, loss, metrics, logp, weighted, entropy)
         if not self.actor.mtp_loss_coefficient:
             return loss, report
@@ -340,20 +346,26 @@ def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[
 def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
     """Return the metrics of the difference between the log-probabilities of the policy and of the engine's records.
 
-    kl and kl_low_var: k1 and k3 estimates of KL(rollout || policy). logp_diff_fresh_mean: only tokens that were sampled
-    with the current weights.
+    kl and kl_low_var: k1 and k3 estimates of KL(rollout || policy), for the tokens that the engine sampled.
+    kl_reverse and kl_reverse_low_var: the same for KL(policy || rollout), with the weights exp(logp - rollout_logp),
+    limited to 20 nats, since the tokens are not samples of the policy. logp_diff_fresh_mean: only tokens that were
+    sampled with the current weights.
     """
     trainer, engine = logp.double(), batch.logp_rollout.double()
     difference = (trainer - engine).abs()
+    weights = bounded_exp(trainer - engine)
+    reverse = [(weights * kl_penalty(trainer, engine, kind)).sum() for kind in ("k1", "low_var")]
     largest = difference.max() if len(difference) else difference.sum()
     fresh = (batch.staleness == 1).double()
     sums = [difference.sum(), difference @ fresh, fresh.sum(), kl_penalty(engine, trainer, "low_var").sum(), largest]
-    sums += [trainer.sum(), engine.sum(), trainer @ trainer, engine @ engine, trainer @ engine]
+    sums += [*reverse, trainer.sum(), engine.sum(), trainer @ trainer, engine @ engine, trainer @ engine]
     # One device-to-host transfer instead of one per number.
-    total, fresh_total, num_fresh, low_var, most, *moments = torch.stack(sums).tolist()
+    total, fresh_total, num_fresh, low_var, most, reverse_k1, reverse_low_var, *moments = torch.stack(sums).tolist()
     return {
         "rollout/kl": Mean(moments[1] - moments[0], len(difference)),
         "rollout/kl_low_var": Mean(low_var, len(difference)),
+        "rollout/kl_reverse": Mean(reverse_k1, len(difference)),
+        "rollout/kl_reverse_low_var": Mean(reverse_low_var, len(difference)),
         "rollout/logp_diff_mean": Mean(total, len(difference)),
         "rollout/logp_diff_fresh_mean": Mean(fresh_total, num_fresh),
         "rollout/logp_diff_max": Max(most),

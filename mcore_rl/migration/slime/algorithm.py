@@ -120,8 +120,10 @@ def _translate_kl(run: SlimeRun) -> None:
         draft.take(source, "algorithm.kl.in_reward", in_reward, "kl-coef")
         draft.take(source, "algorithm.kl.reward_kind", kind, "kl-loss-type")
     source.find("use-kl-loss", "kl-loss-coef", "kl-coef", "kl-loss-type")
-    if source.flag("use-unbiased-kl"):
-        draft.block(source.effective("use-unbiased-kl"), "estimators of the KL have no importance weights here")
+    if source.flag("use-unbiased-kl") and in_loss > 0:
+        draft.take(source, "algorithm.kl.unbiased", True, "use-unbiased-kl")
+        if kind == "mse":
+            draft.block(source.effective("use-unbiased-kl"), "k2 is biased with and without weights; use k1 or k3")
     interval = source.integer("ref-update-interval")
     if interval > 0 and any(key.startswith("algorithm.kl.in_") for key in draft.values):
         draft.take(source, "reference.refresh_every_steps", interval, "ref-update-interval")

@@ -101,6 +101,16 @@ def _mixture_of_experts(base: str, tmp_path: Path) -> None:
             [ATTENTION_DP, "rollout.engine=sglang", *EXPERT_PARALLEL, "rollout.max_concurrent_requests=33"],
             "divides rollout.max_concurrent_requests=33 among rollout.tp=2 ranks; set it to a multiple of 2",
         ),
+        (["algorithm.kl.unbiased=true"], "algorithm.kl.unbiased=True has no effect; set algorithm.kl.in_loss above 0"),
+        (
+            ["algorithm.kl.in_loss=0.1", "algorithm.kl.unbiased=true", "algorithm.kl.loss_kind=mse"],
+            "not algorithm.kl.loss_kind=mse; set it to one of k1, low_var, k3",
+        ),
+        (["algorithm.drift_penalty.anchor=old"], "set algorithm.drift_penalty.coefficient above 0"),
+        (
+            ["algorithm.drift_penalty.coefficient=0.1", "algorithm.policy_loss.name=sft"],
+            "algorithm.drift_penalty.coefficient=0.1: algorithm.policy_loss.name=sft trains on no samples",
+        ),
         ([ENGINE_REPLAY, "algorithm.policy_loss.name=sft"], f"{ENGINE_REPLAY} replays what the engine chose"),
         (["data.long_prompts=cut"], "data.long_prompts"),
         (["rollout.tool_parser=hermes"], "rollout.tool_parser=hermes has no effect; set rollout.tools, or leave"),

@@ -32,8 +32,29 @@ def measured(cuts: list[int]) -> dict[str, float]:
     gap = theirs.astype(float) - ours  # over tokens sampled by the engine
     assert found["rollout/kl"] == pytest.approx(gap.mean(), rel=1e-9)
     assert found["rollout/kl_low_var"] == pytest.approx((np.exp(-gap) - 1 + gap).mean(), rel=1e-9)
+    weight = np.exp(-gap)
+    assert found["rollout/kl_reverse"] == pytest.approx((weight * -gap).mean(), rel=1e-9)
+    assert found["rollout/kl_reverse_low_var"] == pytest.approx((weight * -gap - weight + 1).mean(), rel=1e-9)
     assert found["rollout/logp_pearson"] == pytest.approx(np.corrcoef(ours, theirs)[0, 1], rel=1e-9)
     return found
+
+
+def test_mismatch_estimates_are_unbiased_in_both_directions() -> None:
+    """Weigh every token of a vocabulary by its probability in the engine: the sums are the exact divergences."""
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    trainer, engine = logits.log_softmax(-1)
+    exact = {
+        "rollout/kl": (engine.exp() * (engine - trainer)).sum().item(),
+        "rollout/kl_reverse": (trainer.exp() * (trainer - engine)).sum().item(),
+    }
+    sums = dict.fromkeys([name + kind for name in exact for kind in ("", "_low_var")], 0.0)
+    for ours, theirs in zip(trainer, engine, strict=True):
+        batch: Any = SimpleNamespace(logp_rollout=theirs[None], staleness=torch.ones(1))
+        metrics = mismatch(batch, ours[None])
+        for name in sums:
+            sums[name] += metrics[name].value * theirs.exp().item()
+    for name, value in sums.items():
+        assert value == pytest.approx(exact[name.removesuffix("_low_var")], rel=1e-12), name
 
 
 @pytest.mark.parametrize("cuts", [[], [20], [0, 3, 3, 49]], ids=["whole", "two", "with empty ones"])

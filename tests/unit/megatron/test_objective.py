@@ -61,6 +61,16 @@ def test_rollout_as_old_policy_needs_no_pass_and_no_weights() -> None:
     assert objective.corrections == ()  # the automatic one would weigh the difference a second time
 
 
+def test_terms_on_the_old_policy_need_its_logp() -> None:
+    made = config("dppo_tv", "none")
+    assert not Objective.from_config(made, None).needs_old_logp
+    made.algorithm.kl.in_loss, made.algorithm.kl.unbiased = 0.1, True
+    assert Objective.from_config(made, None).needs_old_logp
+    # The loss itself reads no old policy, but the KL term does.
+    made.algorithm.old_logp = "rollout"
+    assert not Objective.from_config(made, None).needs_old_logp
+
+
 @pytest.mark.parametrize(("loss", "reason"), [("decoupled_ppo", "reads the log-prob"), ("reinforce", "reads no old")])
 def test_rollout_as_old_policy_is_rejected_for_losses_without_use(loss: str, reason: str) -> None:
     made = config(loss, "auto")

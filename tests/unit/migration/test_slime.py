@@ -168,11 +168,19 @@ def test_import_weights_through_files_keep_their_directory(mode: str, tmp_path: 
         ("--normalize-advantages", "advantages of grpo are not whitened"),
         ("--disable-rewards-normalization", "grpo subtracts the mean of a group"),
         ("--optimizer sgd", "the optimizer is Adam"),
+        ("--use-unbiased-kl --use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k2", "k2 is biased with and without"),
     ],
 )
 def test_import_argument_that_changes_training_is_a_blocker(arguments: str, reason: str, tmp_path: Path) -> None:
     _, draft, _ = translated(arguments, tmp_path)
     assert reason in " ".join(draft.blockers)
+
+
+def test_import_unbiased_kl_needs_a_kl_loss(tmp_path: Path) -> None:
+    given = "--use-unbiased-kl --use-kl-loss --kl-loss-coef"
+    found = {coef: translated(f"{given} {coef}", tmp_path)[1] for coef in (0, 0.1)}
+    assert [draft.values.get("algorithm.kl.unbiased") for draft in found.values()] == [None, True]
+    assert not any(draft.blockers for draft in found.values())
 
 
 def test_import_without_engines_names_the_argument(tmp_path: Path) -> None:

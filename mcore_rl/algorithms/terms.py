@@ -1,0 +1,72 @@
+"""Terms that are added to the policy loss of each token:
+
+    - entropy_coefficient H                               H: entropy of the policy's distribution
+    + kl.in_loss k                                        k: kl.loss_kind (see kl.py) of KL(policy || reference)
+    + kl.in_loss r k,    r = exp(logp - old_logp)         with kl.unbiased
+    + drift_penalty.coefficient d^2,                      d = logp - rollout_logp with anchor rollout,
+                                                              logp - old_logp with anchor old
+
+Tokens are samples of the old policy. The plain term is therefore unbiased only while the policy equals the old one, and
+its gradient never is, since it treats the tokens as fixed. With the ratio r, whose gradient counts, the mean of r k
+over tokens of the old policy is KL(policy || reference), in value and gradient, for the estimators k1 and low_var. The
+old policy is the trainer's or, with algorithm.old_logp=rollout, the engine's.
+
+The drift penalty pulls the policy back to the policy that sampled. Both terms have gradient in each token, whatever
+the policy loss clips, masks or corrects.
+
+Source: unbiased KL: DeepSeek-V3.2, arXiv 2512.02556, equation 7 (low_var); drift penalty: Kimi K2.5, arXiv 2602.02276,
+the term tau (log ratio)^2 of its objective.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mcore_rl.algorithms.interface import PolicyLossInputs
+from mcore_rl.algorithms.kl import kl_penalty
+from mcore_rl.algorithms.losses.surrogate import bounded_exp
+from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.types import Mean, Metric
+
+
+def terms_need_old_logp(algorithm: AlgorithmConfig) -> bool:
+    """Return True if a term reads the old policy."""
+    penalty = algorithm.drift_penalty
+    return algorithm.kl.unbiased or (penalty.coefficient > 0 and penalty.anchor == "old")
+
+
+def add_terms(
+    per_token: Tensor,
+    algorithm: AlgorithmConfig,
+    inputs: PolicyLossInputs,
+    *,
+    entropy: Tensor,
+    entropy_coefficient: float,
+    ref_logp: Tensor | None,
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Add the configured terms to a loss per token. Returns the sum and the means of the KL term and of d^2.
+
+    Shapes: all [N], trained tokens only. Units: nats.
+    ref_logp: log-probabilities of the reference; needed if kl.in_loss is above 0.
+    """
+    found: dict[str, Tensor] = {}
+    if entropy_coefficient:
+        per_token = per_token - entropy_coefficient * entropy
+    if algorithm.kl.in_loss:
+        assert ref_logp is not None
+        kl = kl_penalty(inputs.logp, ref_logp, algorithm.kl.loss_kind)
+        if algorithm.kl.unbiased:
+            assert inputs.old_logp is not None
+            kl = bounded_exp(inputs.logp - inputs.old_logp) * kl
+        per_token = per_token + algorithm.kl.in_loss * kl
+        found["actor/kl_reference"] = kl
+    penalty = algorithm.drift_penalty
+    if penalty.coefficient:
+        anchor = inputs.old_logp if penalty.anchor == "old" else inputs.rollout_logp
+        assert anchor is not None
+        squared = (inputs.logp - anchor).square()
+        per_token = per_token + penalty.coefficient * squared
+        found["actor/drift_squared"] = squared
+    return per_token, {
+        name: Mean(float(values.detach().double().sum()), values.numel()) for name, values in found.items()
+    }
