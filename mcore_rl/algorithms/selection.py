@@ -68,6 +68,19 @@ def choose(
     return [score >= limit for score in scores]
 
 
+@torch.no_grad()
+def highest(scores: Sequence[Tensor], share: float, all_reduce: AllReduce = one_rank) -> list[Tensor]:
+    """Choose the highest scores of all ranks: floor(share N) of N, but at least one if there is any, and all that tie
+    with the last of them. Returns one bool tensor per part, shaped like it.
+
+    Collective: all ranks that all_reduce sums over.
+    """
+    flat = torch.cat([score.flatten().float() for score in scores])
+    total = int(all_reduce(torch.tensor(flat.numel(), device=flat.device)))
+    limit = threshold(flat, min(total, max(1, int(share * total))), all_reduce)
+    return [score.float() >= limit for score in scores]
+
+
 def chosen_tokens(loss: SelectiveLoss, inputs: PolicyLossInputs) -> Tensor:
     """Return inputs.chosen; if it is None, choose as if `inputs` held all tokens of the update."""
     if inputs.chosen is not None:

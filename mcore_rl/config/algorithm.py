@@ -230,6 +230,9 @@ class AlgorithmConfig:
     current)."""
     loss_aggregation: str = setting("token-mean", choices=LOSS_AGGREGATIONS)
     """Reduction of per-token losses to the loss of an update."""
+    high_entropy_share: float = setting(1.0, above=0, maximum=1)
+    """Share of the trained tokens of an update, those with the highest entropy, whose policy loss is kept; the others
+    have none, but still count in the loss's denominator. Below 1, an update takes an additional forward pass."""
     entropy_coefficient: float = 0.0
     """Coefficient of the entropy bonus in the loss; 0: none."""
     kl: KLConfig = field(default_factory=KLConfig)

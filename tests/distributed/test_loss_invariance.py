@@ -54,6 +54,7 @@ LISTED: list[dict[str, Any]] = [
 TERMS: dict[str, dict[str, Any]] = {
     "unbiased KL": {"kl": KLConfig(in_loss=0.3, unbiased=True)},
     "drift from the engine": {"drift_penalty": DriftPenaltyConfig(0.4)},
+    "high entropy": {"high_entropy_share": 0.4},
     "drift from the old policy": {"drift_penalty": DriftPenaltyConfig(0.4, "old")},
 }
 ESTIMATORS: dict[str, dict[str, Any]] = {"gae": {"gamma": 0.95, "lam": 0.9}, "reinforce_plus_plus": {"gamma": 0.9}}
@@ -96,6 +97,7 @@ ALL += [Objectives("ppo_clip", corrections=LISTED)]
 ALL += [Objectives("ppo_clip", corrections=LISTED[2:], old_logp="rollout")]
 ALL += [Objectives(loss, correction=CORRECTIONS[1]) for loss in ("kl_cov", "gspo")]
 ALL += [Objectives("dppo_kl", terms=name) for name in TERMS]
+ALL += [Objectives(loss, terms="high entropy") for loss in ("gspo", "kl_cov")]
 ALL += [Objectives("ppo_clip", estimator=name) for name in ESTIMATORS]
 MEASURED = "decoupled_ppo metrics"
 LOSSES[MEASURED] = {"prox": "metrics"}
@@ -214,6 +216,34 @@ def test_objectives_have_different_gradients(found: dict[str, Any]) -> None:
     equal = [(a, b) for a, b in itertools.combinations(seen, 2) if torch.equal(seen[a], seen[b])]
     # A correction that is only measured changes nothing.
     assert equal == [("decoupled_ppo token-mean", f"{MEASURED} token-mean")]
+
+
+def test_high_entropy_share_keeps_loss_of_tokens_with_highest_entropy(model: str) -> None:
+    case = Case("moe", tokens=ONE_MICROBATCH)
+    ((measured, tokens),) = launch(measure_high_entropy, 1, model, f"{model}.mcore", case)
+    limit = np.sort([entropy for _, entropy, _, _ in tokens])[-int(0.4 * len(tokens))]
+    kept = [(logp, advantage, weight) for logp, entropy, advantage, weight in tokens if entropy >= limit]
+    assert len(kept) == int(0.4 * len(tokens)) > 3
+    bonus = sum(policy_batch.ENTROPY_COEFFICIENT * entropy * weight for _, entropy, _, weight in tokens)
+    expected = sum(-advantage * logp * weight for logp, advantage, weight in kept) - bonus
+    assert measured["loss"] == pytest.approx(expected, rel=1e-5)
+    assert measured["metrics"]["actor/high_entropy_fraction"].value == pytest.approx(len(kept) / len(tokens))
+
+
+def measure_high_entropy(rank: int, directory: str, checkpoint: str, case: Case) -> Any:
+    """Measure REINFORCE with some of the tokens, and return log-probability, entropy, advantage and weight of all."""
+    actor = build_actor(directory, case)
+    load_weights(actor, checkpoint)
+    share = policy_batch.shares(actor)[0]
+    found = policy_values(actor, share, policy_batch.chunks())
+    given = {int(sample): float(advantage) for sample, advantage in zip(share.samples, share.advantages, strict=True)}
+    scale = weights("token-mean")
+    tokens = [
+        (float(logp), float(entropy), given[sample], float(scale[sample]))
+        for sample, (_, logps, entropies) in found.items()
+        for logp, entropy in zip(logps, entropies, strict=True)
+    ]
+    return measure(actor, Objectives("reinforce", terms="high entropy"), share, {}), tokens
 
 
 def test_rollout_as_old_policy_equals_stored_logp_of_the_engine(model: str) -> None:

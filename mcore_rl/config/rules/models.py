@@ -89,8 +89,14 @@ def uses_reference(kl: KLConfig) -> bool:
     return kl.in_loss > 0 or kl.in_reward > 0
 
 
-def check_drift_penalty(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError for a penalty without rollouts, or an anchor without a penalty."""
+def check_terms(algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError for parts of the loss that supervised training does not have, or an anchor without a
+    penalty."""
+    if algorithm.high_entropy_share < 1 and is_supervised(algorithm):
+        raise ConfigError(
+            f"algorithm.high_entropy_share={algorithm.high_entropy_share}: algorithm.policy_loss.name="
+            f"{algorithm.policy_loss.name} trains on all target tokens; set it to 1"
+        )
     penalty = algorithm.drift_penalty
     if not penalty.coefficient:
         reject_unless_default("algorithm.drift_penalty", penalty, "set algorithm.drift_penalty.coefficient above 0")

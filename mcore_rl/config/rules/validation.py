@@ -22,11 +22,11 @@ from mcore_rl.config.rules.engine_support import (
 )
 from mcore_rl.config.rules.linear_attention import check_linear_attention
 from mcore_rl.config.rules.models import (
-    check_drift_penalty,
     check_graders,
     check_lora,
     check_reference,
     check_rewards,
+    check_terms,
 )
 from mcore_rl.config.rules.observe import check_profile, check_trajectories
 from mcore_rl.config.rules.quantization import check_quantization
@@ -89,7 +89,7 @@ def validate_keys(config: Config, *, run_here: bool = True) -> None:
             "algorithm.policy_loss.name=sft samples nothing; set it to none"
         )
     check_reference(config.algorithm.kl, config.reference)
-    check_drift_penalty(config.algorithm)
+    check_terms(config.algorithm)
     check_rewards(config.reward_model, config.judge, config.reward, config.rollout)
     check_graders(config.reward, config.rollout)
     check_lora(config)

@@ -25,14 +25,8 @@ from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples
-from mcore_rl.megatron.step.objective import (
-    MicroBatchReport,
-    Objective,
-    RankBatch,
-    logp_gap,
-    mismatch,
-    non_finite_samples,
-)
+from mcore_rl.megatron.step.mismatch import logp_gap, mismatch
+from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, RankBatch, TokenChoice, non_finite_samples
 from mcore_rl.megatron.step.replay import engine_routing
 from mcore_rl.megatron.step.token_values import TokenValueWriter
 from mcore_rl.resolved.model import ResolvedModel
@@ -258,14 +252,14 @@ class MegatronActor(TrainedModel):
         replays, records = batch.replays and not policy_is_old, batch.replays and policy_is_old
         microbatches = self.microbatches(share, batch.chunks)
         trained, routed = self.token_weights(microbatches)
-        chosen: Mapping[int, torch.Tensor] | None = None
-        if self.objective.loss.needs.selection:
-            chosen = self._choose_tokens(batch, microbatches, replays=replays)
+        choice = TokenChoice()
+        if self.objective.chooses_tokens:
+            choice = self._choose_tokens(batch, microbatches, replays=replays)
         rows = [
             self.routing.row(microbatch, token_weight=routed, replays=replays, records=records)
             for microbatch in microbatches
         ]
-        loss = partial(self.objective.evaluate, batch, policy_is_old=policy_is_old, chosen=chosen, mtp_weight=trained)
+        loss = partial(self.objective.evaluate, batch, policy_is_old=policy_is_old, choice=choice, mtp_weight=trained)
         reports = self._accumulate(share, microbatches, rows, loss, suspects="loss or log-probability")
         self.routing.keep(microbatches, rows)
         return microbatches, reports
@@ -284,18 +278,16 @@ class MegatronActor(TrainedModel):
         """Dtype of exported weights: the dtype in which layers use the parameters."""
         return self.chunks[0].config.params_dtype
 
-    def _choose_tokens(
-        self, batch: RankBatch, microbatches: list[MicroBatch], *, replays: bool
-    ) -> dict[int, torch.Tensor]:
-        """Select the tokens that a selective loss treats differently in the next update, with an extra forward pass.
+    def _choose_tokens(self, batch: RankBatch, microbatches: list[MicroBatch], *, replays: bool) -> TokenChoice:
+        """Choose tokens among all tokens of the next update, with an extra forward pass.
 
         Collective: all ranks.
         """
         rows = [self.routing.row(microbatch, replays=replays) for microbatch in microbatches]
-        logp_by_batch = self.infer(microbatches, self.objective.logp_of, rows)
+        found = self.infer(microbatches, self.objective.logp_and_entropy_of, rows)
         # Ranks of other stages have no log-probabilities and take no part in the reductions.
-        if not logp_by_batch:
-            return {}
+        if not found:
+            return TokenChoice()
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
 
         def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
@@ -303,4 +295,4 @@ class MegatronActor(TrainedModel):
             return tensor
 
         seed = self.config.run.seed + 1_000_003 * self.scheduler.num_steps  # a different seed for every update
-        return self.objective.choose_tokens(logp_by_batch, batch, seed=seed, all_reduce=all_reduce)
+        return self.objective.choose_tokens(found, batch, seed=seed, all_reduce=all_reduce)

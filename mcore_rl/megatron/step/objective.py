@@ -12,12 +12,11 @@ import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult, kl_penalty
+from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult
 from mcore_rl.algorithms.corrections import corrected
 from mcore_rl.algorithms.interface import PolicyLoss
-from mcore_rl.algorithms.losses.surrogate import bounded_exp
 from mcore_rl.algorithms.registry import configured_corrections, configured_loss
-from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
+from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, highest, token_keys
 from mcore_rl.algorithms.terms import add_terms, terms_need_old_logp
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.models import ActorConfig
@@ -27,7 +26,8 @@ from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens
-from mcore_rl.types import Correlation, LogpGap, Max, Mean, Metric, RankShare, TrajectoryBuffers
+from mcore_rl.megatron.step.mismatch import mismatch
+from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,18 @@ class MicroBatchReport:
     loss: float
     metrics: dict[str, Metric]
     non_finite: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """Tokens that are chosen among all tokens of an update, bool [n] by sample, for the tokens of this rank.
+
+    of_loss: tokens that a loss with needs.selection treats differently; None for other losses.
+    kept: tokens whose policy loss is kept; None: all.
+    """
+
+    of_loss: Mapping[int, torch.Tensor] | None = None
+    kept: Mapping[int, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +149,17 @@ class Objective:
         """Compute log-probabilities only, for RankModel.infer. Returns them with their micro-batch."""
         return batch, self.logp(chunk, hidden, batch, compute_entropy=False)[0]
 
+    def logp_and_entropy_of(
+        self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor
+    ) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
+        """Compute log-probabilities and entropies, for RankModel.infer. Returns them with their micro-batch."""
+        return batch, *self.logp(chunk, hidden, batch, compute_entropy=True)
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """True if an update needs the result of `choose_tokens`."""
+        return self.loss.needs.selection or self.algorithm.high_entropy_share < 1
+
     def _temperature(self, batch: MicroBatch) -> torch.Tensor | float:
         """Return the temperature of all trained tokens, a number or [N]."""
         given = batch.temperatures
@@ -155,7 +178,7 @@ class Objective:
         hidden: torch.Tensor,
         *,
         policy_is_old: bool,
-        chosen: Mapping[int, torch.Tensor] | None,
+        choice: TokenChoice,
         mtp_weight: float,
     ) -> tuple[torch.Tensor, MicroBatchReport]:
         """Compute the micro-batch's loss, a scalar with gradient: the sum of its token losses times response weights,
@@ -163,7 +186,7 @@ class Objective:
 
         policy_is_old: the policy is the one before the first update; its log-probabilities are stored in
             rank_batch.old_logp, if later updates need them or stores_logp is set.
-        chosen: result of `choose_tokens`.
+        choice: result of `choose_tokens`.
         mtp_weight: 1 / (trained tokens) of the update on all ranks.
 
         Collective: the tensor-parallel group; also the context-parallel group if the loss needs whole sequences.
@@ -177,11 +200,14 @@ class Objective:
             # In place: the later updates of the batch read it.
             rank_batch.old_logp.update(zip(batch.samples, parts, strict=True))
         inputs = self._inputs(logp, batch, rank_batch)
-        if chosen is not None:
-            no_tokens = batch.targets.new_empty(0, dtype=torch.bool)
-            inputs = replace(inputs, chosen=torch.cat([no_tokens, *(chosen[sample] for sample in batch.samples)]))
+        if choice.of_loss is not None:
+            inputs = replace(inputs, chosen=_flags(batch, choice.of_loss))
         result = self._per_token(inputs, batch)
-        per_token = result.loss
+        per_token, metrics = result.loss, dict(result.metrics)
+        if choice.kept is not None:
+            kept = _flags(batch, choice.kept)
+            per_token = per_token.masked_fill(~kept, 0.0)
+            metrics["high_entropy_fraction"] = Mean(float(kept.count_nonzero()), len(kept))
         has_kl = self.algorithm.kl.in_loss > 0
         per_token, of_terms = add_terms(
             per_token,
@@ -193,7 +219,7 @@ class Objective:
         )
         weighted = per_token * batch.loss_weights
         loss = weighted.sum()
-        metrics = {name if "/" in name else f"actor/{name}": metric for name, metric in result.metrics.items()}
+        metrics = {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
         metrics |= of_terms
         with torch.no_grad():
             if policy_is_old and self.loss.needs.advantages:
@@ -238,24 +264,34 @@ class Objective:
 
     def choose_tokens(
         self,
-        parts: Sequence[tuple[MicroBatch, torch.Tensor]],
+        parts: Sequence[tuple[MicroBatch, torch.Tensor, torch.Tensor]],
         rank_batch: RankBatch,
         *,
         seed: int,
         all_reduce: AllReduce,
-    ) -> dict[int, torch.Tensor]:
-        """Choose the trained tokens of an update that a loss with needs.selection treats differently.
+    ) -> TokenChoice:
+        """Choose tokens among all trained tokens of an update.
 
-        parts: this rank's micro-batches with their current log-probabilities, used instead of missing old ones.
+        parts: this rank's micro-batches with the current log-probabilities, used instead of missing old ones, and
+            entropies.
 
-        Shapes: result bool [n] by sample, for the tokens of this rank.
         Collective: the ranks that all_reduce sums over, each with its own tokens.
         """
-        known = replace(rank_batch, old_logp=by_sample(parts) | rank_batch.old_logp)
-        inputs = [self._inputs(logp, batch, known) for batch, logp in parts]
-        keys = [token_keys(*_samples_and_positions(batch, self.context), seed) for batch, _ in parts]
-        choices = choose(cast(SelectiveLoss, self.loss), inputs, keys, all_reduce)
-        return by_sample((batch, chosen) for (batch, _), chosen in zip(parts, choices, strict=True))
+        batches, logp, entropies = zip(*parts, strict=True)
+
+        def flags(choices: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+            return by_sample(zip(batches, choices, strict=True))
+
+        of_loss, kept = None, None
+        if self.loss.needs.selection:
+            current = by_sample(zip(batches, logp, strict=True))
+            known = replace(rank_batch, old_logp=current | rank_batch.old_logp)
+            inputs = [self._inputs(values, batch, known) for batch, values, _ in parts]
+            keys = [token_keys(*_samples_and_positions(batch, self.context), seed) for batch in batches]
+            of_loss = flags(choose(cast(SelectiveLoss, self.loss), inputs, keys, all_reduce))
+        if self.algorithm.high_entropy_share < 1:
+            kept = flags(highest(entropies, self.algorithm.high_entropy_share, all_reduce))
+        return TokenChoice(of_loss, kept)
 
     def _inputs(self, logp: torch.Tensor, batch: MicroBatch, rank_batch: RankBatch) -> PolicyLossInputs:
         advantages, old_logp = rank_batch.token_advantages, rank_batch.old_logp
@@ -343,40 +379,10 @@ def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[
     return tuple(sample for sample, part in zip(batch.samples, parts, strict=True) if bool(part.any()))
 
 
-def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
-    """Return the metrics of the difference between the log-probabilities of the policy and of the engine's records.
-
-    kl and kl_low_var: k1 and k3 estimates of KL(rollout || policy), for the tokens that the engine sampled.
-    kl_reverse and kl_reverse_low_var: the same for KL(policy || rollout), with the weights exp(logp - rollout_logp),
-    limited to 20 nats, since the tokens are not samples of the policy. logp_diff_fresh_mean: only tokens that were
-    sampled with the current weights.
-    """
-    trainer, engine = logp.double(), batch.logp_rollout.double()
-    difference = (trainer - engine).abs()
-    weights = bounded_exp(trainer - engine)
-    reverse = [(weights * kl_penalty(trainer, engine, kind)).sum() for kind in ("k1", "low_var")]
-    largest = difference.max() if len(difference) else difference.sum()
-    fresh = (batch.staleness == 1).double()
-    sums = [difference.sum(), difference @ fresh, fresh.sum(), kl_penalty(engine, trainer, "low_var").sum(), largest]
-    sums += [*reverse, trainer.sum(), engine.sum(), trainer @ trainer, engine @ engine, trainer @ engine]
-    # One device-to-host transfer instead of one per number.
-    total, fresh_total, num_fresh, low_var, most, reverse_k1, reverse_low_var, *moments = torch.stack(sums).tolist()
-    return {
-        "rollout/kl": Mean(moments[1] - moments[0], len(difference)),
-        "rollout/kl_low_var": Mean(low_var, len(difference)),
-        "rollout/kl_reverse": Mean(reverse_k1, len(difference)),
-        "rollout/kl_reverse_low_var": Mean(reverse_low_var, len(difference)),
-        "rollout/logp_diff_mean": Mean(total, len(difference)),
-        "rollout/logp_diff_fresh_mean": Mean(fresh_total, num_fresh),
-        "rollout/logp_diff_max": Max(most),
-        "rollout/logp_pearson": Correlation(len(difference), *moments),
-    }
-
-
-def logp_gap(found: Sequence[tuple[MicroBatch, torch.Tensor]], *, own_routing: bool) -> LogpGap:
-    """Summarize the differences between the policy's log-probabilities, by micro-batch, and the engine's."""
-    differences = [(logp.double() - batch.logp_rollout.double()).abs() for batch, logp in found]
-    return LogpGap.between((value for part in differences for value in part.tolist()), own_routing=own_routing)
+def _flags(batch: MicroBatch, chosen: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Join the flags of a micro-batch's samples, bool [N]."""
+    no_tokens = batch.targets.new_empty(0, dtype=torch.bool)
+    return torch.cat([no_tokens, *(chosen[sample] for sample in batch.samples)])
 
 
 def _stored_logp(

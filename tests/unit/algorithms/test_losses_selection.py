@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from mcore_rl.algorithms import PolicyLossInputs, policy_loss
-from mcore_rl.algorithms.selection import _mix, choose, random_scores, threshold, token_keys
+from mcore_rl.algorithms.selection import _mix, choose, highest, random_scores, threshold, token_keys
 from tests.unit.algorithms import loss_oracles
 
 FLOATS = st.floats(width=32, allow_nan=False)
@@ -46,6 +47,23 @@ def test_threshold_on_ranks_equals_threshold_of_all_scores(values, cut, count):
     parts = [scores[:cut], scores[cut:]]
     limits = on_ranks(2, lambda rank, all_reduce: threshold(parts[rank], count, all_reduce))
     assert limits[0] == limits[1] == threshold(scores, count)
+
+
+@settings(max_examples=50, deadline=None)
+@given_by(st.lists(FLOATS, min_size=0, max_size=20), st.integers(0, 20), st.floats(0.01, 1.0))
+def test_highest_on_ranks_equals_highest_of_all_scores(values, cut, share):
+    parts = [torch.tensor(values[:cut], dtype=torch.float32), torch.tensor(values[cut:], dtype=torch.float32)]
+    found = on_ranks(2, lambda rank, all_reduce: highest([parts[rank], torch.empty(0)], share, all_reduce))
+    number = min(len(values), max(1, int(share * len(values))))
+    limit = sorted(values, reverse=True)[number - 1] if number else math.inf
+    for part, (flags, _) in zip(parts, found, strict=True):
+        assert flags.tolist() == [value >= limit for value in part.tolist()]
+
+
+def test_highest_share_of_distinct_scores_is_exact():
+    scores = torch.randperm(1000).float()
+    (flags,) = highest([scores], 0.2)
+    assert flags.tolist() == (scores >= 800).tolist()
 
 
 def test_choose_without_eligible_tokens_chooses_nothing():

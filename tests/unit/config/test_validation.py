@@ -106,6 +106,11 @@ def _mixture_of_experts(base: str, tmp_path: Path) -> None:
             ["algorithm.kl.in_loss=0.1", "algorithm.kl.unbiased=true", "algorithm.kl.loss_kind=mse"],
             "not algorithm.kl.loss_kind=mse; set it to one of k1, low_var, k3",
         ),
+        (
+            ["algorithm.high_entropy_share=0.2", "algorithm.policy_loss.name=sft"],
+            "algorithm.high_entropy_share=0.2: algorithm.policy_loss.name=sft trains on all target tokens; set it to 1",
+        ),
+        (["algorithm.high_entropy_share=0"], "algorithm.high_entropy_share=0.0 must be above 0"),
         (["algorithm.drift_penalty.anchor=old"], "set algorithm.drift_penalty.coefficient above 0"),
         (
             ["algorithm.drift_penalty.coefficient=0.1", "algorithm.policy_loss.name=sft"],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.megatron.step.objective import mismatch
+from mcore_rl.megatron.step.mismatch import mismatch
 from mcore_rl.types import merge_metrics
 
 

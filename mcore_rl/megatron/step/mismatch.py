@@ -1,0 +1,48 @@
+"""Difference between the log-probabilities of the policy and of the engine's records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mcore_rl.algorithms import kl_penalty
+from mcore_rl.algorithms.losses.surrogate import bounded_exp
+from mcore_rl.megatron.step.microbatches import MicroBatch
+from mcore_rl.types import Correlation, LogpGap, Max, Mean, Metric
+
+
+def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
+    """Return the metrics of the difference between the log-probabilities of the policy and of the engine's records.
+
+    kl and kl_low_var: k1 and k3 estimates of KL(rollout || policy), for the tokens that the engine sampled.
+    kl_reverse and kl_reverse_low_var: the same for KL(policy || rollout), with the weights exp(logp - rollout_logp),
+    limited to 20 nats, since the tokens are not samples of the policy. logp_diff_fresh_mean: only tokens that were
+    sampled with the current weights.
+    """
+    trainer, engine = logp.double(), batch.logp_rollout.double()
+    difference = (trainer - engine).abs()
+    weights = bounded_exp(trainer - engine)
+    reverse = [(weights * kl_penalty(trainer, engine, kind)).sum() for kind in ("k1", "low_var")]
+    largest = difference.max() if len(difference) else difference.sum()
+    fresh = (batch.staleness == 1).double()
+    sums = [difference.sum(), difference @ fresh, fresh.sum(), kl_penalty(engine, trainer, "low_var").sum(), largest]
+    sums += [*reverse, trainer.sum(), engine.sum(), trainer @ trainer, engine @ engine, trainer @ engine]
+    # One device-to-host transfer instead of one per number.
+    total, fresh_total, num_fresh, low_var, most, reverse_k1, reverse_low_var, *moments = torch.stack(sums).tolist()
+    return {
+        "rollout/kl": Mean(moments[1] - moments[0], len(difference)),
+        "rollout/kl_low_var": Mean(low_var, len(difference)),
+        "rollout/kl_reverse": Mean(reverse_k1, len(difference)),
+        "rollout/kl_reverse_low_var": Mean(reverse_low_var, len(difference)),
+        "rollout/logp_diff_mean": Mean(total, len(difference)),
+        "rollout/logp_diff_fresh_mean": Mean(fresh_total, num_fresh),
+        "rollout/logp_diff_max": Max(most),
+        "rollout/logp_pearson": Correlation(len(difference), *moments),
+    }
+
+
+def logp_gap(found: Sequence[tuple[MicroBatch, torch.Tensor]], *, own_routing: bool) -> LogpGap:
+    """Summarize the differences between the policy's log-probabilities, by micro-batch, and the engine's."""
+    differences = [(logp.double() - batch.logp_rollout.double()).abs() for batch, logp in found]
+    return LogpGap.between((value for part in differences for value in part.tolist()), own_routing=own_routing)
