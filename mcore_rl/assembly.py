@@ -51,7 +51,7 @@ from mcore_rl.trainer.batches import BatchBuilder, describe, recorded_batches, r
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.copies import CheckpointCopies
 from mcore_rl.trainer.logp_gap import LogpGapCheck
-from mcore_rl.trainer.reference import build_reference
+from mcore_rl.trainer.reference import build_controllers
 from mcore_rl.trainer.repetition import Repetition
 from mcore_rl.trainer.run import Run, SupervisedRun
 from mcore_rl.types import Batch, BuffersRef, Groups, Metric, RolloutResult, TrajectoryBuffers
@@ -121,13 +121,14 @@ def assemble_update(
     roles = [] if models.critic is None else [_critic_role(models, models.critic)]
     with launch(config, _rank_map(models.layout), {}, roles, Stages(), logs=logs, show=show) as processes:
         recorded: dict[str, Metric] = {}
-        reference, controllers = build_reference(config, models.estimator, recorded.update)
+        reference, entropy, controllers = build_controllers(config, models.estimator, recorded.update)
         yield (
             Repetition(
                 config=config,
                 actor=processes.trainers,
                 critic=_group_of(processes.groups, CriticGroup),
                 reference=reference,
+                entropy=entropy,
                 batch_of=recorded_batches(config, models.layout.dp, models.cost, models.estimator, recorded.update),
                 estimates_tokens=not models.estimator.per_response,
                 controllers=controllers,
@@ -201,7 +202,7 @@ class _Site:
             publisher = SwappingPublisher(slices, collector)
         else:
             collector = RolloutCollector(pool, source, self.prepared.estimator.needs.baseline_rewards)
-        reference, controllers = build_reference(config, self.prepared.estimator, journal.record)
+        reference, entropy, controllers = build_controllers(config, self.prepared.estimator, journal.record)
         return Run(
             config=config,
             actor=self.processes.trainers,
@@ -221,6 +222,7 @@ class _Site:
             estimates_tokens=not self.prepared.estimator.per_response,
             critic=self._group(CriticGroup),
             reference=reference,
+            entropy=entropy,
             logp_gap=self._logp_gap(scheduler),
             profiler=self._profiler(journal),
         )

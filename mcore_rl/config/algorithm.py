@@ -189,6 +189,21 @@ class DriftPenaltyConfig:
 
 
 @dataclass
+class EntropyControlConfig:
+    """Adaptive coefficient of the entropy bonus, which holds the entropy of the policy at a target."""
+
+    target: float | None = setting(None, above=0, unit="nats")
+    """Target of the mean entropy per trained token: after a step below it, the coefficient rises by `step`, otherwise
+    it falls; steps that follow an entropy above it have no bonus. null: the coefficient is fixed."""
+    step: float = setting(0.005, above=0)
+    """Change of the coefficient per training step."""
+    minimum: float = setting(0.0, minimum=0)
+    """Lower bound of the coefficient."""
+    maximum: float = setting(1.0, above=0)
+    """Upper bound of the coefficient."""
+
+
+@dataclass
 class DynamicSamplingConfig:
     """Dynamic sampling: groups in which `metric` is the same for all samples are dropped and replaced, with up to
     max_batches batches per step."""
@@ -234,7 +249,9 @@ class AlgorithmConfig:
     """Share of the trained tokens of an update, those with the highest entropy, whose policy loss is kept; the others
     have none, but still count in the loss's denominator. Below 1, an update takes an additional forward pass."""
     entropy_coefficient: float = 0.0
-    """Coefficient of the entropy bonus in the loss; 0: none."""
+    """Coefficient of the entropy bonus in the loss; 0: none. With algorithm.entropy_control.target, the initial
+    value."""
+    entropy_control: EntropyControlConfig = field(default_factory=EntropyControlConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     drift_penalty: DriftPenaltyConfig = field(default_factory=DriftPenaltyConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)

@@ -1,4 +1,4 @@
-"""Use of the reference policy in the loop: KL penalty on rewards, KL coefficient, refresh."""
+"""Use of the reference policy in the loop: KL penalty on rewards, KL coefficient, refresh. Controllers of a run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mcore_rl.algorithms import Estimator
+from mcore_rl.algorithms.entropy_controller import EntropyController
 from mcore_rl.algorithms.kl_controller import KLController
 from mcore_rl.config.rules.models import uses_reference
 from mcore_rl.config.schema import Config
@@ -16,8 +17,13 @@ from mcore_rl.trainer.batches import response_advantages
 from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.types import BatchHandle, Groups, Mean, Metric
 
-KL_CONTROLLER = "kl_controller"
-"""Name of the KL controller's state in the `positions` of a checkpoint."""
+KL_CONTROLLER, ENTROPY_CONTROLLER = "kl_controller", "entropy_controller"
+"""Names of the controllers' states in the `positions` of a checkpoint."""
+CONTROLLERS = {
+    KL_CONTROLLER: ("KL", "algorithm.kl.controller"),
+    ENTROPY_CONTROLLER: ("entropy", "algorithm.entropy_control.target"),
+}
+"""Controlled coefficient of each state, and the key that switches the controller on."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +78,13 @@ def build_reference(
     refresh = config.reference.refresh_every_steps
     reference = Reference(controller, recorded if controller and estimator.per_response else None, refresh)
     return reference, {KL_CONTROLLER: controller} if controller and kl.controller == "adaptive" else {}
+
+
+def build_controllers(
+    config: Config, estimator: Estimator, record: Callable[[dict[str, Metric]], None]
+) -> tuple[Reference | None, EntropyController | None, dict[str, KLController | EntropyController]]:
+    """Return the result of build_reference, the controller of the entropy bonus (None if its coefficient is fixed), and
+    all controllers whose states checkpoints contain, by their names there."""
+    reference, controllers = build_reference(config, estimator, record)
+    entropy = EntropyController.from_config(config.algorithm)
+    return reference, entropy, {**controllers, **({} if entropy is None else {ENTROPY_CONTROLLER: entropy})}

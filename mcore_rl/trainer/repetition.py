@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_rl.algorithms.entropy_controller import EntropyController
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import CheckpointError
 from mcore_rl.ports import Actor, Critic
 from mcore_rl.trainer.checkpoints import Checkpoints, split_files
-from mcore_rl.trainer.reference import Reference
+from mcore_rl.trainer.reference import CONTROLLERS, Reference
 from mcore_rl.trainer.run import GROUPS, Stateful, load_actor_and_critic
 from mcore_rl.trainer.update import update_models
 from mcore_rl.types import Batch, Groups, Metric
@@ -28,6 +29,7 @@ class Repetition:
     actor: Actor
     critic: Critic | None
     reference: Reference | None
+    entropy: EntropyController | None
     batch_of: Callable[[Groups, int, int], Batch]
     estimates_tokens: bool
     controllers: Mapping[str, Stateful]
@@ -42,7 +44,8 @@ class Repetition:
         # Responses of later steps, which an asynchronous run had in flight.
         own, _ = split_files(files, GROUPS)
         if missing := self.controllers.keys() - state["positions"].keys():
-            raise CheckpointError(f"{checkpoint} has no {', '.join(missing)}; restore algorithm.kl.controller")
+            keys = ", ".join(CONTROLLERS[name][1] for name in sorted(missing))
+            raise CheckpointError(f"{checkpoint} has no {', '.join(missing)}; restore {keys}")
         load_actor_and_critic(self.actor, self.critic, checkpoint, own)
         for name, controller in self.controllers.items():
             controller.load_state_dict(state["positions"][name])

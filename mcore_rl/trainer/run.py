@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from mcore_rl.algorithms.entropy_controller import EntropyController
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
 from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Validator
 from mcore_rl.trainer.checkpoints import Checkpoints, CheckpointState, JoinedSave, split_files
 from mcore_rl.trainer.logp_gap import LogpGapCheck
-from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
+from mcore_rl.trainer.reference import CONTROLLERS, Reference
 from mcore_rl.trainer.validation import ValidationParts
 from mcore_rl.types import Batch, Groups, Metric, SavedFile
 from mcore_rl.types.json import JsonObject
@@ -118,6 +119,8 @@ class Run(TrainingRun):
     estimates_tokens: bool = False
     """True if the ranks compute per-token advantages; otherwise batch_of computes one per response."""
     reference: Reference | None = None
+    entropy: EntropyController | None = None
+    """Controller of the entropy bonus; None if its coefficient is fixed."""
     logp_gap: LogpGapCheck | None = None
     """Called once after the engines have received the initial weights, also in a resumed run."""
     validation_parts: ValidationParts = field(default_factory=ValidationParts)
@@ -190,12 +193,13 @@ def load_actor_and_critic(actor: Actor, critic: Critic | None, path: Path, files
 
 def _check_kind(run: TrainingRun, state: CheckpointState, path: Path) -> None:
     saved, wanted = set(state["positions"]), set(run.positions)
-    if saved ^ wanted == {KL_CONTROLLER}:
-        there, here = ("an", "none") if KL_CONTROLLER in saved else ("no", "one")
-        raise CheckpointError(
-            f"{path} has {there} adaptive KL coefficient, but this run has {here}: restore algorithm.kl.controller, or "
-            "set run.dir to a new directory"
-        )
+    for name, (what, key) in CONTROLLERS.items():
+        if name in saved ^ wanted:
+            there, here = ("an", "none") if name in saved else ("no", "one")
+            raise CheckpointError(
+                f"{path} has {there} adaptive {what} coefficient, but this run has {here}: restore {key}, or set "
+                "run.dir to a new directory"
+            )
     if saved != wanted:
         raise CheckpointError(f"{path} belongs to a different kind of run; set run.dir to a new directory")
 

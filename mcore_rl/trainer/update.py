@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
+from mcore_rl.algorithms.entropy_controller import EntropyController
 from mcore_rl.config.schema import Config
 from mcore_rl.ports import Actor, Critic
 from mcore_rl.trainer.reference import Reference
-from mcore_rl.types import Batch, BatchHandle, Groups, Metric, merge_metrics
+from mcore_rl.types import Batch, BatchHandle, Groups, Mean, Metric, merge_metrics
 
 
 class UpdateParts(Protocol):
@@ -25,6 +27,9 @@ class UpdateParts(Protocol):
 
     @property
     def reference(self) -> Reference | None: ...
+
+    @property
+    def entropy(self) -> EntropyController | None: ...
 
     @property
     def batch_of(self) -> Callable[[Groups, int, int], Batch]: ...
@@ -47,8 +52,18 @@ def update_models(run: UpdateParts, groups: Groups, step: int, version: int) -> 
     logp, critic = estimate(run, logp)
     update: dict[str, Metric] = {}
     if step > run.config.trainer.critic_warmup_steps:
-        update = run.actor.update(logp)
+        update = _update_actor(run, logp)
     return merge_metrics([logp.metrics, critic, update])
+
+
+def _update_actor(run: UpdateParts, logp: BatchHandle) -> dict[str, Metric]:
+    """Train the policy, and adapt the coefficient of the entropy bonus for the next step."""
+    if run.entropy is None:
+        return run.actor.update(logp)
+    bonus = run.entropy.bonus
+    update = run.actor.update(replace(logp, entropy_coefficient=bonus))
+    run.entropy.update(update["actor/entropy"].value)
+    return {**update, "actor/entropy_coefficient": Mean(bonus, 1)}
 
 
 def estimate(run: UpdateParts, logp: BatchHandle) -> tuple[BatchHandle, dict[str, Metric]]:

@@ -160,12 +160,14 @@ class BatchHandle:
     not the key of the batch that they hold. `metrics` accumulates the metrics of the passes.
 
     `is_sent` is false until the first call that needs the batch on the ranks; this call sends it.
+    `entropy_coefficient` replaces algorithm.entropy_coefficient in the updates, unless it is None.
     """
 
     batch: Batch
     key: int
     is_sent: bool = False
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    entropy_coefficient: float | None = None
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ class Objectives:
     estimator: str | None = None
     old_logp: str = "trainer"
     terms: str = ""
+    bonus: float | None = None
 
     def __str__(self) -> str:
         parts = [
@@ -85,6 +86,7 @@ class Objectives:
             "listed" * bool(self.corrections),
             self.estimator or "",
             self.terms,
+            f"bonus {self.bonus}" * (self.bonus is not None),
             f"old {self.old_logp}" * (self.old_logp != "trainer"),
         ]
         return " ".join(part for part in parts if part)
@@ -98,6 +100,7 @@ ALL += [Objectives("ppo_clip", corrections=LISTED[2:], old_logp="rollout")]
 ALL += [Objectives(loss, correction=CORRECTIONS[1]) for loss in ("kl_cov", "gspo")]
 ALL += [Objectives("dppo_kl", terms=name) for name in TERMS]
 ALL += [Objectives(loss, terms="high entropy") for loss in ("gspo", "kl_cov")]
+ALL += [Objectives("reinforce", bonus=bonus) for bonus in (0.0, 0.5)]
 ALL += [Objectives("ppo_clip", estimator=name) for name in ESTIMATORS]
 MEASURED = "decoupled_ppo metrics"
 LOSSES[MEASURED] = {"prox": "metrics"}
@@ -149,6 +152,7 @@ def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, t
     share = replace(share, loss_weights=weights(objective.aggregation)[share.samples])
     ref_logp = {sample: 0.7 * logp - 0.2 for sample, logp in old_logp.items()}
     batch, metrics = RankBatch([share, share], policy_batch.chunks(), old_logp, ref_logp), {}
+    batch = replace(batch, entropy_coefficient=objective.bonus)
     if objective.estimator is not None:
         actor.estimator = chosen = estimator(objective.estimator, **ESTIMATORS[objective.estimator])
         values = {s: policy_batch.drift(s) for s in share.samples.tolist()} if chosen.needs.values else None

@@ -97,6 +97,7 @@ def check_terms(algorithm: AlgorithmConfig) -> None:
             f"algorithm.high_entropy_share={algorithm.high_entropy_share}: algorithm.policy_loss.name="
             f"{algorithm.policy_loss.name} trains on all target tokens; set it to 1"
         )
+    _check_entropy_control(algorithm)
     penalty = algorithm.drift_penalty
     if not penalty.coefficient:
         reject_unless_default("algorithm.drift_penalty", penalty, "set algorithm.drift_penalty.coefficient above 0")
@@ -104,6 +105,22 @@ def check_terms(algorithm: AlgorithmConfig) -> None:
         raise ConfigError(
             f"algorithm.drift_penalty.coefficient={penalty.coefficient}: algorithm.policy_loss.name="
             f"{algorithm.policy_loss.name} trains on no samples of a policy; set it to 0"
+        )
+
+
+def _check_entropy_control(algorithm: AlgorithmConfig) -> None:
+    section, control = "algorithm.entropy_control", algorithm.entropy_control
+    if control.target is None:
+        reject_unless_default(section, control, f"set {section}.target")
+    elif is_supervised(algorithm):
+        raise ConfigError(
+            f"{section}.target={control.target}: algorithm.policy_loss.name={algorithm.policy_loss.name} does not "
+            "explore; set it to null"
+        )
+    elif not control.minimum <= algorithm.entropy_coefficient <= control.maximum:
+        raise ConfigError(
+            f"algorithm.entropy_coefficient={algorithm.entropy_coefficient} must be between {section}.minimum="
+            f"{control.minimum} and {section}.maximum={control.maximum}"
         )
 
 

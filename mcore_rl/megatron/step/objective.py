@@ -42,6 +42,7 @@ class RankBatch:
     penalties: KL penalties, to be subtracted from the rewards.
     token_advantages: advantages per token.
 
+    entropy_coefficient: coefficient of the entropy bonus; None: the configured one.
     replays: whether the later updates use the experts that the policy chose before the first update.
 
     Shapes: old_logp, ref_logp [n], the trained tokens of this context-parallel rank; penalties, token_advantages
@@ -54,6 +55,7 @@ class RankBatch:
     ref_logp: Mapping[int, torch.Tensor] = field(default_factory=dict)
     penalties: Mapping[int, np.ndarray] = field(default_factory=dict)
     token_advantages: Mapping[int, np.ndarray] = field(default_factory=dict)
+    entropy_coefficient: float | None = None
     replays: bool = False
 
 
@@ -208,13 +210,13 @@ class Objective:
             kept = _flags(batch, choice.kept)
             per_token = per_token.masked_fill(~kept, 0.0)
             metrics["high_entropy_fraction"] = Mean(float(kept.count_nonzero()), len(kept))
-        has_kl = self.algorithm.kl.in_loss > 0
+        has_kl, bonus = self.algorithm.kl.in_loss > 0, rank_batch.entropy_coefficient
         per_token, of_terms = add_terms(
             per_token,
             self.algorithm,
             inputs,
             entropy=entropy,
-            entropy_coefficient=self.algorithm.entropy_coefficient,
+            entropy_coefficient=self.algorithm.entropy_coefficient if bonus is None else bonus,
             ref_logp=_stored_logp(batch, rank_batch.ref_logp, logp, "reference") if has_kl else None,
         )
         weighted = per_token * batch.loss_weights

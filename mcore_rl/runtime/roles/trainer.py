@@ -130,11 +130,17 @@ class TrainerProcess(TrainedRankProcess):
         self._held.keep(key, batch)
         return metrics, TokenColumn.of(returns)
 
-    def update(self, key: int, shares: RankShares | None = None, *chunks: TrajectoryBuffers) -> list[dict[str, Metric]]:
+    def update(
+        self,
+        key: int,
+        entropy_coefficient: float | None,
+        shares: RankShares | None = None,
+        *chunks: TrajectoryBuffers,
+    ) -> list[dict[str, Metric]]:
         """Train on the held batch and drop it. With `shares` and `chunks`, the arguments of `recompute_logp`, compute
         the log-probabilities of that batch first. Returns the metrics of each pass."""
         reports = [self.recompute_logp(key, shares, *chunks)] if shares is not None else []
-        batch = self._held.take(key)
+        batch = replace(self._held.take(key), entropy_coefficient=entropy_coefficient)
         for index in range(len(batch.shares)):
             with self.spans.span("update"):
                 reports.append(self.actor.update(batch, index))
@@ -278,7 +284,8 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
     def update(self, handle: BatchHandle) -> dict[str, Metric]:
         """Implement Actor.update. A batch that is not on the ranks yet is sent with the call."""
         batch = [()] * len(self.processes) if handle.is_sent else self.batch_refs(handle.batch)
-        by_rank = self.call_each(TrainerProcess.update, [(handle.key, *own) for own in batch]).results()
+        arguments = [(handle.key, handle.entropy_coefficient, *own) for own in batch]
+        by_rank = self.call_each(TrainerProcess.update, arguments).results()
         return merge_metrics([metrics for of_rank in by_rank for metrics in of_rank])
 
     def _sent(self, handle: BatchHandle) -> BatchHandle:

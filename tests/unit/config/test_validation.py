@@ -110,6 +110,15 @@ def _mixture_of_experts(base: str, tmp_path: Path) -> None:
             ["algorithm.high_entropy_share=0.2", "algorithm.policy_loss.name=sft"],
             "algorithm.high_entropy_share=0.2: algorithm.policy_loss.name=sft trains on all target tokens; set it to 1",
         ),
+        (["algorithm.entropy_control.step=0.1"], "has no effect; set algorithm.entropy_control.target, or leave"),
+        (
+            ["algorithm.entropy_control.target=0.2", "algorithm.policy_loss.name=sft"],
+            "algorithm.entropy_control.target=0.2: algorithm.policy_loss.name=sft does not explore; set it to null",
+        ),
+        (
+            ["algorithm.entropy_control.target=0.2", "algorithm.entropy_coefficient=-0.1"],
+            "algorithm.entropy_coefficient=-0.1 must be between algorithm.entropy_control.minimum=0.0",
+        ),
         (["algorithm.high_entropy_share=0"], "algorithm.high_entropy_share=0.0 must be above 0"),
         (["algorithm.drift_penalty.anchor=old"], "set algorithm.drift_penalty.coefficient above 0"),
         (

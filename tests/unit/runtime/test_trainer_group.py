@@ -38,6 +38,7 @@ class RecordedActor:
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
+        self.entropy_coefficient: float | None = None
 
     def note(self, call: str, shares: Sequence[RankShare], chunks: Sequence[object]) -> None:
         samples = [share.samples.tolist() for share in shares]
@@ -64,6 +65,7 @@ class RecordedActor:
         return replace(batch, penalties=own), {"penalized": Total(1)}
 
     def update(self, batch: RankBatch, index: int) -> dict[str, object]:
+        self.entropy_coefficient = batch.entropy_coefficient
         self.note(f"update {index}", batch.shares[index : index + 1], batch.chunks)
         return {"updated": Mean(1.0, 1)}
 
@@ -122,6 +124,14 @@ def test_update_with_one_update_is_one_call() -> None:
             ("update 0", [samples], advantages, chunks),
             ("gather",),
         ]
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_update_sends_the_entropy_coefficient(num_updates: int) -> None:
+    group, _, _ = make()
+    group.update(replace(group.recompute_logp(batch(num_updates)), entropy_coefficient=0.25))
+    ranks: list[Any] = list(group.processes)
+    assert [rank.process.actor.entropy_coefficient for rank in ranks] == [0.25, 0.25]
 
 
 def test_update_with_several_updates_sends_batch_with_logp() -> None:

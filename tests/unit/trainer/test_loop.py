@@ -313,6 +313,7 @@ def test_load_latest_other_kind_of_run_is_rejected(tmp_path: Path) -> None:
     ("part", "before", "message"),
     [
         ("kl_controller", True, r"has an adaptive .* has none: restore algorithm\.kl\.controller, or"),
+        ("entropy_controller", False, r"no adaptive entropy .* restore algorithm\.entropy_control\.target, or"),
         ("kl_controller", False, r"has no .* has one: restore algorithm\.kl\.controller, or"),
         ("critic", True, "has a critic, but this run has none;"),
         ("critic", False, "has no .* one;"),
