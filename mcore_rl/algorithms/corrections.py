@@ -11,6 +11,8 @@
                level any_token: f = 1 for a response of which every token is within the bounds, else 0
                measure bernoulli_kl: the bounds limit max(KL(p || q), KL(q || p)) instead of w, for p = (P, 1 - P) and
                q = (Q, 1 - Q), the probabilities P of the trainer and Q of the engine of the sampled token
+               measure second_moment: the tokens with the largest d_t^2 of the whole update are dropped, the fewest
+               such that the mean of d_t^2 over the kept tokens is at most high
                negative_only: f = 1 where the advantage (above level token: the sum over the response) is not negative
 
 The per-token loss is multiplied by f; no gradient flows through f. Several corrections multiply their factors; each is
@@ -22,7 +24,8 @@ F. Yao et al. (2025), "Your efficient RL framework secretly brings you off-polic
 et al. (2025), "When speed kills stability" (sequence and geometric, mask and reject); Ring team (2025), IcePop (token,
 mask with 0.5 and 5), and (2026), KPop (bernoulli_kl above 2); DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence mask
 (geometric, reject, negative_only, policy current, low = exp(-delta), no upper bound: its mean of log(Q / P) above delta
-drops a response); effective sample size: L. Kish (1965).
+drops a response); M2PO, arXiv 2510.01161 (second_moment, policy current, high = 0.04; the authors' code instead
+considers only tokens that the update would move further away, and clips them); effective sample size: L. Kish (1965).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.interface import PolicyLoss, PolicyLossInputs, PolicyLossResult, check_shapes, masked
+from mcore_rl.algorithms.selection import mean_bound
 from mcore_rl.config.algorithm import CorrectionConfig
 from mcore_rl.types import EffectiveFraction, Max, Mean, Metric
 
@@ -87,6 +91,18 @@ class Correction:
         """True if the log-probabilities before the first update are needed."""
         return self.config.policy == "old"
 
+    @property
+    def chooses_tokens(self) -> bool:
+        """True if the tokens that are kept depend on all tokens of the update."""
+        return self.config.measure == "second_moment"
+
+    def second_moments(self, inputs: PolicyLossInputs) -> Tensor:
+        """Return the squared log weight of each token, float32, 0 for tokens that are not trained."""
+        trainer = inputs.old_logp if self.needs_old_logp else inputs.logp
+        assert trainer is not None
+        assert inputs.rollout_logp is not None
+        return masked(trainer - inputs.rollout_logp, inputs.mask > 0).detach().square().float()
+
     @torch.no_grad()
     def __call__(
         self,
@@ -96,9 +112,10 @@ class Correction:
         old_logp: Tensor | None = None,
         logp: Tensor | None = None,
         advantages: Tensor | None = None,
+        within: Tensor | None = None,
     ) -> CorrectionResult:
         """Compute factors and metrics. Needs old_logp or logp, depending on config.policy, and advantages if
-        config.negative_only is set.
+        config.negative_only is set. within: see PolicyLossInputs.
 
         Shapes: all [B, T]; any one shape at level token.
         Raises: ValueError for a wrong shape or a missing tensor.
@@ -116,7 +133,10 @@ class Correction:
         if self.config.negative_only and advantages is not None:
             signs = masked(advantages, selected).double()
             units = replace(units, negative=(signs.sum(-1) if self.needs_whole_sequence else signs) < 0)
-        applied, outside = self._bounded(units)
+        if self.chooses_tokens and within is None:
+            squared = masked(trainer - rollout_logp, selected).square().float()
+            within = squared <= mean_bound(squared[selected], self.config.bounds[1])
+        applied, outside = self._bounded(units, within)
         spread = masked(applied[:, None].expand(selected.shape), selected) if self.needs_whole_sequence else applied
         return CorrectionResult(spread.to(trainer.dtype), self._metrics(units, applied, outside))
 
@@ -139,7 +159,7 @@ class Correction:
         return _Units(length > 0, weights, weights, None)
 
     def _of_tokens(self, trainer: Tensor, engine: Tensor) -> Tensor:
-        if self.config.measure == "ratio":
+        if self.config.measure != "bernoulli_kl":
             return _exp(trainer - engine)
         trainer, engine = trainer.clamp(max=LARGEST_LOGP), engine.clamp(max=LARGEST_LOGP)
         # log(1 - exp(x)), exact for small and large x.
@@ -149,9 +169,11 @@ class Correction:
         backward = -engine.exp() * gap - other_engine.exp() * other_gap
         return torch.maximum(forward, backward)
 
-    def _bounded(self, units: _Units) -> tuple[Tensor, Tensor]:
+    def _bounded(self, units: _Units, within: Tensor | None) -> tuple[Tensor, Tensor]:
         low, high = self.config.bounds
-        outside = units.counted & ((units.lowest < low) | (units.highest > high))
+        if within is None:
+            within = (units.lowest >= low) & (units.highest <= high)
+        outside = units.counted & ~within
         if units.negative is not None:
             outside = outside & units.negative
         if self.config.kind == "truncate":
@@ -188,9 +210,11 @@ def corrected(loss: PolicyLoss, corrections: Sequence[Correction], inputs: Polic
         return result
     assert inputs.rollout_logp is not None
     given = {name: getattr(inputs, name) for name in ("rollout_logp", "mask", "old_logp", "logp", "advantages")}
+    # One correction at most depends on the whole update.
+    given["within"] = inputs.within
     factors, metrics = torch.ones_like(inputs.logp), dict(result.metrics)
     for number, correction in enumerate(corrections):
-        found = correction(**given)
+        found = correction(**(given if correction.chooses_tokens else given | {"within": None}))
         prefix = f"correction/{number}_" if len(corrections) > 1 else "correction/"
         metrics |= {f"{prefix}{name}": metric for name, metric in found.metrics.items()}
         if correction.config.apply:

@@ -95,6 +95,8 @@ class PolicyLossInputs:
     prox_logp: log-probabilities of the proximal policy if it differs from the policy of old_logp.
     staleness: version that the updates produce minus version that sampled the token; 1 if the updates start from the
     weights that sampled it.
+    within (bool): for a correction with measure second_moment, tokens kept among the whole update; None: the correction
+    keeps tokens among those of this call.
     chosen (bool): for a loss with needs.selection, tokens chosen among the whole update; None: the loss chooses among
     the tokens of this call.
     """
@@ -107,6 +109,7 @@ class PolicyLossInputs:
     prox_logp: Tensor | None = None
     staleness: Tensor | None = None
     chosen: Tensor | None = None
+    within: Tensor | None = None
 
 
 @dataclass(frozen=True)

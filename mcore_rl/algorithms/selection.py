@@ -115,6 +115,30 @@ def threshold(scores: Tensor, count: int, all_reduce: AllReduce = one_rank) -> T
     return _from_sortable_bits(low)
 
 
+@torch.no_grad()
+def mean_bound(values: Tensor, bound: float, all_reduce: AllReduce = one_rank) -> Tensor:
+    """Find the largest number such that the values of all ranks up to it have a mean of at most `bound`: dropping the
+    larger values is the least that brings the mean down to the bound. Values that are equal are kept or dropped
+    together.
+
+    Bisects like `threshold`: the mean of the values up to a limit does not fall if the limit rises.
+
+    Shapes: values float32 [N], at least 0 -> float32 scalar; negative if no value can be kept.
+    Collective: all ranks that all_reduce sums over, with the same bound.
+    """
+    order, exact = _sortable_bits(values), values.double()
+    low = torch.full((), -1, dtype=torch.int64, device=values.device)  # below 0: nothing is kept
+    high = torch.full((), INFINITY, dtype=torch.int64, device=values.device)
+    # Invariant: the values up to `low` have a mean within the bound, and a larger limit than `high` is not one.
+    for _ in range(ROUNDS):
+        middle = torch.div(low + high + 1, 2, rounding_mode="floor")
+        kept = order <= middle
+        total, count = all_reduce(torch.stack([exact.masked_fill(~kept, 0.0).sum(), kept.sum().double()])).unbind()
+        within = total <= bound * count
+        low, high = torch.where(within, middle, low), torch.where(within, high, middle - 1)
+    return _from_sortable_bits(low)
+
+
 def token_keys(samples: Tensor, positions: Tensor, seed: int) -> Tensor:
     """Return layout-independent keys of tokens. `seed` must differ between updates; otherwise the same places of the
     batch would always be preferred.

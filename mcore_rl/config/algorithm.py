@@ -104,10 +104,11 @@ class CorrectionConfig:
     """Upper bound; null: none."""
     apply: bool = True
     """Apply the correction to the loss; false: only report its metrics."""
-    measure: str = setting("ratio", choices=("ratio", "bernoulli_kl"))
+    measure: str = setting("ratio", choices=("ratio", "bernoulli_kl", "second_moment"))
     """Quantity that the bounds limit: ratio, the weight; bernoulli_kl, for kind reject at level token or any_token: the
     larger of the two KL divergences between trainer and engine, whose two outcomes are the sampled token and any other
-    token, in nats."""
+    token, in nats; second_moment, for kind reject at level token: the mean of the squared log weight over the kept
+    tokens of an update, of which those with the largest are dropped. It takes an additional forward pass."""
     negative_only: bool = False
     """Drop only tokens with a negative advantage; above level token, only responses whose advantages have a negative
     sum. Needs kind reject."""
@@ -132,6 +133,18 @@ class CorrectionConfig:
                 f"{self.PREFIX}level={self.level}: {self.PREFIX}measure=bernoulli_kl is a quantity of single tokens; "
                 "set the level to token or any_token"
             )
+
+        if self.measure == "second_moment":
+            for key, value, free in (
+                ("level", self.level, self.level == "token"),
+                ("low", str(self.low), self.low is None),
+                ("negative_only", "true", not self.negative_only),
+            ):
+                if not free:
+                    raise ConfigError(
+                        f"{self.PREFIX}{key}={value}: {self.PREFIX}measure=second_moment drops the tokens with the "
+                        f"largest log weights of an update, up to {self.PREFIX}high; leave {key} at its default"
+                    )
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -273,6 +286,12 @@ class AlgorithmConfig:
             raise ConfigError(
                 f"algorithm.corrections contains {len(weights)} weights ({', '.join(weights)}), which would correct "
                 "the same difference several times; keep one, and set kind of the others to reject"
+            )
+        moments = [entry for entry in self.corrections if entry.measure == "second_moment"]
+        if len(moments) > 1:
+            raise ConfigError(
+                f"algorithm.corrections contains {len(moments)} entries with measure second_moment; keep the one with "
+                "the smallest high"
             )
         single = [] if kind in ("auto", "none") else [self.correction]
         for entry in self.corrections or single:

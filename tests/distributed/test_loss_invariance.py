@@ -46,6 +46,7 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"kind": "truncate", "level": "sequence", "high": 1e6},
     {"kind": "mask", "level": "geometric", "high": 4.0},
 ]
+MOMENT: dict[str, Any] = {"kind": "reject", "measure": "second_moment", "high": 0.5, "policy": "current"}
 LISTED: list[dict[str, Any]] = [
     {"kind": "truncate", "high": 1.3},
     {"kind": "reject", "level": "any_token", "low": 0.5, "high": 2.0},
@@ -96,6 +97,8 @@ ALL = [Objectives(loss) for loss in LOSSES]
 ALL += [Objectives("ppo_clip", mode) for mode in AGGREGATIONS[1:]]
 ALL += [Objectives("ppo_clip", correction=correction) for correction in CORRECTIONS]
 ALL += [Objectives("ppo_clip", corrections=LISTED)]
+ALL += [Objectives("ppo_clip", correction=MOMENT), Objectives("gspo", correction=MOMENT)]
+ALL += [Objectives("kl_cov", correction=MOMENT | {"policy": "old"})]
 ALL += [Objectives("ppo_clip", corrections=LISTED[2:], old_logp="rollout")]
 ALL += [Objectives(loss, correction=CORRECTIONS[1]) for loss in ("kl_cov", "gspo")]
 ALL += [Objectives("dppo_kl", terms=name) for name in TERMS]

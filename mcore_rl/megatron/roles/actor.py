@@ -26,8 +26,9 @@ from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples
 from mcore_rl.megatron.step.mismatch import logp_gap, mismatch
-from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, RankBatch, TokenChoice, non_finite_samples
+from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, RankBatch, non_finite_samples
 from mcore_rl.megatron.step.replay import engine_routing
+from mcore_rl.megatron.step.token_choice import TokenChoice
 from mcore_rl.megatron.step.token_values import TokenValueWriter
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import LogpGap, Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics

@@ -16,7 +16,7 @@ from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult
 from mcore_rl.algorithms.corrections import corrected
 from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.algorithms.registry import configured_corrections, configured_loss
-from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, highest, token_keys
+from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, highest, mean_bound, token_keys
 from mcore_rl.algorithms.terms import add_terms, terms_need_old_logp
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.models import ActorConfig
@@ -27,6 +27,7 @@ from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens
 from mcore_rl.megatron.step.mismatch import mismatch
+from mcore_rl.megatron.step.token_choice import TokenChoice, joined_flags, samples_and_positions
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers
 
 
@@ -69,18 +70,6 @@ class MicroBatchReport:
     loss: float
     metrics: dict[str, Metric]
     non_finite: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TokenChoice:
-    """Tokens that are chosen among all tokens of an update, bool [n] by sample, for the tokens of this rank.
-
-    of_loss: tokens that a loss with needs.selection treats differently; None for other losses.
-    kept: tokens whose policy loss is kept; None: all.
-    """
-
-    of_loss: Mapping[int, torch.Tensor] | None = None
-    kept: Mapping[int, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +149,8 @@ class Objective:
     @property
     def chooses_tokens(self) -> bool:
         """True if an update needs the result of `choose_tokens`."""
-        return self.loss.needs.selection or self.algorithm.high_entropy_share < 1
+        corrects = any(correction.chooses_tokens for correction in self.corrections)
+        return self.loss.needs.selection or corrects or self.algorithm.high_entropy_share < 1
 
     def _temperature(self, batch: MicroBatch) -> torch.Tensor | float:
         """Return the temperature of all trained tokens, a number or [N]."""
@@ -203,11 +193,13 @@ class Objective:
             rank_batch.old_logp.update(zip(batch.samples, parts, strict=True))
         inputs = self._inputs(logp, batch, rank_batch)
         if choice.of_loss is not None:
-            inputs = replace(inputs, chosen=_flags(batch, choice.of_loss))
+            inputs = replace(inputs, chosen=joined_flags(batch, choice.of_loss))
+        if choice.within is not None:
+            inputs = replace(inputs, within=joined_flags(batch, choice.within))
         result = self._per_token(inputs, batch)
         per_token, metrics = result.loss, dict(result.metrics)
         if choice.kept is not None:
-            kept = _flags(batch, choice.kept)
+            kept = joined_flags(batch, choice.kept)
             per_token = per_token.masked_fill(~kept, 0.0)
             metrics["high_entropy_fraction"] = Mean(float(kept.count_nonzero()), len(kept))
         has_kl, bonus = self.algorithm.kl.in_loss > 0, rank_batch.entropy_coefficient
@@ -284,16 +276,20 @@ class Objective:
         def flags(choices: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
             return by_sample(zip(batches, choices, strict=True))
 
-        of_loss, kept = None, None
+        of_loss, within, kept = None, None, None
+        current = by_sample(zip(batches, logp, strict=True))
+        known = replace(rank_batch, old_logp=current | rank_batch.old_logp)
+        inputs = [self._inputs(values, batch, known) for batch, values, _ in parts]
+        for correction in (each for each in self.corrections if each.chooses_tokens):
+            squares = [correction.second_moments(part) for part in inputs]
+            limit = mean_bound(torch.cat(squares), correction.config.bounds[1], all_reduce)
+            within = flags([squared <= limit for squared in squares])
         if self.loss.needs.selection:
-            current = by_sample(zip(batches, logp, strict=True))
-            known = replace(rank_batch, old_logp=current | rank_batch.old_logp)
-            inputs = [self._inputs(values, batch, known) for batch, values, _ in parts]
-            keys = [token_keys(*_samples_and_positions(batch, self.context), seed) for batch in batches]
+            keys = [token_keys(*samples_and_positions(batch, self.context), seed) for batch in batches]
             of_loss = flags(choose(cast(SelectiveLoss, self.loss), inputs, keys, all_reduce))
         if self.algorithm.high_entropy_share < 1:
             kept = flags(highest(entropies, self.algorithm.high_entropy_share, all_reduce))
-        return TokenChoice(of_loss, kept)
+        return TokenChoice(of_loss, within, kept)
 
     def _inputs(self, logp: torch.Tensor, batch: MicroBatch, rank_batch: RankBatch) -> PolicyLossInputs:
         advantages, old_logp = rank_batch.token_advantages, rank_batch.old_logp
@@ -324,8 +320,7 @@ class Objective:
             stacked = torch.stack([value.to(given["logp"]) for value in given.values()])
             given = dict(zip(given, self.context.gather(stacked, batch.owners), strict=True))
             # One collective for all tensors, so the flags were sent as numbers.
-            if "chosen" in given:
-                given["chosen"] = given["chosen"] > 0
+            given |= {name: given[name] > 0 for name in ("chosen", "within") if name in given}
         # Without trained tokens, for example in a dummy micro-batch: one row without tokens.
         counts = list(batch.whole_counts) if len(batch.owners) else [0]
         rows = {name: pad_sequence(list(flat.split(counts)), batch_first=True) for name, flat in given.items()}
@@ -360,18 +355,6 @@ def _report(
     )
 
 
-def _samples_and_positions(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample of each trained token on this rank, and its position among the sample's trained tokens, int64 [N] each."""
-    device = batch.tokens.device
-    counts = torch.tensor(batch.whole_counts, dtype=torch.int64, device=device)
-    samples = torch.tensor(batch.samples, dtype=torch.int64, device=device).repeat_interleave(counts)
-    # Position of each token in the joined tokens minus the start of its sample.
-    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    positions = torch.arange(len(samples), device=device) - starts
-    rank_tokens = slice(None) if context.size == 1 else batch.owners == context.rank
-    return samples[rank_tokens], positions[rank_tokens]
-
-
 def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[int, ...]:
     """Return the samples with a token for which any of `values` [..., N] is not finite."""
     if values is None or bool(torch.isfinite(values).all()):
@@ -379,12 +362,6 @@ def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[
     bad = ~torch.isfinite(values).reshape(-1, values.shape[-1]).all(0)
     parts = bad.split(list(batch.trained_counts))
     return tuple(sample for sample, part in zip(batch.samples, parts, strict=True) if bool(part.any()))
-
-
-def _flags(batch: MicroBatch, chosen: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Join the flags of a micro-batch's samples, bool [N]."""
-    no_tokens = batch.targets.new_empty(0, dtype=torch.bool)
-    return torch.cat([no_tokens, *(chosen[sample] for sample in batch.samples)])
 
 
 def _stored_logp(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,28 @@ def test_list_replaces_the_automatic_correction(tmp_path: Path) -> None:
         (["algorithm.correction.level=any_token"], r"level=any_token needs algorithm\.correction\.kind=reject"),
         (["algorithm.correction.negative_only=true"], r"negative_only=true needs algorithm\.correction\.kind=reject"),
         (
+            ["algorithm.corrections=[{measure: second_moment}]"],
+            r"measure=second_moment needs .*kind=reject, not truncate",
+        ),
+        (
+            ["algorithm.corrections=[{kind: reject, measure: second_moment, level: sequence}]"],
+            r"level=sequence: .*second_moment drops the tokens .*leave level at its default",
+        ),
+        (
+            ["algorithm.corrections=[{kind: reject, measure: second_moment, low: 0.1}]"],
+            r"low=0\.1: .*second_moment drops",
+        ),
+        (
+            ["algorithm.corrections=[{kind: reject, measure: second_moment, negative_only: true}]"],
+            r"negative_only=true: .*second_moment drops",
+        ),
+        (
+            [
+                "algorithm.corrections=[{kind: reject, measure: second_moment},{kind: reject, measure: second_moment}]",
+            ],
+            r"contains 2 entries with measure second_moment; keep the one with the smallest high",
+        ),
+        (
             ["algorithm.corrections=[{measure: bernoulli_kl}]"],
             r"measure=bernoulli_kl needs .*kind=reject, not truncate",
         ),
@@ -249,3 +272,54 @@ def test_correction_without_its_inputs_names_them(options: dict[str, Any], missi
     ones = torch.ones(2, 2)
     with pytest.raises(ValueError, match=f"a correction needs {missing}"):
         Correction(CorrectionConfig("reject", **options))(old_logp=ones, rollout_logp=ones, mask=ones)
+
+
+@pytest.mark.parametrize("policy", ["current", "old"])
+@pytest.mark.parametrize("high", [0.02, 0.1, 5.0])
+def test_second_moment_drops_the_fewest_tokens(policy: str, high: float) -> None:
+    """arXiv 2510.01161: drop the token with the largest squared log ratio until the mean of the others is small."""
+    inputs = make(3)
+    trainer = inputs.logp if policy == "current" else inputs.old_logp
+    assert trainer is not None
+    assert inputs.rollout_logp is not None
+    squared = (trainer - inputs.rollout_logp).square().double()
+    remaining = [(i, t) for i, t in inputs.mask.nonzero().tolist()]
+    count = len(remaining)
+    while remaining and sum(float(squared[token]) for token in remaining) / len(remaining) > high:
+        remaining.remove(max(remaining, key=lambda token: float(squared[token])))
+    assert high == 5.0 or 0 < len(remaining) < count
+    expected = torch.zeros(SHAPE)
+    for token in remaining:
+        expected[token] = 1.0
+    correction = Correction(CorrectionConfig("reject", measure="second_moment", high=high, policy=policy))
+    found = corrected(policy_loss("reinforce"), [correction], inputs)
+    plain = policy_loss("reinforce")(inputs)
+    assert torch.equal(found.loss, plain.loss * expected)
+    assert found.metrics["correction/masked_fraction"] == Mean(count - len(remaining), count)
+
+
+def test_second_moment_uses_the_choice_of_the_update() -> None:
+    """The kept tokens of a micro-batch follow from all micro-batches, as in the objective."""
+    inputs = make(3)
+    correction = Correction(CorrectionConfig("reject", measure="second_moment", high=0.1, policy="current"))
+    given = {name: getattr(inputs, name) for name in ("rollout_logp", "mask", "old_logp", "logp", "advantages")}
+    whole = correction(**given).weights
+    within = whole > 0
+    rows = [correction(**{name: tensor[i : i + 1] for name, tensor in given.items()}) for i in range(SHAPE[0])]
+    assert not torch.equal(torch.cat([row.weights for row in rows]), whole)
+    rows = [
+        correction(**{name: tensor[i : i + 1] for name, tensor in given.items()}, within=within[i : i + 1])
+        for i in range(SHAPE[0])
+    ]
+    assert torch.equal(torch.cat([row.weights for row in rows]), whole)
+
+
+def test_other_corrections_ignore_the_choice_of_the_update() -> None:
+    inputs = make(3)
+    ratio = Correction(ListedCorrectionConfig("reject", high=1.5))
+    moment = Correction(ListedCorrectionConfig("reject", measure="second_moment", high=0.1, policy="current"))
+    nothing = replace(inputs, within=torch.zeros(SHAPE, dtype=torch.bool))
+    alone = corrected(policy_loss("reinforce"), [ratio], inputs)
+    assert alone.loss.any()
+    assert torch.equal(corrected(policy_loss("reinforce"), [ratio], nothing).loss, alone.loss)
+    assert not corrected(policy_loss("reinforce"), [ratio, moment], nothing).loss.any()

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from mcore_rl.algorithms import PolicyLossInputs, policy_loss
-from mcore_rl.algorithms.selection import _mix, choose, highest, random_scores, threshold, token_keys
+from mcore_rl.algorithms.selection import _mix, choose, highest, mean_bound, random_scores, threshold, token_keys
 from tests.unit.algorithms import loss_oracles
 
 FLOATS = st.floats(width=32, allow_nan=False)
@@ -64,6 +64,21 @@ def test_highest_share_of_distinct_scores_is_exact():
     scores = torch.randperm(1000).float()
     (flags,) = highest([scores], 0.2)
     assert flags.tolist() == (scores >= 800).tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given_by(st.lists(st.floats(0, 4, width=32) | st.sampled_from([0.0, 0.25]), max_size=12), st.integers(0, 12))
+def test_mean_bound_on_ranks_keeps_most_values_within_the_bound(values, cut):
+    bound = 0.3
+    parts = [torch.tensor(values[:cut], dtype=torch.float32), torch.tensor(values[cut:], dtype=torch.float32)]
+    limits = on_ranks(2, lambda rank, all_reduce: mean_bound(parts[rank], bound, all_reduce))
+    kept = sorted(values)
+    while kept and sum(kept) / len(kept) > bound:  # drop the largest, with all that equal it
+        kept = [value for value in kept if value < kept[-1]]
+    for part, limit in zip(parts, limits, strict=True):
+        assert [value for value in part.tolist() if value <= limit] == [
+            value for value in part.tolist() if value in kept
+        ]
 
 
 def test_choose_without_eligible_tokens_chooses_nothing():
