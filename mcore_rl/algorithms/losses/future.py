@@ -77,7 +77,7 @@ class FIPO:
             future = discounted_future(
                 log_ratio.masked_fill(ratio > self.dual_clip, 0.0), selected, 2 ** (-1 / self.decay_tokens)
             )
-            weight = bounded_exp(future).clamp(1 - self.influence_low, 1 + self.influence_high).to(log_ratio.dtype)
+            weight = bounded_exp(future).clamp(1 - self.influence_low, 1 + self.influence_high)
             unsafe = (advantages < 0) & (ratio > self.safety_ratio)
             weight = masked(torch.where(unsafe, weight.clamp(*SAFE_WEIGHTS), weight), selected)
         # weight > 0, so the sign of the advantage, which decides the side of the clip, does not change.
@@ -93,15 +93,16 @@ def discounted_future(values: Tensor, selected: Tensor, gamma: float) -> Tensor:
     """Sum values from each selected entry of a row to its end, with the factor gamma^(number of selected entries
     between them). 0 where not selected.
 
-    Shapes: values, selected (bool) [B, T] -> float64 [B, T].
+    Shapes: values, selected (bool) [B, T] -> [B, T].
     """
-    # Selected entries first, in their order, so that distances count selected entries only.
-    order = torch.argsort(~selected, dim=-1, stable=True)
-    sums = masked(values, selected).double().gather(-1, order)
-    # After the pass with `step`, an entry has the sum over the 2 * step entries from it on.
+    # Selected entries first, in their order, so that distances count selected entries only; others in a last column.
+    length = values.shape[-1]
+    place = (selected.cumsum(-1) - 1).masked_fill(~selected, length)
+    sums = values.new_zeros(values.shape[0], length + 1).scatter_(-1, place, values)[:, :length]
+    # After the pass with `step`, an entry has the sum over the 2 * step entries from it on. Errors grow with the number
+    # of passes, not of entries.
     step = 1
-    while step < sums.shape[-1]:
-        later = torch.zeros_like(sums)
-        later[:, :-step] = sums[:, step:]
-        sums, step = sums + gamma**step * later, 2 * step
-    return masked(torch.empty_like(sums).scatter_(-1, order, sums), selected)
+    while step < length:
+        ahead = sums[:, :-step].add(sums[:, step:], alpha=gamma**step)
+        sums, step = torch.cat((ahead, sums[:, -step:]), -1), 2 * step
+    return masked(torch.nn.functional.pad(sums, (0, 1)).gather(-1, place), selected)
