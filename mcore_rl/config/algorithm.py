@@ -22,7 +22,10 @@ POLICY_LOSSES = (
     *("decoupled_ppo", "reinforce"),
     SUPERVISED,
 )
-LOSS_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGGREGATIONS = (
+    *("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    *("prompt-mean", "token-sum"),
+)
 KL_KINDS = ("k1", "abs", "mse", "low_var", "k2", "k3")
 
 

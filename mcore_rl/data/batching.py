@@ -19,6 +19,10 @@ from mcore_rl.data.packing import TOKENS, SequenceCost, balance
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import Batch, BuffersRef, Mean, RolloutScalars
 
+LossWeights = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Function (trained tokens int32 [b], group ids int64 [b]) of the responses of one update -> loss weights float32
+[b]."""
+
 
 @dataclass(frozen=True)
 class UpdateSchedule:
@@ -121,7 +125,7 @@ def build_batch(
     *,
     schedule: UpdateSchedule,
     advantages: np.ndarray | None = None,
-    weights_of: Callable[[np.ndarray], np.ndarray] | None = None,
+    weights_of: LossWeights | None = None,
     trained: np.ndarray | None = None,
     version: int = 0,
 ) -> Batch:
@@ -132,8 +136,7 @@ def build_batch(
     which stores the results of earlier passes (log-probabilities), are equal in all epochs.
 
     Shapes: advantages float32 [B] in the order of `kept`, None: 0.
-    weights_of: maps trained_tokens int32 [b] of one update to the loss weights float32 [b] of its responses; None: 0,
-    for a batch that is not trained.
+    weights_of: computes the loss weights of one update; None: 0, for a batch that is not trained.
     trained: bool [B]; other responses have weight 0 and do not count in the weights of the others.
     version: weight version at the start of the step.
     Raises: ConfigError if no response is kept or prompts_per_update does not divide the number of groups.
@@ -148,7 +151,7 @@ def build_batch(
     dp_ranks = np.empty(len(kept), np.int32)
     for samples in first_epoch:
         if weights_of is not None:
-            loss_weights[samples] = weights_of(counted[samples])
+            loss_weights[samples] = weights_of(counted[samples], kept.group_ids[samples])
         dp_ranks[samples] = balance(schedule.cost.of(kept.total_tokens[samples]), schedule.num_dp_ranks)
     return Batch(
         chunks=tuple(chunks),

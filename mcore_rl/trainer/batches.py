@@ -16,6 +16,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import (
     KeptSamples,
+    LossWeights,
     UpdateSchedule,
     build_batch,
     gather,
@@ -169,7 +170,7 @@ def greedy_rewards(greedy: Sequence[RolloutScalars], group_ids: np.ndarray) -> n
     return np.array([reward_of[group] for group in group_ids.tolist()], np.float32)
 
 
-def response_weights(algorithm: AlgorithmConfig, longest: int) -> Callable[[np.ndarray], np.ndarray]:
+def response_weights(algorithm: AlgorithmConfig, longest: int) -> LossWeights:
     """Return the function that computes loss_weights for the configured aggregation; seq-mean-token-sum-norm divides by
     `longest`, which is rollout.max_response_tokens."""
     mode = algorithm.loss_aggregation

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms import estimator, loss_weights
-from mcore_rl.config.algorithm import DriftPenaltyConfig, KLConfig, ListedCorrectionConfig
+from mcore_rl.config.algorithm import LOSS_AGGREGATIONS, DriftPenaltyConfig, KLConfig, ListedCorrectionConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.types import merge_metrics
 from tests.distributed import converting, policy_batch
@@ -40,7 +40,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "decoupled_ppo loglinear": {"prox": "loglinear"},
     "reinforce": {},
 }
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = LOSS_AGGREGATIONS
+GROUPS = np.array([11, 4, 4, 11, 11])
+"""Prompt of each sample. Samples of one prompt are on different data-parallel ranks."""
 CORRECTIONS: list[dict[str, Any]] = [
     {"kind": "truncate", "level": "token", "high": 1.3},
     {"kind": "truncate", "level": "sequence", "high": 1e6},
@@ -189,7 +191,7 @@ def weights(mode: str) -> np.ndarray:
     counts = np.array([int(policy_batch.trained(sample).sum()) for sample in SAMPLES])
     options = {"norm_tokens": 20} if mode == "seq-mean-token-sum-norm" else {}
     whole = np.zeros(len(policy_batch.PROMPTS), np.float32)
-    whole[SAMPLES] = loss_weights(mode, counts, **options)
+    whole[SAMPLES] = loss_weights(mode, counts, GROUPS, **options)
     return whole
 
 

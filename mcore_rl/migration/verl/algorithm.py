@@ -56,7 +56,7 @@ LOSS, FILTER = "algorithm.policy_loss", "algorithm.filter_groups"
 ADVANTAGE_ROWS = (Row("algorithm.advantage", ("algorithm.adv_estimator",), lambda name: ESTIMATORS.get(str(name))),)
 LOSS_ROWS = (
     Row(f"{LOSS}.name", (f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_mode"), lambda name: LOSSES.get(str(name))),
-    Row("algorithm.loss_aggregation", (f"{ACTOR}.loss_agg_mode",), lambda m: None if m == "token-sum" else m),
+    Row("algorithm.loss_aggregation", (f"{ACTOR}.loss_agg_mode",)),
     Row("algorithm.entropy_coefficient", (f"{ACTOR}.entropy_coeff",)),
     Row("actor.moe.router_replay", REPLAY_KEYS, lambda mode: REPLAY.get(str(mode))),
 )

@@ -24,7 +24,7 @@ def scalars_of(group_ids, seed=0):
     )
 
 
-def token_mean(trained_tokens):
+def token_mean(trained_tokens, group_ids):
     return np.full(len(trained_tokens), 1 / trained_tokens.sum(), np.float32)
 
 

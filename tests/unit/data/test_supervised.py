@@ -42,7 +42,7 @@ def test_supervised_chunk_becomes_batch(tmp_path, tokenizer):
     batch = build_batch(
         [buffers],
         gather([scalars]),
-        weights_of=lambda trained: np.full(len(trained), 1 / trained.sum(), np.float32),
+        weights_of=lambda trained, groups: np.full(len(trained), 1 / trained.sum(), np.float32),
         schedule=UpdateSchedule(prompts_per_update=4, num_dp_ranks=2),
     )
     assert (batch.loss_weights * batch.trained_tokens).sum() == pytest.approx(1)

@@ -182,3 +182,16 @@ def test_describe_counts_each_episode_once():
 def test_positions_in_groups_number_responses():
     assert positions_in_groups(np.array([5, 5, 5, 2, 9, 9])).tolist() == [0, 1, 2, 0, 0, 1]
     assert positions_in_groups(np.empty(0, np.int64)).tolist() == []
+
+
+def test_batch_builder_prompt_mean_has_the_groups_of_each_update():
+    """Groups 8 and 3 form the first update, 5 and 4 the second; a response of group 3 is dropped by the filter."""
+    scalars = scalars_of([8, 8, 3, 3, 5, 5, 4, 4], [1, 3, 2, 9, 2, 2, 5, 3], [1, 0] * 4)
+    scalars = replace(scalars, clipped=np.array([0, 0, 0, 1, 0, 0, 0, 0], np.uint8))
+    settings = Config(
+        algorithm=AlgorithmConfig(loss_aggregation="prompt-mean", overlong_filtering=True),
+        trainer=TrainerConfig(prompts_per_step=4, prompts_per_update=2),
+    )
+    batch = batch_builder(settings, 1)(Groups((scalars,), (np.arange(8),)), 1, 0)
+    expected = [1 / 8, 1 / 8, 1 / 4, 0, 1 / 8, 1 / 8, 1 / 16, 1 / 16]
+    assert batch.loss_weights.tolist() == pytest.approx(expected)
