@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,7 @@ class Needs:
     whole_sequence: all tokens of a response must be in one call, one response per row. Other losses take any shape,
     for example tokens of many responses packed in one row.
     values: the values of a critic.
+    parts: the named parts of the rewards, such as the score of each reward function.
     selection: the loss treats some tokens differently, chosen among all tokens of an update (see selection.py).
     staleness: per-token staleness in weight versions (see PolicyLossInputs).
     """
@@ -32,6 +34,7 @@ class Needs:
     group_ids: bool = False
     values: bool = False
     baseline_rewards: bool = False
+    parts: bool = False
     advantages: bool = False
     old_logp: bool = False
     rollout_logp: bool = False
@@ -57,7 +60,8 @@ class AdvantageInputs:
     """Inputs of an advantage estimator.
 
     Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B], arbitrary and unsorted; baseline_rewards,
-    lengths [B]. mask is 1 on trained tokens. lengths: trained tokens per response; None: counted from the mask.
+    lengths [B]; parts by name, float64 [B] each. mask is 1 on trained tokens. lengths: trained tokens per response;
+    None: counted from the mask. parts: parts of the rewards; NaN if a response has none.
     """
 
     token_rewards: Tensor
@@ -66,6 +70,7 @@ class AdvantageInputs:
     values: Tensor | None = None
     baseline_rewards: Tensor | None = None
     lengths: Tensor | None = None
+    parts: Mapping[str, Tensor] | None = None
 
     def groups(self) -> Segments:
         """Assign the responses to their groups."""
@@ -175,6 +180,7 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
         raise ValueError(f"group_ids must be integers, not {inputs.group_ids.dtype}")
     check_shapes("token_rewards", rewards.shape, mask=inputs.mask, values=inputs.values)
     given = {name: getattr(inputs, name) for name in ("group_ids", "baseline_rewards", "lengths")}
+    given |= {f"part {name}": part for name, part in (inputs.parts or {}).items()}
     wrong = [f"{name} {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != rewards.shape[:1]]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} must have one entry per row of token_rewards, {list(rewards.shape)}")

@@ -18,10 +18,12 @@ from mcore_rl.algorithms.advantages.per_response import (
     OPO,
     RLOO,
     GRPOPassK,
+    MaxRL,
     ReinforcePlusPlusBaseline,
     ReMax,
 )
 from mcore_rl.algorithms.advantages.per_token import GAE, ReinforcePlusPlus
+from mcore_rl.algorithms.advantages.reward_parts import GDPO
 from mcore_rl.algorithms.advantages.user import UserEstimator
 from mcore_rl.algorithms.corrections import Correction
 from mcore_rl.algorithms.interface import (
@@ -66,6 +68,8 @@ ADVANTAGES: dict[str, type[Estimator]] = {
     "remax": ReMax,
     "opo": OPO,
     "gpg": GPG,
+    "maxrl": MaxRL,
+    "gdpo": GDPO,
 }
 
 POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
@@ -104,7 +108,9 @@ def advantage_options(config: AlgorithmConfig) -> dict[str, object]:
 
     Raises: ConfigError if advantage_kwargs is set for a registered name, or repeats an option that has a key.
     """
-    named = {name: getattr(config, name) for name in ("normalize_by_std", "gamma", "lam", "whiten")}
+    names = ("normalize_by_std", "std_level", "leave_one_out", "gamma", "lam", "whiten")
+    named = {name: getattr(config, name) for name in names}
+    named["part_weights"] = config.part_weights or None
     chosen = f"algorithm.advantage={config.advantage}"
     return _with_user_options(named, config.advantage_kwargs, "algorithm.advantage_kwargs", chosen)
 
@@ -181,16 +187,18 @@ def compute_advantages(
     values: Tensor | None = None,
     baseline_rewards: Tensor | None = None,
     lengths: Tensor | None = None,
+    parts: Mapping[str, Tensor] | None = None,
     **options: object,
 ) -> AdvantageResult:
     """Compute advantages and returns, without gradient.
 
-    Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B]; baseline_rewards, lengths [B]; results [B, T].
+    Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B]; baseline_rewards, lengths [B]; parts by name
+    [B] each; results [B, T].
     Raises: ConfigError for an unknown name or option; ValueError for a missing tensor, a wrong shape, or rewards that
     are not finite (names the responses).
     """
     chosen = estimator(name, **options)
-    inputs = AdvantageInputs(token_rewards, mask, group_ids, values, baseline_rewards, lengths)
+    inputs = AdvantageInputs(token_rewards, mask, group_ids, values, baseline_rewards, lengths, parts)
     chosen.needs.check(name, inputs)
     check_advantage_inputs(inputs)
     result = chosen.raw(inputs)

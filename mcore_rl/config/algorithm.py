@@ -10,11 +10,15 @@ from mcore_rl.config.fields import check_domains, setting
 from mcore_rl.errors import ConfigError
 
 # Copies of the registries' names in algorithms/, which imports torch; a test checks that they are equal.
-GROUP_ADVANTAGES = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
+GROUP_ADVANTAGES = (
+    *("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg"),
+    *("maxrl", "gdpo"),
+)
 """Estimators that compare the responses of a group with each other."""
 COMPARING_ADVANTAGES = (*GROUP_ADVANTAGES, "remax")
 """Estimators that compare samples of a prompt with each other or with a greedy response."""
 ADVANTAGES = ("gae", "reinforce_plus_plus", *COMPARING_ADVANTAGES)
+STD_LEVELS = ("group", "batch", "batch_rewards")
 SUPERVISED = "sft"
 """Loss name of supervised training, which generates no responses."""
 POLICY_LOSSES = (
@@ -239,7 +243,15 @@ class AlgorithmConfig:
     advantage: str = setting("grpo", choices=ADVANTAGES, function=True)
     """Advantage estimator, by name or as `module_or_file.py:function`; docs/algorithms.md contains the formulas."""
     normalize_by_std: bool | None = None
-    """Divide the advantages of grpo and grpo_passk by the group's standard deviation; null: true."""
+    """Divide the advantages of grpo and grpo_passk by a standard deviation; null: true."""
+    std_level: str | None = setting(None, choices=STD_LEVELS)
+    """Standard deviation by which grpo divides: of the rewards of the group (group; null), of the advantages of the
+    step before the division (batch), or of all rewards of the step (batch_rewards)."""
+    leave_one_out: bool | None = None
+    """Baseline of grpo: the mean reward of the group's other responses instead of all of them; null: false."""
+    part_weights: dict[str, float] = field(default_factory=dict)
+    """Weights of the parts of the reward for gdpo, by name: numbers that reward functions return besides the score,
+    entries of reward.weighted, and reward models."""
     gamma: float | None = setting(None, minimum=0, maximum=1)
     """Discount per trained token for gae and reinforce_plus_plus; null: 1."""
     lam: float | None = setting(None, minimum=0, maximum=1)
@@ -278,6 +290,10 @@ class AlgorithmConfig:
     [B]: the responses to train."""
 
     def __post_init__(self) -> None:
+        if self.normalize_by_std is False and self.std_level is not None:
+            raise ConfigError(
+                f"algorithm.std_level={self.std_level} has no effect with algorithm.normalize_by_std=false; remove it"
+            )
         kind = self.correction.kind
         if self.corrections and kind != "auto":
             raise ConfigError(

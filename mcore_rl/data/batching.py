@@ -10,7 +10,7 @@ Example: groups of 2 responses, prompts_per_update 2, update_epochs 2, 2 data-pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class KeptSamples:
 
     Shapes: every array [B]. chunk_ids and rows (int32) locate the tokens; the other fields are as in RolloutScalars.
     episodes (int64): one number per episode; the responses of an episode share it and have one reward.
+    parts (float64 [B] by name): parts and scores of RolloutScalars; NaN if a response has none.
     """
 
     chunk_ids: np.ndarray
@@ -57,6 +58,7 @@ class KeptSamples:
     accuracies: np.ndarray
     clipped: np.ndarray
     episodes: np.ndarray
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -80,6 +82,14 @@ def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray] | None 
         return np.concatenate([*parts, np.empty(0, dtype)]).astype(dtype, copy=False)
 
     kept = list(zip(scalars, keep, strict=True))
+    numbers = [{**part.scores, **part.parts} for part in scalars]
+    names = dict.fromkeys(name for each in numbers for name in each)
+
+    def column(name: str) -> np.ndarray:
+        # A rollout call has only the parts that its graders returned.
+        parts = zip(numbers, keep, strict=True)
+        return join((each[name][rows] if name in each else np.full(len(rows), np.nan) for each, rows in parts), float)
+
     # Episode numbers are unique within a rollout call only; add the number of preceding responses.
     starts = np.cumsum([0, *(len(part.rewards) for part in scalars)])
     episodes = [
@@ -90,6 +100,7 @@ def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray] | None 
         chunk_ids=np.repeat(np.arange(len(keep), dtype=np.int32), [len(rows) for rows in keep]),
         rows=join(keep, np.int32),
         episodes=join(episodes, np.int64),
+        parts={name: column(name) for name in names},
         **{name: join((getattr(part, name)[rows] for part, rows in kept), dtype) for name, dtype in _SCALARS.items()},
     )
 

@@ -7,17 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
 
+from mcore_rl.config.reward import TAKEN
 from mcore_rl.types import Score
 
 MAX_MESSAGE_CHARS = 300
 MAX_PART_CHARS = 2000
-_METRICS = "mean accuracy std errors greedy kl kl_coefficient model judge reward"
-_FIELDS = (
-    "prompt response tokens response_tokens finish_reason group sample version versions submitted_version ground_truth "
-    "error scores turns tool_calls messages mask turn_rewards temperatures digest images"
-)
-TAKEN = frozenset(f"{_METRICS} {_FIELDS}".split())
-"""Reserved names of metrics (reward/, val/) and record fields. A part with such a name gets `_part` appended."""
 
 
 class NotApplicable(Score):

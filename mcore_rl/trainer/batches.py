@@ -144,6 +144,7 @@ def response_advantages(algorithm: AlgorithmConfig) -> Callable[[Groups, np.ndar
             group_ids=torch.from_numpy(group_ids),
             baseline_rewards=None if baseline is None else torch.from_numpy(baseline),
             lengths=torch.from_numpy(lengths),
+            parts={name: torch.from_numpy(values[first]) for name, values in kept.parts.items()},
             **options,
         )
         advantages: np.ndarray = estimates.advantages[:, 0].numpy()

@@ -13,7 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult, Needs, masked
+from mcore_rl.algorithms.interface import MAX_NAMED, AdvantageInputs, AdvantageResult, Needs, masked
+from mcore_rl.algorithms.segments import Segments
+from mcore_rl.config.algorithm import STD_LEVELS
+from mcore_rl.errors import ConfigError, DataError
 
 
 class PerResponse(ABC):
@@ -44,25 +47,57 @@ class PerResponse(ABC):
 STD_EPS = 1e-6
 
 
+def sample_std(values: Tensor) -> Tensor:
+    """Compute the sample standard deviation (n - 1) of `values` [B]; 0 for fewer than two values."""
+    return values.std() if len(values) > 1 else values.new_zeros(())
+
+
 @dataclass(frozen=True)
 class GRPO(PerResponse):
     """Group-relative advantages (GRPO).
 
-        A_i = (r_i - mean(r_G)) / (std(r_G) + eps)     for response i of group G, the same for each of its tokens
+        A_i = (r_i - b_i) / (std + eps)     for response i of group G, the same for each of its tokens
+
+        b_i, the baseline:   mean(r_G)
+            leave_one_out    the mean of the other responses of G
+        std, by std_level:
+            group            std(r_G)
+            batch            std of r_j - b_j over all responses j of the step (ScaleRL)
+            batch_rewards    std of r_j over all responses j of the step (Lite PPO)
 
     r_i: sum of the token rewards of response i; std: sample standard deviation (n - 1). normalize_by_std=False skips
-    the division (Dr. GRPO). Advantages are exactly 0 for a group of equal rewards or of one response.
+    the division (Dr. GRPO). Advantages are exactly 0 for a group of equal rewards or of one response. Without the
+    division, leave_one_out is rloo.
 
-    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783, section 3.2.
+    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783, section 3.2; ScaleRL, arXiv
+    2510.13786, the objective J_ScaleRL; Lite PPO, arXiv 2508.08221; leave-one-out: arXiv 2402.14740.
     Shapes: token_rewards, mask [B, T], group_ids [B] -> [B, T].
     """
 
     normalize_by_std: bool = True
+    std_level: str = "group"
+    leave_one_out: bool = False
+
+    def __post_init__(self) -> None:
+        if self.std_level not in STD_LEVELS:
+            raise ConfigError(f"algorithm.std_level={self.std_level} must be one of {', '.join(STD_LEVELS)}")
 
     def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
         groups = inputs.groups()
         centred, std = groups.centred_and_std(rewards)
-        return centred / groups.expand(std + STD_EPS) if self.normalize_by_std else centred
+        if self.leave_one_out:
+            centred = _without_own(centred, groups)
+        if not self.normalize_by_std:
+            return centred
+        if self.std_level == "group":
+            return centred / groups.expand(std + STD_EPS)
+        return centred / (sample_std(centred if self.std_level == "batch" else rewards) + STD_EPS)
+
+
+def _without_own(centred: Tensor, groups: Segments) -> Tensor:
+    """Convert distances from the mean of the group to distances from the mean of its other responses. Shapes: [B]."""
+    # r - mean of the others = k / (k - 1) (r - mean). A group of one has distance 0, so any finite factor gives 0.
+    return centred * groups.expand(groups.sizes / (groups.sizes - 1).clamp(min=1).double())
 
 
 @dataclass(frozen=True)
@@ -110,8 +145,35 @@ class RLOO(PerResponse):
 
     def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
         groups = inputs.groups()
-        # A group of one response has centered reward 0, so any finite factor gives 0.
-        return groups.centred(rewards) * groups.expand(groups.sizes / (groups.sizes - 1).clamp(min=1).double())
+        return _without_own(groups.centred(rewards), groups)
+
+
+@dataclass(frozen=True)
+class MaxRL(PerResponse):
+    """MaxRL: the policy gradient of the log-likelihood of a correct response, truncated at the size of the group.
+
+        A_i = (r_i - mean(r_G)) / mean(r_G)     0 if all rewards of group G are 0
+
+    For rewards of 0 and 1, mean(r_G) is the pass rate of the group, so hard prompts get large advantages: with K
+    correct responses out of k, a correct one has (k - K) / K and a wrong one -1. Groups of equal rewards have advantage
+    exactly 0. Other rewards of at least 0 are weighted in the same way; the derivation is for 0 and 1.
+
+    Source: Maximum Likelihood Reinforcement Learning, arXiv 2602.02710, the estimator with the control variate; the
+    authors' code adds 1e-6 to the denominator.
+    Shapes: token_rewards, mask [B, T], group_ids [B] -> [B, T].
+    Raises: DataError naming responses with negative rewards.
+    """
+
+    def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
+        negative = (rewards < 0).nonzero()[:, 0].tolist()
+        if negative:
+            raise DataError(
+                f"algorithm.advantage=maxrl needs rewards of at least 0, but {len(negative)} responses have negative "
+                f"ones: {negative[:MAX_NAMED]}; change reward.function, or choose another estimator"
+            )
+        groups = inputs.groups()
+        means = groups.sum(rewards) / groups.sizes
+        return groups.centred(rewards) / groups.expand(torch.where(means > 0, means, 1.0))
 
 
 @dataclass(frozen=True)

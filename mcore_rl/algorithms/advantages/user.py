@@ -2,7 +2,8 @@
 
     f(token_rewards=, mask=, group_ids=, values=, baseline_rewards=, **options) -> advantages
 
-The options are the set keys among algorithm.{gamma,lam,whiten,normalize_by_std} and algorithm.advantage_kwargs.
+The options are the set keys among algorithm.{gamma,lam,whiten,normalize_by_std,std_level,leave_one_out,part_weights}
+and algorithm.advantage_kwargs.
 Unavailable tensors are None. The function computes one of two kinds of advantages:
 
     per response: called with all responses of a step, so groups are complete. token_rewards [B, 1] are the rewards of

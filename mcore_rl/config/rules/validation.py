@@ -20,6 +20,7 @@ from mcore_rl.config.rules.engine_support import (
     exact_positions,
     rope_section,
 )
+from mcore_rl.config.rules.estimators import check_estimator
 from mcore_rl.config.rules.linear_attention import check_linear_attention
 from mcore_rl.config.rules.models import (
     check_graders,
@@ -88,6 +89,7 @@ def validate_keys(config: Config, *, run_here: bool = True) -> None:
             "actor.moe.router_replay=engine replays what the engine chose while sampling, and "
             "algorithm.policy_loss.name=sft samples nothing; set it to none"
         )
+    check_estimator(config)
     check_reference(config.algorithm.kl, config.reference)
     check_terms(config.algorithm)
     check_rewards(config.reward_model, config.judge, config.reward, config.rollout)

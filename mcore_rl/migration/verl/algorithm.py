@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mcore_rl.config.reward import TAKEN
 from mcore_rl.migration.draft import SKIP, Row
 from mcore_rl.migration.source import Setting
 from mcore_rl.migration.verl.correction import bypasses, translate_correction
@@ -11,7 +12,7 @@ from mcore_rl.migration.verl.defaults import ACTOR, CRITIC
 from mcore_rl.migration.verl.run import VerlRun
 
 ESTIMATORS = {
-    **{name: name for name in "gae grpo grpo_passk rloo remax opo gpg".split()},
+    **{name: name for name in "gae grpo grpo_passk rloo remax opo gpg gdpo".split()},
     **{name: name for name in "reinforce_plus_plus reinforce_plus_plus_baseline".split()},
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
@@ -84,9 +85,33 @@ def _translate_advantage_options(run: VerlRun) -> None:
     if name in ("grpo", "grpo_passk"):
         rows = Row("algorithm.normalize_by_std", ("algorithm.norm_adv_by_std_in_grpo",), _unless(True))
         draft.apply(source, (rows,))
-    source.find("algorithm.norm_adv_by_std_in_grpo")
+    if name == "gdpo":
+        _translate_reward_parts(run)
+    source.find("algorithm.norm_adv_by_std_in_grpo", "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights")
     if source.flag("algorithm.use_pf_ppo"):
         draft.block(source.effective("algorithm.use_pf_ppo"), "PF-PPO, which resamples responses, does not exist here")
+
+
+def _translate_reward_parts(run: VerlRun) -> None:
+    """Translate the parts of gdpo's rewards. verl lists names and weights; here the weights have names."""
+    source, draft = run.source, run.draft
+    keys = source.effective("algorithm.gdpo_reward_keys")
+    names = keys.value if isinstance(keys.value, list) else []
+    weights = source.effective("algorithm.gdpo_reward_weights").value or [1.0] * len(names)
+    unread = [str(name) for name in names if name in ("score", "acc")]
+    if not names or not isinstance(weights, list) or len(weights) != len(names) or unread:
+        reason = f"{', '.join(unread)} is no part of a score here; return it under another name"
+        draft.block(keys, reason if unread else "gdpo needs names of reward parts, and a weight for each or for none")
+        return
+    # Names of metrics and record fields get this suffix.
+    parts = {f"{name}_part" if name in TAKEN else str(name): float(w) for name, w in zip(names, weights, strict=True)}
+    draft.take(source, "algorithm.part_weights", parts, "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights")
+    draft.changes.append(
+        "algorithm.adv_estimator=gdpo divides by the standard deviation over all tokens of a batch in verl, after "
+        "subtracting their mean; here by the standard deviation over its responses, as in the paper"
+    )
+    if not source.flag("algorithm.norm_adv_by_std_in_grpo"):
+        draft.block(source.effective("algorithm.norm_adv_by_std_in_grpo"), "gdpo always divides by the group's std")
 
 
 def _translate_loss_options(run: VerlRun) -> None:

@@ -18,6 +18,8 @@ from mcore_rl.algorithms.registry import ADVANTAGES
 from mcore_rl.errors import ConfigError
 
 GROUPED = ["grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
+REQUIRED = {"gdpo": {"part_weights": {"format": 1.0}}}
+"""Options without which an estimator cannot be built."""
 
 
 def sample_std(values):
@@ -42,6 +44,30 @@ def gain_over_others(i, rewards, ids, lengths):
     group = [rewards[j] for j in members(ids, i)]
     others = [rewards[j] for j in members(ids, i) if j != i]
     return max(group) - max(others) if others else 0.0
+
+
+def others_mean(i, rewards, ids):
+    others = [rewards[j] for j in members(ids, i) if j != i]
+    return fmean(others) if others else rewards[i]
+
+
+def grpo_leave_one_out(i, rewards, ids, lengths):
+    group = [rewards[j] for j in members(ids, i)]
+    return (rewards[i] - others_mean(i, rewards, ids)) / (sample_std(group) + 1e-6)
+
+
+def grpo_batch(i, rewards, ids, lengths):
+    raw = [dr_grpo(j, rewards, ids, lengths) for j in range(len(ids))]
+    return raw[i] / (sample_std(raw) + 1e-6)
+
+
+def grpo_batch_rewards(i, rewards, ids, lengths):
+    return dr_grpo(i, rewards, ids, lengths) / (sample_std(rewards) + 1e-6)
+
+
+def grpo_batch_leave_one_out(i, rewards, ids, lengths):
+    raw = [rewards[j] - others_mean(j, rewards, ids) for j in range(len(ids))]
+    return raw[i] / (sample_std(raw) + 1e-6)
 
 
 def grpo_passk(i, rewards, ids, lengths):
@@ -75,6 +101,11 @@ def reinforce_plus_plus_baseline(i, rewards, ids, lengths):
 CASES = [
     ("grpo", {}, grpo),
     ("grpo", {"normalize_by_std": False}, dr_grpo),
+    ("grpo", {"leave_one_out": True}, grpo_leave_one_out),
+    ("grpo", {"leave_one_out": True, "normalize_by_std": False}, rloo),
+    ("grpo", {"std_level": "batch"}, grpo_batch),
+    ("grpo", {"std_level": "batch_rewards"}, grpo_batch_rewards),
+    ("grpo", {"std_level": "batch", "leave_one_out": True}, grpo_batch_leave_one_out),
     ("grpo_passk", {}, grpo_passk),
     ("grpo_passk", {"normalize_by_std": False}, gain_over_others),
     ("rloo", {}, rloo),
@@ -183,8 +214,10 @@ def test_estimators_ignore_order_and_ids_of_groups(name):
 def test_estimators_accept_empty_batches(name):
     for shape in ((0, 4), (3, 0), (0, 0), (4, 3)):
         given = {"token_rewards": torch.randn(shape), "mask": torch.zeros(shape), "values": torch.randn(shape)}
+        given["token_rewards"] = given["token_rewards"].abs()
         given |= {"baseline_rewards": torch.zeros(shape[0]), "group_ids": torch.arange(shape[0])}
-        result = compute_advantages(name, **given)
+        given["parts"] = {"format": torch.zeros(shape[0])}
+        result = compute_advantages(name, **given, **REQUIRED.get(name, {}))
         assert result.advantages.shape == result.returns.shape == shape
         assert not result.advantages.any()
 
@@ -192,9 +225,10 @@ def test_estimators_accept_empty_batches(name):
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_estimators_ignore_values_of_untrained_tokens(name):
     """Values of untrained tokens are NaN; results are finite and have no gradient."""
-    batch = make_batch(5, 12, 6)
+    batch = make_batch(5, 12, 6, [0.0, 0.5, 1.0])
     values = torch.where(batch.mask > 0, torch.randn(12, 6), torch.nan).requires_grad_()
     inputs = {**vars(batch), "values": values, "baseline_rewards": torch.zeros(12)}
+    inputs |= {"parts": {"format": torch.arange(12.0)}, **REQUIRED.get(name, {})}
     result = compute_advantages(name, **inputs)
     for tensor in (result.advantages, result.returns):
         assert tensor.isfinite().all()
@@ -207,6 +241,7 @@ def test_estimators_ignore_values_of_untrained_tokens(name):
 def test_estimators_return_dtype_of_rewards(name, dtype):
     batch = make_batch(6, 8, 4, [0.0, 1.0])
     inputs = {**vars(batch), "values": torch.zeros(8, 4), "baseline_rewards": torch.zeros(8)}
+    inputs |= {"parts": {"format": torch.arange(8.0)}, **REQUIRED.get(name, {})}
     exact = compute_advantages(name, **inputs)
     inputs["token_rewards"] = inputs["token_rewards"].to(dtype)
     for mask in (batch.mask, batch.mask.bool(), batch.mask.long()):
@@ -223,6 +258,7 @@ def test_compute_advantages_with_invalid_tensors_names_them():
         ({"group_ids": torch.arange(2)}, r"group_ids \[2\]"),
         ({"group_ids": torch.zeros(3)}, "integers"),
         ({"lengths": torch.ones(3, 2)}, r"lengths \[3, 2\]"),
+        ({"parts": {"format": torch.ones(2)}}, r"part format \[2\]"),
         ({"token_rewards": torch.zeros(3, 2, dtype=torch.int64)}, "floating point"),
         ({"token_rewards": torch.tensor([[0, 1], [0, torch.nan], [torch.inf, -torch.inf]])}, r"2 responses.*\[1, 2\]"),
     ]:

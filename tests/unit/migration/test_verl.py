@@ -280,7 +280,7 @@ def test_import_yaml_with_defaults_lists_only_what_differs() -> None:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("algorithm.adv_estimator=gdpo", "no counterpart of this value for algorithm.advantage"),
+        ("algorithm.adv_estimator=gspo", "no counterpart of this value for algorithm.advantage"),
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
             "no counterpart of this value for algorithm.policy_loss",

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mcore_rl.config.reward import TAKEN
 from mcore_rl.data.records import add_fields, amend_part
 from mcore_rl.data.seeds import request_seeds
 from mcore_rl.data.trajectories import join_rows
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
-from mcore_rl.rewards.results import TAKEN
 from mcore_rl.rollout.episodes.single_turn import Attempt, SingleTurnPlayer
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal, read_journal
 from mcore_rl.rollout.results import join_scalars

@@ -12,10 +12,10 @@ from mcore_rl import types
 from mcore_rl.algorithms import advantage_options, compute_advantages, estimator
 from mcore_rl.algorithms.advantages.per_token import GAE
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.reward import TAKEN
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.data.batching import one_row_per_episode, positions_in_groups
 from mcore_rl.errors import ConfigError, NonFiniteError
-from mcore_rl.rewards.results import TAKEN
 from mcore_rl.trainer.batches import batch_builder, describe
 from mcore_rl.types import RolloutScalars
 from tests.unit.rollouts import scalars_of
@@ -186,12 +186,35 @@ def test_positions_in_groups_number_responses():
 
 def test_batch_builder_prompt_mean_has_the_groups_of_each_update():
     """Groups 8 and 3 form the first update, 5 and 4 the second; a response of group 3 is dropped by the filter."""
-    scalars = scalars_of([8, 8, 3, 3, 5, 5, 4, 4], [1, 3, 2, 9, 2, 2, 5, 3], [1, 0] * 4)
+    scalars = scalars_of([8, 8, 3, 3, 5, 5, 5, 4], [1, 3, 2, 9, 2, 2, 5, 3], [1, 0] * 4)
     scalars = replace(scalars, clipped=np.array([0, 0, 0, 1, 0, 0, 0, 0], np.uint8))
     settings = Config(
         algorithm=AlgorithmConfig(loss_aggregation="prompt-mean", overlong_filtering=True),
         trainer=TrainerConfig(prompts_per_step=4, prompts_per_update=2),
     )
     batch = batch_builder(settings, 1)(Groups((scalars,), (np.arange(8),)), 1, 0)
-    expected = [1 / 8, 1 / 8, 1 / 4, 0, 1 / 8, 1 / 8, 1 / 16, 1 / 16]
+    expected = [1 / 8, 1 / 8, 1 / 4, 0, 1 / 18, 1 / 18, 1 / 18, 1 / 6]
     assert batch.loss_weights.tolist() == pytest.approx(expected)
+
+
+def test_batch_builder_gdpo_reads_parts_and_scores_once_per_episode():
+    """The second rollout call has no part `half`: its grading failed."""
+    first = replace(several_sequences().scalars[0], scores={"judge": np.arange(8.0)})
+    second = scalars_of([1, 1], [2, 2], [0, 0], scores={"judge": np.array([1.0, 4.0])})
+    groups = Groups((first, second), (np.arange(8), np.arange(2)), (None, None))
+    weights = {"half": 1.0, "judge": 0.5}
+    settings = Config(
+        algorithm=AlgorithmConfig(advantage="gdpo", part_weights=weights),
+        trainer=TrainerConfig(prompts_per_step=3, prompts_per_update=3),
+    )
+    found = batch_builder(settings, 1)(groups, 1, 0).advantages
+    rows = [0, 2, 3, 6, 7, 8, 9]
+    parts = {
+        "half": torch.tensor([*first.parts["half"], torch.nan, torch.nan])[rows],
+        "judge": torch.tensor([*first.scores["judge"], *second.scores["judge"]])[rows],
+    }
+    tensors = {"token_rewards": torch.zeros(7, 1), "mask": torch.ones(7, 1)}
+    ids = torch.tensor([3, 3, 3, 8, 8, 1, 1])
+    expected = compute_advantages("gdpo", **tensors, group_ids=ids, parts=parts, part_weights=weights).advantages
+    assert found.tolist() == pytest.approx(expected[[0, 0, 1, 2, 2, 2, 3, 4, 5, 6], 0].tolist(), rel=1e-6)
+    assert found[8] < 0 < found[9]

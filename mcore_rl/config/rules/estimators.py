@@ -1,0 +1,45 @@
+"""Checks of the advantage estimator against the sections that define the rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+NON_NEGATIVE = ("maxrl",)
+"""Estimators that are defined for rewards of at least 0."""
+OF_PARTS = "gdpo"
+"""Estimator that reads the parts of the rewards instead of the rewards."""
+
+
+def check_estimator(config: Config) -> None:
+    """Raise ConfigError for a reward that the estimator cannot use, and for part_weights without their estimator."""
+    algorithm = config.algorithm
+    chosen = f"algorithm.advantage={algorithm.advantage}"
+    if algorithm.advantage == OF_PARTS and not algorithm.part_weights:
+        raise ConfigError(
+            f"{chosen} needs algorithm.part_weights, the weight of every part of the reward, such as "
+            "algorithm.part_weights={accuracy:1,format:0.5}"
+        )
+    if algorithm.part_weights and not any(algorithm.part_weights.values()):
+        raise ConfigError("algorithm.part_weights are all 0, so that no part is trained; set at least one of them")
+    if algorithm.advantage not in (*NON_NEGATIVE, OF_PARTS):
+        return
+    reason = "reads the parts of the reward" if algorithm.advantage == OF_PARTS else "needs rewards of at least 0"
+    for key, remedy in _changes(config):
+        raise ConfigError(f"{key} changes the reward, but {chosen} {reason}; {remedy}")
+
+
+def _changes(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield keys, with the remedy, that subtract from the rewards outside of their parts."""
+    incorrect = config.reward.incorrect
+    if config.algorithm.advantage in NON_NEGATIVE and incorrect < 0:
+        yield f"reward.incorrect={incorrect:g}", "set it to 0"
+    if config.reward.punishes_overlong:
+        yield "reward.overlong (on by reward.overlong.enable or reward.manager)", "set reward.overlong.enable=false"
+    if config.algorithm.kl.in_reward > 0:
+        yield (
+            f"algorithm.kl.in_reward={config.algorithm.kl.in_reward:g}",
+            "set it to 0, and algorithm.kl.in_loss instead",
+        )
