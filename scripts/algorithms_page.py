@@ -21,6 +21,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
 COSTS = {
     "values": "a critic with its own weights and optimizer, one forward pass and one update per step",
     "baseline_rewards": "one additional greedy response per prompt",
+    "score_norms": "a forward pass of the policy before the updates",
     "reference": "a frozen reference model, one forward pass per step",
     "prox_logp": "a forward pass of the policy before the updates",
     "selection": "a forward pass over the tokens of each update before it",

@@ -27,6 +27,8 @@ class Needs:
     for example tokens of many responses packed in one row.
     values: the values of a critic.
     parts: the named parts of the rewards, such as the score of each reward function.
+    score_norms: squared norms of the score of each token with respect to the logits. The ranks compute them; estimators
+    with this need implement GroupTokenEstimator (advantages/token_baseline.py).
     selection: the loss treats some tokens differently, chosen among all tokens of an update (see selection.py).
     staleness: per-token staleness in weight versions (see PolicyLossInputs).
     """
@@ -35,6 +37,7 @@ class Needs:
     values: bool = False
     baseline_rewards: bool = False
     parts: bool = False
+    score_norms: bool = False
     advantages: bool = False
     old_logp: bool = False
     rollout_logp: bool = False
@@ -59,9 +62,9 @@ class Needs:
 class AdvantageInputs:
     """Inputs of an advantage estimator.
 
-    Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B], arbitrary and unsorted; baseline_rewards,
-    lengths [B]; parts by name, float64 [B] each. mask is 1 on trained tokens. lengths: trained tokens per response;
-    None: counted from the mask. parts: parts of the rewards; NaN if a response has none.
+    Shapes: token_rewards, mask, values, score_norms [B, T]; group_ids int64 [B], arbitrary and unsorted;
+    baseline_rewards, lengths [B]; parts by name, float64 [B] each. mask is 1 on trained tokens. lengths: trained tokens
+    per response; None: counted from the mask. parts: parts of the rewards; NaN if a response has none.
     """
 
     token_rewards: Tensor
@@ -71,6 +74,7 @@ class AdvantageInputs:
     baseline_rewards: Tensor | None = None
     lengths: Tensor | None = None
     parts: Mapping[str, Tensor] | None = None
+    score_norms: Tensor | None = None
 
     def groups(self) -> Segments:
         """Assign the responses to their groups."""
@@ -178,7 +182,8 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
         raise ValueError(f"token_rewards must be floating point [B, T], not {rewards.dtype} {list(rewards.shape)}")
     if inputs.group_ids is not None and inputs.group_ids.is_floating_point():
         raise ValueError(f"group_ids must be integers, not {inputs.group_ids.dtype}")
-    check_shapes("token_rewards", rewards.shape, mask=inputs.mask, values=inputs.values)
+    tokens = {name: getattr(inputs, name) for name in ("mask", "values", "score_norms")}
+    check_shapes("token_rewards", rewards.shape, **tokens)
     given = {name: getattr(inputs, name) for name in ("group_ids", "baseline_rewards", "lengths")}
     given |= {f"part {name}": part for name, part in (inputs.parts or {}).items()}
     wrong = [f"{name} {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != rewards.shape[:1]]

@@ -24,6 +24,7 @@ from mcore_rl.algorithms.advantages.per_response import (
 )
 from mcore_rl.algorithms.advantages.per_token import GAE, ReinforcePlusPlus
 from mcore_rl.algorithms.advantages.reward_parts import GDPO
+from mcore_rl.algorithms.advantages.token_baseline import OptimalTokenBaseline
 from mcore_rl.algorithms.advantages.user import UserEstimator
 from mcore_rl.algorithms.corrections import Correction
 from mcore_rl.algorithms.interface import (
@@ -70,6 +71,7 @@ ADVANTAGES: dict[str, type[Estimator]] = {
     "gpg": GPG,
     "maxrl": MaxRL,
     "gdpo": GDPO,
+    "optimal_token_baseline": OptimalTokenBaseline,
 }
 
 POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
@@ -188,17 +190,18 @@ def compute_advantages(
     baseline_rewards: Tensor | None = None,
     lengths: Tensor | None = None,
     parts: Mapping[str, Tensor] | None = None,
+    score_norms: Tensor | None = None,
     **options: object,
 ) -> AdvantageResult:
     """Compute advantages and returns, without gradient.
 
-    Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B]; baseline_rewards, lengths [B]; parts by name
-    [B] each; results [B, T].
+    Shapes: token_rewards, mask, values, score_norms [B, T]; group_ids int64 [B]; baseline_rewards, lengths [B]; parts
+    by name [B] each; results [B, T].
     Raises: ConfigError for an unknown name or option; ValueError for a missing tensor, a wrong shape, or rewards that
     are not finite (names the responses).
     """
     chosen = estimator(name, **options)
-    inputs = AdvantageInputs(token_rewards, mask, group_ids, values, baseline_rewards, lengths, parts)
+    inputs = AdvantageInputs(token_rewards, mask, group_ids, values, baseline_rewards, lengths, parts, score_norms)
     chosen.needs.check(name, inputs)
     check_advantage_inputs(inputs)
     result = chosen.raw(inputs)

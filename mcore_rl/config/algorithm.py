@@ -12,7 +12,7 @@ from mcore_rl.errors import ConfigError
 # Copies of the registries' names in algorithms/, which imports torch; a test checks that they are equal.
 GROUP_ADVANTAGES = (
     *("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg"),
-    *("maxrl", "gdpo"),
+    *("maxrl", "gdpo", "optimal_token_baseline"),
 )
 """Estimators that compare the responses of a group with each other."""
 COMPARING_ADVANTAGES = (*GROUP_ADVANTAGES, "remax")

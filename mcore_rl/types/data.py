@@ -280,8 +280,9 @@ class Batch:
         table = np.empty(len(samples), SHARE_COLUMNS)
         for name in ("total_tokens", "rewards", "advantages", "loss_weights"):
             table[name] = getattr(self, name)[samples]
-        # One structured array instead of seven arrays, so that a remote call serializes one object per rank.
+        # One structured array instead of eight arrays, so that a remote call serializes one object per rank.
         table["samples"], table["rows"] = samples, places[samples]
+        table["groups"] = np.unique(self.group_ids, return_inverse=True)[1][samples]
         table["origins"] = np.stack([self.chunk_ids[samples], self.rows[samples]], axis=1)
         # `cells` numbers the pairs (rank, update) row by row.
         counts = np.bincount(cells, minlength=num_dp_ranks * len(self.updates)).reshape(num_dp_ranks, -1)
@@ -299,7 +300,8 @@ class RankShare:
     and results.
 
     Shapes: samples int64 [b]; chunk_ids, rows, total_tokens int32 [b]; origins int32 [b, 2]; rewards, advantages,
-    loss_weights float32 [b]. `version` is the batch's.
+    loss_weights float32 [b]. `version` is the batch's. groups int32 [b]: number of each response's group in the batch,
+    from 0, the same on all ranks; None: unknown.
     """
 
     samples: np.ndarray
@@ -311,6 +313,7 @@ class RankShare:
     advantages: np.ndarray
     loss_weights: np.ndarray
     version: int = 0
+    groups: np.ndarray | None = None
 
 
 SHARE_COLUMNS = np.dtype(
@@ -322,6 +325,7 @@ SHARE_COLUMNS = np.dtype(
         ("rewards", np.float32),
         ("advantages", np.float32),
         ("loss_weights", np.float32),
+        ("groups", np.int32),
     ]
 )
 
@@ -342,7 +346,7 @@ class RankShares:
         names = SHARE_COLUMNS.names or ()
         return [
             RankShare(
-                # A column has a stride of a whole row, 36 bytes, which torch.from_numpy rejects for 8-byte numbers.
+                # A column has a stride of a whole row, 40 bytes, which torch.from_numpy rejects for 8-byte numbers.
                 **{name: np.ascontiguousarray(part[name]) for name in names},
                 # A rank receives its trajectories as one chunk.
                 chunk_ids=np.zeros(len(part), np.int32),

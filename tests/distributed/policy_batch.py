@@ -22,6 +22,8 @@ PROMPTS = [3, 5, 2, 7, 4, 3, 6, 2, 1]
 RESPONSES = [9, 4, 14, 1, 8, 6, 3, 11, 5]
 FIRST_CHUNK = 5  # samples 0..4 are in chunk 0, the rest in chunk 1
 UPDATES = ([0, 2, 4, 6, 8], [1, 3, 5, 7])
+GROUPS = np.array([2, 0, 1, 0, 1, 1, 2, 0, 2], np.int32)
+"""Prompt of each sample. Samples of one prompt are on different data-parallel ranks."""
 TEMPERATURE, SECOND_TEMPERATURE = 0.8, 1.25
 """Temperature of the run, and of the samples in the second chunk."""
 ENTROPY_COEFFICIENT = 0.02
@@ -116,6 +118,7 @@ def share(samples: list[int], dp_rank: int, num_dp_ranks: int) -> RankShare:
         advantages=advantages()[index],
         loss_weights=loss_weights(samples)[index],
         version=VERSION,
+        groups=GROUPS[index],
     )
 
 

@@ -41,8 +41,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "reinforce": {},
 }
 AGGREGATIONS = LOSS_AGGREGATIONS
-GROUPS = np.array([11, 4, 4, 11, 11])
-"""Prompt of each sample. Samples of one prompt are on different data-parallel ranks."""
 CORRECTIONS: list[dict[str, Any]] = [
     {"kind": "truncate", "level": "token", "high": 1.3},
     {"kind": "truncate", "level": "sequence", "high": 1e6},
@@ -60,7 +58,11 @@ TERMS: dict[str, dict[str, Any]] = {
     "high entropy": {"high_entropy_share": 0.4},
     "drift from the old policy": {"drift_penalty": DriftPenaltyConfig(0.4, "old")},
 }
-ESTIMATORS: dict[str, dict[str, Any]] = {"gae": {"gamma": 0.95, "lam": 0.9}, "reinforce_plus_plus": {"gamma": 0.9}}
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "gae": {"gamma": 0.95, "lam": 0.9},
+    "reinforce_plus_plus": {"gamma": 0.9},
+    "optimal_token_baseline": {},
+}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {"dp2": (2, {}), "cp2": (2, {"cp": 2})}
 """A loss is computed on the last stage and is independent of experts."""
 SAMPLES = policy_batch.UPDATES[0]
@@ -191,7 +193,7 @@ def weights(mode: str) -> np.ndarray:
     counts = np.array([int(policy_batch.trained(sample).sum()) for sample in SAMPLES])
     options = {"norm_tokens": 20} if mode == "seq-mean-token-sum-norm" else {}
     whole = np.zeros(len(policy_batch.PROMPTS), np.float32)
-    whole[SAMPLES] = loss_weights(mode, counts, GROUPS, **options)
+    whole[SAMPLES] = loss_weights(mode, counts, policy_batch.GROUPS[SAMPLES], **options)
     return whole
 
 

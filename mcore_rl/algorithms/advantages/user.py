@@ -113,6 +113,11 @@ def _declared(name: str, function: Callable[..., object]) -> tuple[Needs, bool]:
         needs = Needs(group_ids=per_response is not False)
     if not isinstance(needs, Needs):
         raise ConfigError(f"{name}: its attribute needs must be a mcore_rl.algorithms.Needs, not {needs!r}")
+    private = [fact for fact in ("parts", "score_norms") if getattr(needs, fact)]
+    if private:
+        raise ConfigError(
+            f"{name}: its attribute needs has {', '.join(private)}, which only built-in estimators receive"
+        )
     whole = [fact for fact in ("group_ids", "baseline_rewards") if getattr(needs, fact)]
     per_response = bool(whole) if per_response is None else per_response
     if needs.values and per_response:

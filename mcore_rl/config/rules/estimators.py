@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mcore_rl.config.algorithm import CorrectionConfig
+from mcore_rl.config.quantization import UNQUANTIZED
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
@@ -11,6 +13,8 @@ NON_NEGATIVE = ("maxrl",)
 """Estimators that are defined for rewards of at least 0."""
 OF_PARTS = "gdpo"
 """Estimator that reads the parts of the rewards instead of the rewards."""
+OF_TOKENS = "optimal_token_baseline"
+"""Estimator whose baseline minimizes the variance of an uncorrected gradient."""
 
 
 def check_estimator(config: Config) -> None:
@@ -24,11 +28,31 @@ def check_estimator(config: Config) -> None:
         )
     if algorithm.part_weights and not any(algorithm.part_weights.values()):
         raise ConfigError("algorithm.part_weights are all 0, so that no part is trained; set at least one of them")
+    if algorithm.advantage == OF_TOKENS:
+        _check_token_baseline(config)
     if algorithm.advantage not in (*NON_NEGATIVE, OF_PARTS):
         return
     reason = "reads the parts of the reward" if algorithm.advantage == OF_PARTS else "needs rewards of at least 0"
     for key, remedy in _changes(config):
         raise ConfigError(f"{key} changes the reward, but {chosen} {reason}; {remedy}")
+
+
+def _check_token_baseline(config: Config) -> None:
+    """Reject weights of the tokens, which the baseline does not contain."""
+    algorithm = config.algorithm
+    entries: list[CorrectionConfig] = [*algorithm.corrections] or [algorithm.correction]
+    quantization, automatic = config.rollout.quantization, algorithm.correction.kind == "auto"
+    if automatic and not algorithm.corrections and quantization != UNQUANTIZED and algorithm.old_logp == "trainer":
+        raise ConfigError(
+            f"algorithm.correction.kind=auto weighs tokens with rollout.quantization={quantization}, but the baseline "
+            f"of algorithm.advantage={OF_TOKENS} is optimal without weights only; set it to none or reject"
+        )
+    for entry in entries:
+        if entry.kind in ("truncate", "mask") and entry.apply:
+            raise ConfigError(
+                f"{entry.PREFIX}kind={entry.kind} weighs tokens, but the baseline of algorithm.advantage={OF_TOKENS} "
+                "is optimal without weights only; set it to reject"
+            )
 
 
 def _changes(config: Config) -> Iterator[tuple[str, str]]:

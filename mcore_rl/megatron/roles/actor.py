@@ -24,7 +24,7 @@ from mcore_rl.megatron.roles.rank_model import TrainedModel, join_and_build
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
-from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples
+from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples, whole_by_sample
 from mcore_rl.megatron.step.mismatch import logp_gap, mismatch
 from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, RankBatch, non_finite_samples
 from mcore_rl.megatron.step.replay import engine_routing
@@ -210,12 +210,14 @@ class MegatronActor(TrainedModel):
     ) -> tuple[RankBatch, dict[str, Metric], dict[int, np.ndarray]]:
         """Compute the advantages of every token with the configured estimator.
 
-        `values` are the critic's, for estimators that need them. Returns the batch with advantages, metrics, and on
-        ranks of the last stage the returns.
+        `values` are the critic's, for estimators that need them. An estimator that needs norms of scores takes a
+        forward pass. Returns the batch with advantages, metrics, and on ranks of the last stage the returns.
 
         Shapes: values, returns float32 [n] by sample.
-        Collective: the data-parallel ranks of the last stage.
+        Collective: the data-parallel ranks of the last stage; all ranks, if the estimator needs score_norms.
+        Raises: NonFiniteError on every rank, naming the samples.
         """
+        norms = self._score_norms(batch) if self.estimator.needs.score_norms else None
         if self.place.pp < self.layout.pp - 1:
             return batch, {}, {}
         estimates = estimate_tokens(
@@ -224,11 +226,25 @@ class MegatronActor(TrainedModel):
             batch.chunks,
             values=values,
             penalties=batch.penalties or None,
+            score_norms=norms,
             group=parallel_state.get_data_parallel_group(),
         )
         # All context-parallel ranks have the same whole responses; one of them counts the tokens.
         metrics = estimates.describe() if self.counts_tokens and not self.place.cp else {}
         return replace(batch, token_advantages=estimates.advantages), metrics, estimates.returns
+
+    def _score_norms(self, batch: RankBatch) -> dict[int, np.ndarray]:
+        """Compute the squared norms of the scores of all tokens, for the policy before the updates; empty on ranks of
+        other stages than the last. Shapes: float32 [n] by sample."""
+        every = distinct_samples(batch.shares)
+        found = self.infer(self.microbatches(every, batch.chunks), self.objective.score_norms_of)
+        norms: dict[int, np.ndarray] = {}
+        for microbatch, values in found:
+            if microbatch.samples:
+                norms |= whole_by_sample(microbatch, values, self.context)
+        bad = [sample for sample, values in norms.items() if not np.isfinite(values).all()]
+        require_finite(describe_samples("norm of the score", bad, every), self.device)
+        return norms
 
     def update(self, batch: RankBatch, index: int) -> dict[str, Metric]:
         """Run one optimizer step on the samples of share `index`. All data-parallel ranks step together.

@@ -2,18 +2,21 @@
 
 The reward of a response is assigned to its last trained token, except for turn rewards, which are at the ends of turns.
 Tokens between trained tokens (a tool's output) are left out. Every rank of the last stage computes the advantages of
-its data-parallel share; to whiten advantages over the batch, data-parallel ranks exchange three numbers each.
+its data-parallel share; to whiten advantages over the batch, data-parallel ranks exchange three numbers each. For
+baselines of tokens, they exchange sums over the responses of each group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl.algorithms.advantages.token_baseline import GroupTokenEstimator, Reduce
 from mcore_rl.algorithms.interface import AdvantageInputs, Estimator
 from mcore_rl.algorithms.whitening import Moments, whiten
 from mcore_rl.errors import McoreRLError
@@ -51,14 +54,16 @@ def estimate_tokens(
     *,
     values: Mapping[int, np.ndarray] | None = None,
     penalties: Mapping[int, np.ndarray] | None = None,
+    score_norms: Mapping[int, np.ndarray] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TokenEstimates:
     """Compute advantages and returns of every trained token of the share.
 
-    penalties: subtracted from the rewards. group: the data-parallel ranks; None for one rank.
+    penalties: subtracted from the rewards. score_norms: for estimators that need them; the groups of the share may
+    then have samples on other ranks. group: the data-parallel ranks; None for one rank.
 
-    Shapes: values, penalties [n] by sample.
-    Collective: `group`, if the estimator whitens.
+    Shapes: values, penalties, score_norms [n] by sample.
+    Collective: `group`, if the estimator whitens or needs score_norms.
     Raises: McoreRLError for samples without values.
     """
     missing = [] if values is None else [int(sample) for sample in share.samples if int(sample) not in values]
@@ -67,7 +72,15 @@ def estimate_tokens(
     counts = trained_tokens(share, chunks)
     turns = _turn_rewards(share, chunks)
     blocks = [_block(share, rows, counts, values, penalties, turns) for rows in _row_blocks(counts)]
-    raw = [estimator.raw(inputs) for inputs in blocks]
+    if estimator.needs.score_norms:
+        assert score_norms is not None
+        blocks = [
+            _with_groups(share, rows, inputs, score_norms)
+            for rows, inputs in zip(_row_blocks(counts), blocks, strict=True)
+        ]
+        raw = cast(GroupTokenEstimator, estimator).over_ranks(blocks, _reduction(group))
+    else:
+        raw = [estimator.raw(inputs) for inputs in blocks]
     advantages = [result.advantages for result in raw]
     if estimator.whitened:
         parts = (Moments.of(result.advantages, inputs.mask) for result, inputs in zip(raw, blocks, strict=True))
@@ -136,6 +149,32 @@ def _block(
         mask=torch.from_numpy(mask).float(),
         values=None if values is None else torch.from_numpy(padded(values)),
     )
+
+
+def _with_groups(
+    share: RankShare, rows: np.ndarray, inputs: AdvantageInputs, score_norms: Mapping[int, np.ndarray]
+) -> AdvantageInputs:
+    """Add the groups of the samples and the norms of their tokens to a block."""
+    assert share.groups is not None
+    norms = torch.zeros_like(inputs.token_rewards)
+    values = [score_norms[sample] for sample in share.samples[rows].tolist()]
+    norms[inputs.mask > 0] = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *values]))
+    return replace(inputs, group_ids=torch.from_numpy(share.groups[rows]), score_norms=norms)
+
+
+def _reduction(group: dist.ProcessGroup | None) -> Reduce:
+    """Return the function that reduces host tensors over `group`."""
+    kinds = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+
+    def reduce(tensor: torch.Tensor, kind: Literal["sum", "min", "max"]) -> torch.Tensor:
+        if group is None or group.size() == 1:
+            return tensor
+        on_device = tensor.to(device)
+        dist.all_reduce(on_device, op=kinds[kind], group=group)
+        return on_device.cpu()
+
+    return reduce
 
 
 def _over_ranks(rank_moments: Moments, group: dist.ProcessGroup | None) -> Moments:

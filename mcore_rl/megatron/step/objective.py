@@ -27,6 +27,7 @@ from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens
 from mcore_rl.megatron.step.mismatch import mismatch
+from mcore_rl.megatron.step.score_norms import linear_score_norms
 from mcore_rl.megatron.step.token_choice import TokenChoice, joined_flags, samples_and_positions
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers
 
@@ -151,6 +152,21 @@ class Objective:
         """True if an update needs the result of `choose_tokens`."""
         corrects = any(correction.chooses_tokens for correction in self.corrections)
         return self.loss.needs.selection or corrects or self.algorithm.high_entropy_share < 1
+
+    def score_norms_of(
+        self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor
+    ) -> tuple[MicroBatch, torch.Tensor]:
+        """Compute the squared norms of the scores of the trained tokens, [N], for RankModel.infer. Returns them with
+        their micro-batch."""
+        return batch, linear_score_norms(
+            hidden.index_select(0, batch.predictors),
+            output_weight(chunk),
+            batch.targets,
+            temperature=self._temperature(batch),
+            chunk_tokens=self.actor.logprob_chunk_tokens,
+            group=self.group,
+            vocab_size=unwrap(chunk).unpadded_vocab_size,
+        )
 
     def _temperature(self, batch: MicroBatch) -> torch.Tensor | float:
         """Return the temperature of all trained tokens, a number or [N]."""

@@ -11,11 +11,14 @@ from mcore_rl.migration.verl.correction import bypasses, translate_correction
 from mcore_rl.migration.verl.defaults import ACTOR, CRITIC
 from mcore_rl.migration.verl.run import VerlRun
 
+TOKEN_BASELINE = "optimal_token_baseline"
 ESTIMATORS = {
     **{name: name for name in "gae grpo grpo_passk rloo remax opo gpg gdpo".split()},
     **{name: name for name in "reinforce_plus_plus reinforce_plus_plus_baseline".split()},
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
+    "optimal_token_baseline": TOKEN_BASELINE,
+    "tir_optimal_token_baseline": TOKEN_BASELINE,
 }
 LOSSES = {
     "vanilla": "ppo_clip",
@@ -87,6 +90,13 @@ def _translate_advantage_options(run: VerlRun) -> None:
         draft.apply(source, (rows,))
     if name == "gdpo":
         _translate_reward_parts(run)
+    if name == TOKEN_BASELINE:
+        draft.changes.append(
+            f"algorithm.adv_estimator={source.text('algorithm.adv_estimator')} has baseline 0 in verl where only one "
+            "response of a group is left; here the advantage is 0 there. Positions count trained tokens"
+        )
+    # verl's ranks compute this only on request.
+    source.find(f"{ACTOR}.calculate_sum_pi_squared", f"{ACTOR}.sum_pi_squared_checkpointing")
     source.find("algorithm.norm_adv_by_std_in_grpo", "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights")
     if source.flag("algorithm.use_pf_ppo"):
         draft.block(source.effective("algorithm.use_pf_ppo"), "PF-PPO, which resamples responses, does not exist here")

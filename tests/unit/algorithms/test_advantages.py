@@ -216,6 +216,7 @@ def test_estimators_accept_empty_batches(name):
         given = {"token_rewards": torch.randn(shape), "mask": torch.zeros(shape), "values": torch.randn(shape)}
         given["token_rewards"] = given["token_rewards"].abs()
         given |= {"baseline_rewards": torch.zeros(shape[0]), "group_ids": torch.arange(shape[0])}
+        given["score_norms"] = torch.rand(shape)
         given["parts"] = {"format": torch.zeros(shape[0])}
         result = compute_advantages(name, **given, **REQUIRED.get(name, {}))
         assert result.advantages.shape == result.returns.shape == shape
@@ -228,6 +229,7 @@ def test_estimators_ignore_values_of_untrained_tokens(name):
     batch = make_batch(5, 12, 6, [0.0, 0.5, 1.0])
     values = torch.where(batch.mask > 0, torch.randn(12, 6), torch.nan).requires_grad_()
     inputs = {**vars(batch), "values": values, "baseline_rewards": torch.zeros(12)}
+    inputs["score_norms"] = torch.where(batch.mask > 0, torch.rand(12, 6), torch.nan)
     inputs |= {"parts": {"format": torch.arange(12.0)}, **REQUIRED.get(name, {})}
     result = compute_advantages(name, **inputs)
     for tensor in (result.advantages, result.returns):
@@ -241,6 +243,7 @@ def test_estimators_ignore_values_of_untrained_tokens(name):
 def test_estimators_return_dtype_of_rewards(name, dtype):
     batch = make_batch(6, 8, 4, [0.0, 1.0])
     inputs = {**vars(batch), "values": torch.zeros(8, 4), "baseline_rewards": torch.zeros(8)}
+    inputs["score_norms"] = torch.ones(8, 4)
     inputs |= {"parts": {"format": torch.arange(8.0)}, **REQUIRED.get(name, {})}
     exact = compute_advantages(name, **inputs)
     inputs["token_rewards"] = inputs["token_rewards"].to(dtype)

@@ -63,6 +63,11 @@ def values_per_response(**rest):
 
 values_per_response.needs, values_per_response.per_response = Needs(values=True), True
 
+def parts(**rest):
+    return None
+
+parts.needs = Needs(parts=True, score_norms=True)
+
 def groups_by_tokens(**rest):
     return None
 
@@ -194,6 +199,7 @@ print(loss.function.__name__, loss.options)
         ("groups_and_values", "needs per-token values and also whole groups, but the ranks with the values"),
         ("values_per_response", "needs per-token values and also one number per response"),
         ("groups_by_tokens", "needs group_ids, but has per_response=False, .* Set its attribute per_response to True"),
+        ("parts", "attribute needs has parts, score_norms, which only built-in estimators receive"),
         ("undecided", "attribute per_response must be True or False, not 'yes'"),
         ("three", "returned 3 values instead of"),
         ("unlike", r"cannot be called as f\(token_rewards=, mask=, group_ids=, values=, baseline_rewards="),

@@ -14,6 +14,7 @@ from mcore_rl.errors import ConfigError
 
 NUMBERS = [leaf.key for leaf in leaves(Config()) if {int, float} & {leaf.type, *get_args(leaf.type)}]
 ANY_NUMBER = {
+    "algorithm.part_weights",
     "rollout.failed_reward",
     "reward.weight",
     "reward.correct",

@@ -58,6 +58,18 @@ def _mixture_of_experts(base: str, tmp_path: Path) -> None:
         (["algorithm.advantage=maxrl", "reward.incorrect=-1"], "reward.incorrect=-1 changes the reward, but algorithm"),
         (["algorithm.advantage=maxrl", "reward.manager=dapo"], "reward.overlong (on by reward.overlong.enable or"),
         (["algorithm.advantage=maxrl", "rollout.temperature=0"], "learns from their differences"),
+        (
+            ["algorithm.advantage=optimal_token_baseline", "algorithm.correction.kind=truncate"],
+            "algorithm.correction.kind=truncate weighs tokens, but the baseline of algorithm.advantage=optimal_token",
+        ),
+        (
+            ["algorithm.advantage=optimal_token_baseline", "algorithm.corrections=[{kind: mask}]"],
+            "algorithm.corrections: kind=mask weighs tokens, but the baseline of algorithm.advantage=optimal_token",
+        ),
+        (
+            ["algorithm.advantage=optimal_token_baseline", "rollout.quantization=fp8"],
+            "algorithm.correction.kind=auto weighs tokens with rollout.quantization=fp8",
+        ),
         (["algorithm.normalize_by_std=false", "algorithm.std_level=batch"], "algorithm.std_level=batch has no effect"),
         (["algorithm.std_level=step"], "algorithm.std_level=step must be one of group, batch, batch_rewards"),
         (["rollout.engine=trtllm"], "rollout.engine"),

@@ -138,3 +138,13 @@ def test_build_batch_empty_step_is_rejected():
     none = gather(SCALARS[:1], [np.empty(0, np.int64)])
     with pytest.raises(ConfigError, match="kept no response"):
         build_batch(["a"], none, weights_of=token_mean, schedule=UpdateSchedule(prompts_per_update=1))
+
+
+def test_batch_shares_number_groups_equally_on_all_ranks():
+    batch = batch_of()
+    numbers = {}
+    for update in range(len(batch.updates)):
+        for share in shares_of(batch, update, 3):
+            for sample, number in zip(share.samples.tolist(), share.groups.tolist(), strict=True):
+                numbers.setdefault(int(batch.group_ids[sample]), set()).add(number)
+    assert sorted(numbers.values(), key=min) == [{number} for number in range(6)]

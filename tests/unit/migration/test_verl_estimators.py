@@ -32,3 +32,12 @@ def test_import_gdpo_weights_have_names(tmp_path: Path) -> None:
 def test_import_gdpo_without_named_parts_is_a_blocker(override: str, reason: str, tmp_path: Path) -> None:
     _, draft, _ = translated(f"algorithm.adv_estimator=gdpo {override}", tmp_path)
     assert reason in " ".join(draft.blockers)
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_import_optimal_token_baseline_names_the_difference(name: str, tmp_path: Path) -> None:
+    actor = "actor_rollout_ref.actor.calculate_sum_pi_squared=True"
+    _, draft, uncovered = translated(f"algorithm.adv_estimator={name} {actor}", tmp_path)
+    assert draft.values["algorithm.advantage"] == "optimal_token_baseline"
+    assert f"algorithm.adv_estimator={name} has baseline 0 in verl" in " ".join(draft.changes)
+    assert "sum_pi_squared" not in " ".join(uncovered)
