@@ -283,6 +283,9 @@ class AlgorithmConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     drift_penalty: DriftPenaltyConfig = field(default_factory=DriftPenaltyConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    length_penalty: float = setting(0.0, minimum=0)
+    """Penalty of every trained token, subtracted from the rewards before advantages are computed and multiplied by the
+    pass rate of the response's group; 0: none."""
     overlong_filtering: bool = False
     """Exclude responses that reached their token limit from training; they still count in their group's baseline."""
     filter: str | None = setting(None, function=True)

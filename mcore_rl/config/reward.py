@@ -21,7 +21,7 @@ NAIVE, BATCH, PRIME, DAPO = "naive", "batch", "prime", "dapo"
 """Values of reward.manager, with verl's names."""
 GROUP, TASK, STEP = "group", "task", "step"
 """Values of reward.batch."""
-_METRICS = "mean accuracy std errors greedy kl kl_coefficient model judge reward"
+_METRICS = "mean accuracy std errors greedy kl kl_coefficient length_penalty model judge reward"
 _FIELDS = (
     "prompt response tokens response_tokens finish_reason group sample version versions submitted_version ground_truth "
     "error scores turns tool_calls messages mask turn_rewards temperatures digest images"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,6 +13,7 @@ from mcore_rl.algorithms import Estimator, advantage_options, compute_advantages
 from mcore_rl.algorithms.aggregation import MODE_OPTIONS, loss_weights
 from mcore_rl.algorithms.filters import user_filter
 from mcore_rl.algorithms.interface import MAX_NAMED
+from mcore_rl.algorithms.length_penalty import length_penalties
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import (
@@ -54,6 +56,11 @@ def recorded_batches(
         record({"actor/balance": rank_balance(batch, cost, dp_size)})
         untrained = Mean(float((batch.loss_weights == 0).sum()), len(batch))
         record({"groups/untrained_responses": untrained})
+        if per_token := config.algorithm.length_penalty:
+            kept = gather(groups.scalars, groups.keep)
+            _, first = np.unique(kept.episodes, return_index=True)
+            penalties = episode_penalties(per_token, kept)[first]
+            record({"reward/length_penalty": Mean(float(penalties.sum(dtype=np.float64)), len(first))})
         if chosen.per_response:
             record(describe_advantages(batch.advantages))
         return batch
@@ -74,10 +81,12 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
     advantages_of = response_advantages(algorithm)
     weights_of = response_weights(algorithm, config.rollout.max_response_tokens)
     is_trained = response_filter(algorithm)
+    penalties_of = partial(episode_penalties, algorithm.length_penalty)
 
     def build(groups: Groups, step: int, version: int) -> Batch:
         kept = gather(groups.scalars, groups.keep)
         check_rewards(kept)
+        kept = replace(kept, rewards=kept.rewards - penalties_of(kept))
         advantages = advantages_of(groups, kept.rewards) if per_response else np.zeros(len(kept), np.float32)
         schedule = UpdateSchedule(
             config.trainer.prompts_per_update, config.trainer.update_epochs, dp_size, (config.run.seed, step), cost
@@ -151,6 +160,20 @@ def response_advantages(algorithm: AlgorithmConfig) -> Callable[[Groups, np.ndar
         return advantages[episode]
 
     return advantages_of
+
+
+def episode_penalties(per_token: float, kept: KeptSamples) -> np.ndarray:
+    """Compute the length penalty of each kept response; the responses of an episode share the penalty of all their
+    tokens. Shapes: float32 [B]."""
+    _, first, episode = np.unique(kept.episodes, return_index=True, return_inverse=True)
+    penalties = length_penalties(
+        per_token,
+        lengths=np.bincount(episode, kept.trained_tokens),
+        accuracies=kept.accuracies[first],
+        group_ids=kept.group_ids[first],
+    )
+    result: np.ndarray = penalties[episode].astype(np.float32)
+    return result
 
 
 def check_rewards(kept: KeptSamples) -> None:

@@ -28,6 +28,11 @@ def check_estimator(config: Config) -> None:
         )
     if algorithm.part_weights and not any(algorithm.part_weights.values()):
         raise ConfigError("algorithm.part_weights are all 0, so that no part is trained; set at least one of them")
+    if algorithm.length_penalty > 0 and algorithm.advantage == "remax":
+        raise ConfigError(
+            f"algorithm.length_penalty={algorithm.length_penalty:g}: {chosen} compares with a greedy response, whose "
+            "group has no pass rate; choose another estimator, or set it to 0"
+        )
     if algorithm.advantage == OF_TOKENS:
         _check_token_baseline(config)
     if algorithm.advantage not in (*NON_NEGATIVE, OF_PARTS):
@@ -62,6 +67,8 @@ def _changes(config: Config) -> Iterator[tuple[str, str]]:
         yield f"reward.incorrect={incorrect:g}", "set it to 0"
     if config.reward.punishes_overlong:
         yield "reward.overlong (on by reward.overlong.enable or reward.manager)", "set reward.overlong.enable=false"
+    if config.algorithm.length_penalty > 0:
+        yield f"algorithm.length_penalty={config.algorithm.length_penalty:g}", "set it to 0"
     if config.algorithm.kl.in_reward > 0:
         yield (
             f"algorithm.kl.in_reward={config.algorithm.kl.in_reward:g}",

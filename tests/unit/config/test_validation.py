@@ -55,6 +55,14 @@ def _mixture_of_experts(base: str, tmp_path: Path) -> None:
             ["algorithm.advantage=gdpo", "algorithm.part_weights={a: 1}", "algorithm.kl.in_reward=0.1"],
             "algorithm.kl.in_reward=0.1 changes the reward, but algorithm.advantage=gdpo reads the parts",
         ),
+        (
+            ["algorithm.advantage=maxrl", "algorithm.length_penalty=0.1"],
+            "algorithm.length_penalty=0.1 changes the reward, but algorithm.advantage=maxrl needs rewards of at least",
+        ),
+        (
+            ["algorithm.advantage=remax", "algorithm.length_penalty=0.1"],
+            "algorithm.length_penalty=0.1: algorithm.advantage=remax compares with a greedy response",
+        ),
         (["algorithm.advantage=maxrl", "reward.incorrect=-1"], "reward.incorrect=-1 changes the reward, but algorithm"),
         (["algorithm.advantage=maxrl", "reward.manager=dapo"], "reward.overlong (on by reward.overlong.enable or"),
         (["algorithm.advantage=maxrl", "rollout.temperature=0"], "learns from their differences"),

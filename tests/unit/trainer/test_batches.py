@@ -15,8 +15,9 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.reward import TAKEN
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.data.batching import one_row_per_episode, positions_in_groups
+from mcore_rl.data.packing import TOKENS
 from mcore_rl.errors import ConfigError, NonFiniteError
-from mcore_rl.trainer.batches import batch_builder, describe
+from mcore_rl.trainer.batches import batch_builder, describe, recorded_batches
 from mcore_rl.types import RolloutScalars
 from tests.unit.rollouts import scalars_of
 
@@ -218,3 +219,19 @@ def test_batch_builder_gdpo_reads_parts_and_scores_once_per_episode():
     expected = compute_advantages("gdpo", **tensors, group_ids=ids, parts=parts, part_weights=weights).advantages
     assert found.tolist() == pytest.approx(expected[[0, 0, 1, 2, 2, 2, 3, 4, 5, 6], 0].tolist(), rel=1e-6)
     assert found[8] < 0 < found[9]
+
+
+@pytest.mark.parametrize("name", ["grpo", "gae"])
+def test_batch_builder_length_penalty_is_shared_by_an_episode(name):
+    """Group 3: 1 of 3 episodes is right, with 6, 3 and 4 tokens; group 8: 1 of 2, with 5 tokens each."""
+    algorithm = AlgorithmConfig(advantage=name, normalize_by_std=False if name == "grpo" else None, length_penalty=0.1)
+    settings = Config(algorithm=algorithm, trainer=TrainerConfig(prompts_per_step=2, prompts_per_update=2))
+    recorded = {}
+    build = recorded_batches(settings, 1, TOKENS, estimator(name), recorded.update)
+    batch = build(several_sequences(), 1, 0)
+    penalties = np.array([0.2, 0.2, 0.1, 0.4 / 3, 0.4 / 3, 0.4 / 3, 0.25, 0.25])
+    assert batch.rewards.tolist() == pytest.approx(([1, 1, 0, 0.5, 0.5, 0.5, 1, 0] - penalties).tolist())
+    assert recorded["reward/length_penalty"].value == pytest.approx(penalties[[0, 2, 3, 6, 7]].mean())
+    if name == "grpo":
+        mean = np.mean([1 - 0.2, -0.1, 0.5 - 0.4 / 3])
+        assert batch.advantages[:3].tolist() == pytest.approx([0.8 - mean, 0.8 - mean, -0.1 - mean])
