@@ -202,7 +202,9 @@ class _Site:
             publisher = SwappingPublisher(slices, collector)
         else:
             collector = RolloutCollector(pool, source, self.prepared.estimator.needs.baseline_rewards)
-        reference, entropy, controllers = build_controllers(config, self.prepared.estimator, journal.record)
+        reference, entropy, controllers = build_controllers(
+            config, self.prepared.estimator, journal.record, self.prepared.sources
+        )
         return Run(
             config=config,
             actor=self.processes.trainers,
@@ -336,7 +338,9 @@ class _Site:
 
     def _batch_of(self, journal: RunJournal) -> BatchBuilder:
         prepared = self.prepared
-        build = recorded_batches(self.config, prepared.layout.dp, prepared.cost, prepared.estimator, journal.record)
+        build = recorded_batches(
+            self.config, prepared.layout.dp, prepared.cost, prepared.estimator, journal.record, prepared.sources
+        )
         if (writer := ResponseWriter.from_config(self.config)) is None:
             return build
 

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from omegaconf import MISSING
+
 from mcore_rl.config.fields import check_domains, setting
 from mcore_rl.errors import ConfigError
 
@@ -237,6 +239,31 @@ class DynamicSamplingConfig:
 
 
 @dataclass
+class SourceConfig:
+    """An entry of algorithm.per_source. Options of the estimator that are null have the values of section algorithm; if
+    the entry names an estimator, they have the estimator's defaults."""
+
+    source: str = MISSING
+    """data_source of the rows."""
+    weight: float = setting(1.0, minimum=0)
+    """Factor of the loss of the source's responses. Denominators of the aggregation do not change."""
+    advantage: str | None = setting(None, choices=ADVANTAGES)
+    """Advantage estimator of the source's responses; null: algorithm.advantage."""
+    normalize_by_std: bool | None = None
+    """Divide by a standard deviation, like algorithm.normalize_by_std."""
+    std_level: str | None = setting(None, choices=STD_LEVELS)
+    """Standard deviation by which grpo divides, like algorithm.std_level, over the responses of the source."""
+    leave_one_out: bool | None = None
+    """Baseline of grpo without the own reward, like algorithm.leave_one_out."""
+
+    @property
+    def has_estimator(self) -> bool:
+        """True if the advantages of the source are estimated separately."""
+        options = (self.advantage, self.normalize_by_std, self.std_level, self.leave_one_out)
+        return any(option is not None for option in options)
+
+
+@dataclass
 class AlgorithmConfig:
     """Advantages, losses, KL terms and selection of groups."""
 
@@ -260,6 +287,12 @@ class AlgorithmConfig:
     """Whiten the advantages of gae; null: true."""
     advantage_kwargs: dict[str, Any] = field(default_factory=dict)
     """Additional keyword arguments of a user's estimator."""
+    baseline: str = setting("prompt", choices=("prompt", "source"))
+    """Responses that an estimator compares with each other: all responses to a prompt, or all responses of a step to
+    prompts with the same data_source (source)."""
+    per_source: list[SourceConfig] = field(default_factory=list)
+    """List of loss weights and estimators by data_source. A source with its own estimator or options is estimated
+    separately from the others: statistics of the step (std_level, whitening) cover its responses only."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     corrections: list[ListedCorrectionConfig] = field(default_factory=list)
@@ -292,7 +325,15 @@ class AlgorithmConfig:
     """`module_or_file.py:function`, called as f(rewards=, accuracies=, group_ids=, lengths=, clipped=). It returns bool
     [B]: the responses to train."""
 
+    @property
+    def uses_sources(self) -> bool:
+        """True if advantages or loss weights depend on the data_source of a response."""
+        return bool(self.per_source) or self.baseline == "source"
+
     def __post_init__(self) -> None:
+        named = [entry.source for entry in self.per_source]
+        if twice := [name for name in dict.fromkeys(named) if named.count(name) > 1]:
+            raise ConfigError(f"algorithm.per_source names {', '.join(twice)} twice; join the entries")
         if self.normalize_by_std is False and self.std_level is not None:
             raise ConfigError(
                 f"algorithm.std_level={self.std_level} has no effect with algorithm.normalize_by_std=false; remove it"

@@ -51,6 +51,7 @@ class KeptSamples:
     chunk_ids: np.ndarray
     rows: np.ndarray
     group_ids: np.ndarray
+    prompt_rows: np.ndarray
     total_tokens: np.ndarray
     response_tokens: np.ndarray
     trained_tokens: np.ndarray
@@ -67,7 +68,7 @@ class KeptSamples:
 _SCALARS = {
     **dict.fromkeys(("total_tokens", "response_tokens", "trained_tokens"), np.int32),
     **dict.fromkeys(("rewards", "accuracies"), np.float32),
-    "group_ids": np.int64,
+    **dict.fromkeys(("group_ids", "prompt_rows"), np.int64),
     "clipped": np.uint8,
 }
 """Fields that KeptSamples has from RolloutScalars."""
@@ -138,6 +139,7 @@ def build_batch(
     advantages: np.ndarray | None = None,
     weights_of: LossWeights | None = None,
     trained: np.ndarray | None = None,
+    loss_factors: np.ndarray | None = None,
     version: int = 0,
 ) -> Batch:
     """Build the batch of one training step.
@@ -148,6 +150,7 @@ def build_batch(
 
     Shapes: advantages float32 [B] in the order of `kept`, None: 0.
     weights_of: computes the loss weights of one update; None: 0, for a batch that is not trained.
+    loss_factors: float32 [B], multiply the loss weights; None: 1.
     trained: bool [B]; other responses have weight 0 and do not count in the weights of the others.
     version: weight version at the start of the step.
     Raises: ConfigError if no response is kept or prompts_per_update does not divide the number of groups.
@@ -164,6 +167,8 @@ def build_batch(
         if weights_of is not None:
             loss_weights[samples] = weights_of(counted[samples], kept.group_ids[samples])
         dp_ranks[samples] = balance(schedule.cost.of(kept.total_tokens[samples]), schedule.num_dp_ranks)
+    if loss_factors is not None:
+        loss_weights *= loss_factors
     return Batch(
         chunks=tuple(chunks),
         chunk_ids=kept.chunk_ids,

@@ -49,6 +49,7 @@ from mcore_rl.rollout.tools.parsers import ToolCallParser
 from mcore_rl.rollout.tools.toolbox import check_tools
 from mcore_rl.sandbox.check import check_sandbox
 from mcore_rl.trainer.batches import response_filter
+from mcore_rl.trainer.sources import Sources, check_sources
 from mcore_rl.trainer.validation import ValidationParts, validation_parts
 from mcore_rl.types.json import JsonObject
 from mcore_rl.vision.processor import ImageProcessor
@@ -89,13 +90,15 @@ class PreparedModels:
 class Prepared(PreparedModels):
     """Checked inputs of a run. `reward_model` is the layout of the reward model, if the run has one.
 
-    `sampler` samples the training rows. `lines` are printed at the start of the run.
+    `sampler` samples the training rows. `lines` are printed at the start of the run. `sources`: of the training
+    prompts, if the algorithm depends on them.
     """
 
     reward_model: TrainLayout | None
     data: RunData
     sampler: PromptSampler
     lines: tuple[LoadReport | str, ...]
+    sources: Sources | None
 
 
 def prepare_models(config: Config) -> PreparedModels:
@@ -103,6 +106,11 @@ def prepare_models(config: Config) -> PreparedModels:
 
     Raises: ConfigError for the first setting that cannot work.
     """
+    if config.algorithm.uses_sources:
+        raise ConfigError(
+            "algorithm.per_source and algorithm.baseline=source need the training data, which is not read to repeat an "
+            "update; remove them"
+        )
     return _prepare_models(config, _policy(config))
 
 
@@ -167,7 +175,9 @@ def prepare(config: Config) -> Prepared:
     notes = [*data.notes, *(overridden_fields(config.model, spec.hf_config) if needs.advantages else [])]
     notes += _try_rewards(config.reward, data.prompts, multi_turn=has_turns(config.rollout))
     lines: tuple[LoadReport | str, ...] = (*data.reports, *notes)
-    return Prepared(**vars(models), reward_model=reward_model, data=data, sampler=sampler, lines=lines)
+    sources = Sources.of(train.columns["data_source"]) if algorithm.uses_sources else None
+    check_sources(algorithm, sources)
+    return Prepared(**vars(models), reward_model=reward_model, data=data, sampler=sampler, lines=lines, sources=sources)
 
 
 def _load_targets(
@@ -272,6 +282,7 @@ def _check_algorithm(algorithm: AlgorithmConfig, critic_warmup_steps: int) -> tu
             "critic; set it to 0, or algorithm.advantage=gae"
         )
     check_mode(algorithm.loss_aggregation)
+    check_sources(algorithm)
     response_filter(algorithm)
     return chosen_estimator, configured_loss(algorithm).needs
 

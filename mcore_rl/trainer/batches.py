@@ -35,6 +35,7 @@ from mcore_rl.trainer.diagnostics import (
     describe_groups,
     describe_lengths,
 )
+from mcore_rl.trainer.sources import SourceRules, Sources
 from mcore_rl.types import Batch, Groups, Max, Mean, Metric, RolloutScalars, Total
 
 BatchBuilder = Callable[[Groups, int, int], Batch]
@@ -47,9 +48,10 @@ def recorded_batches(
     cost: SequenceCost,
     chosen: Estimator,
     record: Callable[[dict[str, Metric]], None],
+    sources: Sources | None = None,
 ) -> BatchBuilder:
     """Return the function of `batch_builder`, which also passes the metrics of each batch to `record`."""
-    build = batch_builder(config, dp_size, cost)
+    build = batch_builder(config, dp_size, cost, sources)
 
     def batch_of(groups: Groups, step: int, version: int) -> Batch:
         batch = build(groups, step, version)
@@ -68,17 +70,21 @@ def recorded_batches(
     return batch_of
 
 
-def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> BatchBuilder:
+def batch_builder(
+    config: Config, dp_size: int, cost: SequenceCost = TOKENS, sources: Sources | None = None
+) -> BatchBuilder:
     """Return a function that builds the batch of a step.
 
     The batch has the configured advantages and loss weights; `cost` is divided evenly among data-parallel ranks.
-    Per-token estimators leave the advantages at 0 here: the ranks compute them.
+    Per-token estimators leave the advantages at 0 here: the ranks compute them. sources: of the training prompts, for
+    settings that depend on them.
 
     Raises: NonFiniteError (from the function) naming responses with non-finite rewards.
     """
     algorithm = config.algorithm
     per_response = estimator(algorithm.advantage, **advantage_options(algorithm)).per_response
-    advantages_of = response_advantages(algorithm)
+    advantages_of = response_advantages(algorithm, sources)
+    rules = SourceRules(algorithm, sources)
     weights_of = response_weights(algorithm, config.rollout.max_response_tokens)
     is_trained = response_filter(algorithm)
     penalties_of = partial(episode_penalties, algorithm.length_penalty)
@@ -98,6 +104,7 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
             weights_of=weights_of,
             schedule=schedule,
             trained=is_trained(kept),
+            loss_factors=rules.loss_weights(kept.prompt_rows),
             version=version,
         )
 
@@ -130,36 +137,57 @@ def response_filter(config: AlgorithmConfig) -> Callable[[KeptSamples], np.ndarr
     return trained
 
 
-def response_advantages(algorithm: AlgorithmConfig) -> Callable[[Groups, np.ndarray], np.ndarray]:
+def response_advantages(
+    algorithm: AlgorithmConfig, sources: Sources | None = None
+) -> Callable[[Groups, np.ndarray], np.ndarray]:
     """Return a function (groups, rewards of the kept responses) -> advantages, for estimators that need no per-token
-    data.
+    data. sources: of the training prompts, for settings that depend on them.
 
     Shapes: float32 [B] -> float32 [B], in the order of `gather`.
     """
-    options = advantage_options(algorithm)
-    chosen = estimator(algorithm.advantage, **options)
+    rules = SourceRules(algorithm, sources)
+    estimators = [(settings.advantage, advantage_options(settings), own) for settings, own in rules.estimators()]
+    needs = estimator(algorithm.advantage, **advantage_options(algorithm)).needs
 
     def advantages_of(groups: Groups, rewards: np.ndarray) -> np.ndarray:
         kept = gather(groups.scalars, groups.keep)
         # An episode counts once in its group, even if it consists of several sequences.
         _, first, episode = np.unique(kept.episodes, return_index=True, return_inverse=True)
-        group_ids, lengths = kept.group_ids[first], np.bincount(episode, kept.trained_tokens).astype(np.int32)
-        baseline = greedy_rewards(groups.greedy, group_ids) if chosen.needs.baseline_rewards else None
-        # One token per response stands for the whole response, because these estimators use no per-token rewards.
-        estimates = compute_advantages(
-            algorithm.advantage,
-            token_rewards=torch.from_numpy(rewards[first])[:, None],
-            mask=torch.ones(len(first), 1),
-            group_ids=torch.from_numpy(group_ids),
-            baseline_rewards=None if baseline is None else torch.from_numpy(baseline),
-            lengths=torch.from_numpy(lengths),
-            parts={name: torch.from_numpy(values[first]) for name, values in kept.parts.items()},
-            **options,
-        )
-        advantages: np.ndarray = estimates.advantages[:, 0].numpy()
+        source_ids = rules.numbers(kept.prompt_rows[first])
+        inputs = {
+            "rewards": rewards[first],
+            "group_ids": source_ids if algorithm.baseline == "source" else kept.group_ids[first],
+            "lengths": np.bincount(episode, kept.trained_tokens).astype(np.int32),
+        }
+        if needs.baseline_rewards:
+            inputs["baseline_rewards"] = greedy_rewards(groups.greedy, kept.group_ids[first])
+        parts = {name: values[first] for name, values in kept.parts.items()}
+        advantages = np.zeros(len(first), np.float32)
+        for name, options, own in estimators:
+            rows = np.arange(len(first)) if own is None else np.flatnonzero(np.isin(source_ids, own))
+            columns = {key: torch.from_numpy(values[rows]) for key, values in inputs.items()}
+            advantages[rows] = _estimate(name, options, columns, {key: part[rows] for key, part in parts.items()})
         return advantages[episode]
 
     return advantages_of
+
+
+def _estimate(
+    name: str, options: dict[str, object], columns: dict[str, torch.Tensor], parts: dict[str, np.ndarray]
+) -> np.ndarray:
+    """Compute the advantages of responses. Shapes: columns and parts [B] -> float32 [B]."""
+    rewards = columns.pop("rewards")[:, None]
+    # One token per response stands for the whole response, because these estimators use no per-token rewards.
+    estimates = compute_advantages(
+        name,
+        token_rewards=rewards,
+        mask=torch.ones_like(rewards),
+        parts={key: torch.from_numpy(part) for key, part in parts.items()},
+        **columns,
+        **options,
+    )
+    advantages: np.ndarray = estimates.advantages[:, 0].numpy()
+    return advantages
 
 
 def episode_penalties(per_token: float, kept: KeptSamples) -> np.ndarray:

@@ -15,6 +15,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.ports import Actor
 from mcore_rl.trainer.batches import response_advantages
 from mcore_rl.trainer.diagnostics import describe_advantages
+from mcore_rl.trainer.sources import Sources
 from mcore_rl.types import BatchHandle, Groups, Mean, Metric
 
 KL_CONTROLLER, ENTROPY_CONTROLLER = "kl_controller", "entropy_controller"
@@ -61,14 +62,17 @@ class Reference:
 
 
 def build_reference(
-    config: Config, estimator: Estimator, record: Callable[[dict[str, Metric]], None]
+    config: Config,
+    estimator: Estimator,
+    record: Callable[[dict[str, Metric]], None],
+    sources: Sources | None = None,
 ) -> tuple[Reference | None, dict[str, KLController]]:
     """Return the reference policy, None without KL terms, and the KL controller whose state checkpoints contain, by its
-    name there. `record` receives metrics of the advantages of penalized rewards."""
+    name there. `record` receives metrics of the advantages of penalized rewards; `sources`: of the training prompts."""
     kl = config.algorithm.kl
     if not uses_reference(kl):
         return None, {}
-    controller, advantages_of = KLController.from_config(kl), response_advantages(config.algorithm)
+    controller, advantages_of = KLController.from_config(kl), response_advantages(config.algorithm, sources)
 
     def recorded(groups: Groups, rewards: np.ndarray) -> np.ndarray:
         advantages = advantages_of(groups, rewards)
@@ -81,10 +85,13 @@ def build_reference(
 
 
 def build_controllers(
-    config: Config, estimator: Estimator, record: Callable[[dict[str, Metric]], None]
+    config: Config,
+    estimator: Estimator,
+    record: Callable[[dict[str, Metric]], None],
+    sources: Sources | None = None,
 ) -> tuple[Reference | None, EntropyController | None, dict[str, KLController | EntropyController]]:
     """Return the result of build_reference, the controller of the entropy bonus (None if its coefficient is fixed), and
     all controllers whose states checkpoints contain, by their names there."""
-    reference, controllers = build_reference(config, estimator, record)
+    reference, controllers = build_reference(config, estimator, record, sources)
     entropy = EntropyController.from_config(config.algorithm)
     return reference, entropy, {**controllers, **({} if entropy is None else {ENTROPY_CONTROLLER: entropy})}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mcore_rl.config.algorithm import CorrectionConfig
+from mcore_rl.config.algorithm import CorrectionConfig, is_supervised
 from mcore_rl.config.quantization import UNQUANTIZED
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -21,10 +21,15 @@ def check_estimator(config: Config) -> None:
     """Raise ConfigError for a reward that the estimator cannot use, and for part_weights without their estimator."""
     algorithm = config.algorithm
     chosen = f"algorithm.advantage={algorithm.advantage}"
+    if algorithm.uses_sources and is_supervised(algorithm):
+        raise ConfigError(
+            "algorithm.per_source and algorithm.baseline=source have no effect with algorithm.policy_loss.name=sft, "
+            "which has no rewards; remove them"
+        )
     if algorithm.advantage == OF_PARTS and not algorithm.part_weights:
         raise ConfigError(
             f"{chosen} needs algorithm.part_weights, the weight of every part of the reward, such as "
-            "algorithm.part_weights={accuracy:1,format:0.5}"
+            "algorithm.part_weights.correct=1 algorithm.part_weights.format=0.5"
         )
     if algorithm.part_weights and not any(algorithm.part_weights.values()):
         raise ConfigError("algorithm.part_weights are all 0, so that no part is trained; set at least one of them")

@@ -36,3 +36,8 @@ def check_trajectories(observe: ObserveConfig, algorithm: AlgorithmConfig) -> No
             f"observe.keep_trajectories={observe.keep_trajectories} has no effect: supervised training generates no "
             "responses; set it to 0"
         )
+    if observe.keep_trajectories and algorithm.uses_sources:
+        raise ConfigError(
+            f"observe.keep_trajectories={observe.keep_trajectories} does not store the data_source of responses, which "
+            "algorithm.per_source and algorithm.baseline=source need to repeat an update; set it to 0"
+        )

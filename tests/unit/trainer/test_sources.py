@@ -1,0 +1,105 @@
+"""Advantages and loss weights by data_source, compared with runs on the responses of one source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.algorithm import AlgorithmConfig, SourceConfig
+from mcore_rl.config.schema import Config, TrainerConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.trainer.batches import batch_builder, response_advantages
+from mcore_rl.trainer.sources import Sources, check_sources
+from mcore_rl.types import RolloutScalars
+from tests.unit.rollouts import scalars_of
+
+SOURCES = Sources.of(["code", "math", "math", "chat", "code"])
+ROWS = [1, 4, 2, 3, 0]
+"""Prompt row of each group: math, code, math, chat, code."""
+REWARDS = np.array([1, 0, 0.5, 0, 3, 9, 2, 4, 1, 1, 0, 0.25, 7, 6, 6.5], np.float32)
+
+
+@dataclass(frozen=True)
+class Groups:
+    scalars: tuple[RolloutScalars, ...]
+    keep: tuple[np.ndarray, ...]
+    chunks: tuple[object, ...] = (None,)
+    greedy: tuple[RolloutScalars, ...] = ()
+
+
+def five_groups(groups=range(5)):
+    """Three responses to each prompt; group ids differ from prompt rows."""
+    chosen = np.repeat(np.array(list(groups)), 3)
+    rows = np.concatenate([np.arange(3 * g, 3 * g + 3) for g in groups])
+    scalars = scalars_of(10 + chosen, 1 + rows % 4, REWARDS[rows], prompt_rows=np.array(ROWS)[chosen])
+    return Groups((scalars,), (np.arange(len(chosen)),))
+
+
+def advantages(groups, sources=SOURCES, **algorithm):
+    rewards = groups.scalars[0].rewards
+    return response_advantages(AlgorithmConfig(**algorithm), sources)(groups, rewards)
+
+
+@pytest.mark.parametrize("std_level", ["group", "batch", "batch_rewards"])
+def test_per_source_estimator_equals_a_run_of_each_part(std_level):
+    entries = [SourceConfig("math", advantage="rloo"), SourceConfig("chat", leave_one_out=True)]
+    found = advantages(five_groups(), per_source=entries, std_level=std_level)
+    math = advantages(five_groups([0, 2]), None, advantage="rloo")
+    chat = advantages(five_groups([3]), None, std_level=std_level, leave_one_out=True)
+    code = advantages(five_groups([1, 4]), None, std_level=std_level)
+    assert np.array_equal(found[[0, 1, 2, 6, 7, 8]], math)
+    assert np.array_equal(found[9:12], chat)
+    assert np.array_equal(found[[3, 4, 5, 12, 13, 14]], code)
+
+
+def test_per_source_weight_alone_does_not_change_advantages():
+    plain = advantages(five_groups(), None, std_level="batch")
+    weighed = advantages(five_groups(), per_source=[SourceConfig("math", weight=3)], std_level="batch")
+    assert np.array_equal(plain, weighed)
+
+
+def test_source_baseline_is_the_mean_over_the_responses_of_a_source():
+    found = advantages(five_groups(), baseline="source", normalize_by_std=False)
+    for groups in ([0, 2], [1, 4], [3]):
+        rows = np.concatenate([np.arange(3 * g, 3 * g + 3) for g in groups])
+        assert found[rows].tolist() == pytest.approx((REWARDS[rows] - REWARDS[rows].mean()).tolist(), abs=1e-6)
+
+
+def test_batch_builder_multiplies_loss_weights_of_a_source():
+    algorithm = AlgorithmConfig(per_source=[SourceConfig("math", weight=3), SourceConfig("chat", weight=0)])
+    trainer = TrainerConfig(prompts_per_step=5, prompts_per_update=5)
+    plain = batch_builder(Config(trainer=trainer), 1)(five_groups(), 1, 0).loss_weights
+    found = batch_builder(Config(algorithm=algorithm, trainer=trainer), 1, sources=SOURCES)(five_groups(), 1, 0)
+    factors = np.repeat([3, 1, 3, 0, 1], 3)
+    assert found.loss_weights.tolist() == pytest.approx((plain * factors).tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"per_source": [SourceConfig("maths")]},
+            "maths: data.train has no row with this data_source; it has: code, ma",
+        ),
+        ({"per_source": [SourceConfig("math", advantage="gae")]}, "math: .* algorithm.advantage=gae needs more"),
+        ({"per_source": [SourceConfig("math", advantage="remax")]}, "algorithm.advantage=remax needs more"),
+        ({"advantage": "gae", "per_source": [SourceConfig("math", advantage="rloo")]}, "advantage=gae needs more"),
+        (
+            {"per_source": [SourceConfig("math", advantage="rloo", std_level="batch")]},
+            "std_level: not an option of .*rloo",
+        ),
+        ({"advantage": "gae", "baseline": "source"}, "baseline=source: algorithm.advantage=gae does not compare"),
+        ({"advantage": "optimal_token_baseline", "baseline": "source"}, "does not compare the responses"),
+    ],
+)
+def test_check_sources_names_the_source_or_estimator(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_sources(AlgorithmConfig(**settings), SOURCES)
+
+
+def test_per_source_weight_is_allowed_with_any_estimator():
+    check_sources(AlgorithmConfig(advantage="gae", per_source=[SourceConfig("math", weight=2)]), SOURCES)
+    with pytest.raises(ConfigError, match=r"algorithm\.per_source names math twice"):
+        AlgorithmConfig(per_source=[SourceConfig("math"), SourceConfig("math", weight=2)])
