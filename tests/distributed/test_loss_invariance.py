@@ -277,3 +277,27 @@ def measure_old_policies(rank: int, directory: str, checkpoint: str, case: Case)
         measure(actor, Objectives("ppo_clip", old_logp="rollout"), share, {}),
         measure(actor, Objectives("ppo_clip"), share, engine),
     ]
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
+def test_token_baseline_on_model_parallel_ranks_equals_one_rank(model: str, layout: dict[str, int]) -> None:
+    """Ranks of all pipeline stages take part in the forward pass for the norms of the scores."""
+    files = (model, f"{model}.mcore")
+    (expected,) = launch(measure_token_baseline, 1, *files, Case("moe", tokens=ONE_MICROBATCH))
+    ours = launch(measure_token_baseline, 2, *files, Case("moe", layout, tokens=SMALL))
+    found, whole = join(ours), join([expected])
+    assert found["loss"] == pytest.approx(whole["loss"], rel=1e-5, abs=1e-6)
+    for name, tensor in whole["gradients"].items():
+        error = float((found["gradients"][name] - tensor).abs().max()) / (float(tensor.abs().max()) or 1.0)
+        assert error <= GRADIENT_TOLERANCE, name
+
+
+def measure_token_baseline(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str, Any]:
+    actor = build_actor(directory, case)
+    load_weights(actor, checkpoint)
+    share = policy_batch.shares(actor)[0]
+    old_logp = {
+        sample: torch.from_numpy(logp + policy_batch.drift(sample)[held])
+        for sample, (held, logp, _) in policy_values(actor, share, policy_batch.chunks()).items()
+    }
+    return measure(actor, Objectives("ppo_clip", estimator="optimal_token_baseline"), share, old_logp)
