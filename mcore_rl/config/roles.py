@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
+from mcore_rl.config.models import (
+    ActorConfig,
+    CriticConfig,
+    LoraConfig,
+    MoeConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    TeacherConfig,
+)
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.schema import ModelConfig, RolloutConfig
 
@@ -59,6 +67,22 @@ class ModelRole(KeyNames):
         # The reference is loaded even if the policy starts from random weights.
         own = replace(model, hf_path=reference.hf_path, random_init=False)
         return cls("actor", "reference.hf_path", section=actor, model=own)
+
+    @classmethod
+    def teacher(cls, teacher: TeacherConfig, actor: ActorConfig, model: ModelConfig) -> ModelRole:
+        """Return the teacher in the actor's layout, without the parts of the actor that belong to training."""
+        assert teacher.hf_path is not None
+        own = replace(model, hf_path=teacher.hf_path, random_init=False)
+        section = replace(
+            actor,
+            moe=MoeConfig(dispatcher=actor.moe.dispatcher),
+            lora=LoraConfig(),
+            mtp_loss_coefficient=0.0,
+            train_vision=False,
+            fp8="none",
+            quantization_aware=0,
+        )
+        return cls("actor", "teacher.hf_path", section=section, model=own)
 
     @classmethod
     def judge(cls, engines: EngineRole) -> ModelRole:

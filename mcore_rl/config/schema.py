@@ -13,7 +13,7 @@ from omegaconf import MISSING
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.episodes import EpisodeConfig
 from mcore_rl.config.fields import setting
-from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
+from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig, TeacherConfig
 from mcore_rl.config.observe import ObserveConfig
 from mcore_rl.config.quantization import GROUPS, QUANTIZATIONS, UNQUANTIZED
 from mcore_rl.config.reward import JudgeConfig, RewardConfig
@@ -363,8 +363,7 @@ class PlanConfig:
     memory_bandwidth_gib_per_second: float | None = setting(None, above=0)
     """Memory bandwidth of one GPU; determines the decoding time. null: no time estimate."""
     network_gib_per_second: float | None = setting(None, above=0)
-    """Network bandwidth per GPU to other hosts, in one direction; determines the time of a weight sync. null: no time
-    estimate."""
+    """Network bandwidth per GPU to other hosts, in one direction, for the time of a weight sync. null: no estimate."""
     mean_response_fraction: float = setting(0.5, above=0, maximum=1)
     """Mean response length as a fraction of rollout.max_response_tokens."""
     moe_imbalance: float = setting(1.5, minimum=1)
@@ -384,6 +383,7 @@ class Config:
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -39,6 +39,7 @@ from mcore_rl.preparation.models import (
     critic_layout,
     reward_model_layout,
 )
+from mcore_rl.preparation.teacher import check_teacher, check_vocabulary
 from mcore_rl.resolved.costs import sequence_cost
 from mcore_rl.resolved.model import ResolvedModel, check_policy_engines, overridden_fields
 from mcore_rl.rewards.graders.loading import check_data_sources, load_grader, runs_code
@@ -140,6 +141,7 @@ def _prepare_models(config: Config, spec: ResolvedModel) -> PreparedModels:
     critic = critic_layout(config, spec.layout) if needs.advantages and chosen.needs.values else None
     if uses_reference(algorithm.kl):
         check_reference(config.reference, role, algorithm.policy_loss.name, hf_config, needs)
+    check_teacher(config, spec, chosen)
     refreshed = parameters if uses_reference(algorithm.kl) and config.reference.refresh_every_steps else 0
     # Without refresh, the reference is loaded again instead of saved. Random weights (for tests) count as 0 parameters.
     trained += 0 if critic is None else parameters
@@ -159,6 +161,7 @@ def prepare(config: Config) -> Prepared:
     models, needs = _prepare_models(config, spec), configured_loss(algorithm).needs
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
     check_limits(partial(PromptRenderer, tokenizer, config.data), "model.tokenizer_path")
+    check_vocabulary(config, tokenizer)
     reward_model = None
     if uses_reward_model(config.reward_model):
         ranks = config.reward_model.num_ranks or config.num_trainer_ranks

@@ -155,8 +155,8 @@ def uses_reward_model(section: RewardModelConfig) -> bool:
     return section.hf_path is not None
 
 
-def check_rewards(section: RewardModelConfig, judge: JudgeConfig, reward: RewardConfig, rollout: RolloutConfig) -> None:
-    """Raise ConfigError for a key that has no effect, or if no component gives rewards."""
+def check_reward_model(section: RewardModelConfig) -> None:
+    """Raise ConfigError for a key of the reward model that has no effect."""
     if section.hf_path is None:
         reject_unless_default("reward_model", section, "set reward_model.hf_path")
     for key, value, default in changed("reward_model", section):
@@ -171,12 +171,19 @@ def check_rewards(section: RewardModelConfig, judge: JudgeConfig, reward: Reward
             f"reward_model.weight={section.weight} must be a number other than 0; without a reward model set "
             "reward_model.hf_path to null"
         )
+
+
+def check_reward_source(
+    section: RewardModelConfig, judge: JudgeConfig, reward: RewardConfig, rollout: RolloutConfig
+) -> None:
+    """Raise ConfigError if no component gives rewards."""
     scored = uses_reward_model(section) or judge.hf_path is not None or judge.url is not None
     if reward.function == NO_RULE and not scored and not has_turns(rollout):
         raise ConfigError(
             "reward.function=none leaves responses without a reward; set reward_model.hf_path to a sequence "
             "classification checkpoint, judge.hf_path or judge.url to a model that judges, rollout.environment or "
-            "rollout.episode to episodes that give rewards, or reward.function to a rule"
+            "rollout.episode to episodes that give rewards, reward.function to a rule, or teacher.alone=true to learn "
+            "from teacher.hf_path without rewards"
         )
 
 

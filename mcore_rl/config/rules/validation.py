@@ -26,7 +26,8 @@ from mcore_rl.config.rules.models import (
     check_graders,
     check_lora,
     check_reference,
-    check_rewards,
+    check_reward_model,
+    check_reward_source,
     check_terms,
 )
 from mcore_rl.config.rules.observe import check_profile, check_trajectories
@@ -41,6 +42,7 @@ from mcore_rl.config.rules.rollout import (
     check_startup_plan,
 )
 from mcore_rl.config.rules.sharding import check_sharding
+from mcore_rl.config.rules.teacher import check_teacher, replaces_rewards
 from mcore_rl.config.rules.weights import check_weights
 from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from mcore_rl.errors import ConfigError
@@ -92,7 +94,10 @@ def validate_keys(config: Config, *, run_here: bool = True) -> None:
     check_estimator(config)
     check_reference(config.algorithm.kl, config.reference)
     check_terms(config.algorithm)
-    check_rewards(config.reward_model, config.judge, config.reward, config.rollout)
+    check_teacher(config)
+    check_reward_model(config.reward_model)
+    if not replaces_rewards(config.teacher):
+        check_reward_source(config.reward_model, config.judge, config.reward, config.rollout)
     check_graders(config.reward, config.rollout)
     check_lora(config)
     check_profile(config.observe.profile, config.trainer.steps, config.num_trainer_ranks)

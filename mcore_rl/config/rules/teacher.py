@@ -1,0 +1,47 @@
+"""Rules for the teacher of a distillation run."""
+
+from __future__ import annotations
+
+from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.fields import reject_unless_default
+from mcore_rl.config.models import TeacherConfig
+from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+
+def uses_teacher(teacher: TeacherConfig) -> bool:
+    """Return True if the policy learns from a teacher."""
+    return teacher.hf_path is not None
+
+
+def replaces_rewards(teacher: TeacherConfig) -> bool:
+    """Return True if the policy learns from the teacher and not from rewards."""
+    return uses_teacher(teacher) and teacher.alone
+
+
+def check_teacher(config: Config) -> None:
+    """Raise ConfigError for a key that has no effect or that another key excludes."""
+    teacher, algorithm = config.teacher, config.algorithm
+    if not uses_teacher(teacher):
+        reject_unless_default("teacher", teacher, "set teacher.hf_path")
+        return
+    if is_supervised(algorithm):
+        raise ConfigError(
+            f"teacher.hf_path={teacher.hf_path}: the teacher scores responses of the policy, and "
+            f"algorithm.policy_loss.name={algorithm.policy_loss.name} samples none; set it to null"
+        )
+    if not teacher.in_advantage and not teacher.in_loss:
+        raise ConfigError(
+            f"teacher.hf_path={teacher.hf_path} has no effect with teacher.in_advantage=0 and teacher.in_loss=0; set "
+            "one of them above 0, or teacher.hf_path to null"
+        )
+    if not teacher.in_loss:
+        reject_unless_default("teacher", teacher, "set teacher.in_loss above 0", ("top_k",))
+    if not teacher.top_k:
+        reject_unless_default("teacher", teacher, "set teacher.top_k above 0", ("rest",))
+    if config.reward.function == NO_RULE and teacher.alone and algorithm.dynamic_sampling.enable:
+        raise ConfigError(
+            "algorithm.dynamic_sampling.enable=true drops groups of equal rewards, and with reward.function=none all "
+            "rewards are 0; set it to false"
+        )

@@ -1,0 +1,64 @@
+"""The teacher's model and layout, resolved next to the policy's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mcore_rl.config.models import TeacherConfig
+from mcore_rl.config.roles import ModelRole
+from mcore_rl.errors import ConfigError
+from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.resolved.model import ResolvedModel, policy_config
+
+
+def resolved_teacher(teacher: TeacherConfig, policy: ResolvedModel) -> ResolvedModel:
+    """Resolve the teacher in the process groups of the policy's ranks.
+
+    A teacher without experts does not use the groups of actor.parallel.ep and etp, so it needs no such axis.
+
+    Raises: ConfigError naming teacher.hf_path for a model that the policy's layout does not divide, or whose vocabulary
+    or inputs differ from the policy's.
+    """
+    role = ModelRole.teacher(teacher, policy.role.section, policy.role.model)
+    given = f"teacher.hf_path={teacher.hf_path}"
+    sizes = model_arguments(policy_config(role)[0], role.checkpoint)
+    if sizes.vision is not None or policy.arguments.vision is not None:
+        which = "the teacher" if sizes.vision is not None else "model.hf_path"
+        raise ConfigError(f"{given}: {which} has a vision tower, and teachers read texts only; set it to null")
+    if not sizes.transformer.get("num_moe_experts"):
+        parallel = replace(role.section.parallel, ep=1, etp=None)
+        role = replace(role, section=replace(role.section, parallel=parallel))
+    try:
+        spec = ResolvedModel.policy(role, policy.layout.world_size)
+    except ConfigError as error:
+        raise ConfigError(f"{given} does not fit the layout of the actor, in which it runs: {error}") from error
+    if sizes.transformer.get("num_moe_experts") and spec.layout.etp != policy.layout.etp:
+        raise ConfigError(
+            f"{given} has experts that are divided over {spec.layout.etp} ranks, and the actor's ranks form groups of "
+            f"{policy.layout.etp}; set actor.parallel.etp={spec.layout.etp}"
+        )
+    _check_sizes(teacher, spec, policy)
+    return spec
+
+
+def _check_sizes(teacher: TeacherConfig, spec: ResolvedModel, policy: ResolvedModel) -> None:
+    """Require that the teacher has a probability for every token of the policy, and for the KL also the reverse.
+
+    Published checkpoints of one tokenizer differ in the number of padding rows of their embeddings (vocab_size).
+    """
+    ours, theirs = policy.arguments.vocab_size, spec.arguments.vocab_size
+    given = f"teacher.hf_path={teacher.hf_path}"
+    if theirs < ours:
+        raise ConfigError(
+            f"{given} has vocab_size {theirs} in config.json, and the policy {ours}: tokens of the policy would have "
+            "no probability; set it to a teacher with the policy's vocabulary"
+        )
+    if teacher.in_loss and theirs != ours:
+        raise ConfigError(
+            f"teacher.in_loss={teacher.in_loss} compares distributions over one vocabulary, but {given} has vocab_size "
+            f"{theirs} in config.json, and the policy {ours}; set teacher.in_loss=0, which leaves teacher.in_advantage"
+        )
+    if teacher.top_k >= ours:
+        raise ConfigError(
+            f"teacher.top_k={teacher.top_k} must be below the {ours} tokens of the vocabulary; set it to 0 for all"
+        )
