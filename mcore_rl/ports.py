@@ -179,6 +179,9 @@ class Actor(SavedModel, Protocol):
     def reference_logp(self, handle: BatchHandle) -> BatchHandle:
         """Compute the reference policy's log-probabilities of the batch, before its updates. They stay on the ranks."""
 
+    def teacher_outputs(self, handle: BatchHandle) -> BatchHandle:
+        """Compute the teacher's probabilities of the batch, before its updates. They stay on the ranks."""
+
     def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
         """Compute KL(policy, reference) times `coefficient` for a batch from `reference_logp`. The per-token values
         stay on the ranks for `estimate`. Returns the handle with the metric reward/kl, and the sum per response,

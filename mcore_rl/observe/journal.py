@@ -19,7 +19,10 @@ from mcore_rl.observe.timeline import STEP_SPAN, Timeline
 from mcore_rl.observe.trackers.group import Trackers
 from mcore_rl.types import Metric, Span
 
-TRAINING_PHASES = ("rollout", "logp", "reference", "values", "advantages", "critic_update", "update", "weight_sync")
+TRAINING_PHASES = (
+    *("rollout", "logp", "reference", "teacher", "values", "advantages"),
+    *("critic_update", "update", "weight_sync"),
+)
 STEP_PHASES = (*TRAINING_PHASES, "verify", "validate", "checkpoint")
 """Phases of time/step. A checkpoint contains the metrics of its step, so its time counts for the next step."""
 

@@ -1,4 +1,4 @@
-"""GPU memory of the models that share GPUs with the policy: critic, reference, reward model and judge.
+"""GPU memory of the models that share GPUs with the policy: critic, reference, teacher, reward model and judge.
 
 The ranks of critic and reward model are processes of their own; rank i runs on the GPU of trainer rank i. Each loads
 its state for a call and moves the parts named in its `offload` section to host memory afterwards. Their parameters come
@@ -7,7 +7,8 @@ from Megatron's own model, like the policy's (stages.py). A value head saves its
 A judge is an engine that sleeps except while it scores. It is counted on every GPU even if it runs only on some.
 
 The reference has the policy's layout and parameters and runs in the same process; in a LoRA run it is the policy
-without its adapters. On CPU every process has its own memory, so no memory is shared.
+without its adapters. The teacher runs in the same process and layout, with parameters of its own. On CPU every process
+has its own memory, so no memory is shared.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.judge import has_judge_engines, validate_judge
 from mcore_rl.config.rules.models import base_is_reference, uses_reference, uses_reward_model
+from mcore_rl.config.rules.teacher import uses_teacher
 from mcore_rl.config.rules.validation import validate_critic, validate_reward_model
 from mcore_rl.config.schema import ClusterConfig, Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.model import DTYPES
+from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.value_model import ValueModel
 from mcore_rl.planner.engine import engine_rank, longest_sequence
 from mcore_rl.planner.model_size import bound_rows
@@ -34,6 +38,7 @@ from mcore_rl.planner.workload import num_microbatches
 from mcore_rl.resolved.installed import planned_machine
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
+from mcore_rl.resolved.teacher import resolved_teacher
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class ColocatedModels:
     critic: ColocatedRank | None = None
     reward_model: ColocatedRank | None = None
     judge: ColocatedRank | None = None
+    teacher: ColocatedRank | None = None
     reference: bool = False
     reference_leaves: bool = True
     staging: int = 0
@@ -79,7 +85,7 @@ class ColocatedModels:
 
     @property
     def _ranks(self) -> list[ColocatedRank]:
-        return [rank for rank in (self.critic, self.reward_model, self.judge) if rank is not None]
+        return [rank for rank in (self.critic, self.reward_model, self.judge, self.teacher) if rank is not None]
 
 
 ALONE = ColocatedModels()
@@ -87,13 +93,14 @@ ALONE = ColocatedModels()
 
 @dataclass(frozen=True)
 class ColocatedRanks:
-    """All ranks of critic and reward model, in rank order. A tuple is empty without such a model, and on CPU.
+    """All ranks of critic, reward model and teacher, in rank order. A tuple is empty without such a model, and on CPU.
 
     `everywhere` holds what every trainer rank's GPU has.
     """
 
     critic: tuple[ColocatedRank, ...] = ()
     reward_model: tuple[ColocatedRank, ...] = ()
+    teacher: tuple[ColocatedRank, ...] = ()
     everywhere: ColocatedModels = ALONE
 
     def at(self, rank: int) -> ColocatedModels:
@@ -106,10 +113,11 @@ class ColocatedRanks:
         return self._pick(lambda ranks: max(ranks, key=lambda rank: rank.working, default=None))
 
     def _pick(self, choose: Callable[[tuple[ColocatedRank, ...]], ColocatedRank | None]) -> ColocatedModels:
-        return replace(self.everywhere, critic=choose(self.critic), reward_model=choose(self.reward_model))
+        ranks = {name: choose(getattr(self, name)) for name in ("critic", "reward_model", "teacher")}
+        return replace(self.everywhere, **ranks)
 
 
-def colocated_ranks(config: Config, *, cuda: bool) -> ColocatedRanks:
+def colocated_ranks(config: Config, policy: ResolvedModel, *, cuda: bool) -> ColocatedRanks:
     """Compute the memory of the run's other models, after the checks that a run makes.
 
     Raises: ConfigError naming the role's own keys.
@@ -130,13 +138,18 @@ def colocated_ranks(config: Config, *, cuda: bool) -> ColocatedRanks:
         hf_config, _ = policy_config(ModelRole.judge(engines))
         check_engine_model(engines, config.algorithm, hf_config)
         judge = _judge_rank(engines, hf_config, config.cluster, cuda=cuda)
+    teacher: tuple[ColocatedRank, ...] = ()
+    if uses_teacher(config.teacher):
+        teacher = teacher_ranks(config, resolved_teacher(config.teacher, policy), cuda=cuda)
     reference = uses_reference(config.algorithm.kl) and not base_is_reference(config.actor, config.reference)
     staging = 0
     if not is_supervised(config.algorithm):
         staging = staging_bytes(config.weights, config.cluster, config.num_trainer_ranks, cuda=cuda)
     # Computed on CPU as well, for the errors, but there every process has its own memory.
-    everywhere = ColocatedModels(None, None, judge if cuda else None, reference, config.reference.offload, staging)
-    return ColocatedRanks(critic, model, everywhere) if cuda else ColocatedRanks(everywhere=everywhere)
+    everywhere = ColocatedModels(
+        judge=judge if cuda else None, reference=reference, reference_leaves=config.reference.offload, staging=staging
+    )
+    return ColocatedRanks(critic, model, teacher, everywhere) if cuda else ColocatedRanks(everywhere=everywhere)
 
 
 def _judge_rank(role: EngineRole, hf_config: dict[str, object], cluster: ClusterConfig, *, cuda: bool) -> ColocatedRank:
@@ -161,13 +174,50 @@ def value_model_ranks(role: ModelRole, config: Config, *, trained: bool, cuda: b
     Raises: ConfigError.
     """
     spec = ResolvedModel.value_model(role, role.section.num_ranks or config.num_trainer_ranks)
+    of_stages = _model_ranks(spec, config, ValueModel, role.section.offload, trained=trained, cuda=cuda)
+    return tuple(rank for stage in of_stages for rank in stage)
+
+
+def teacher_ranks(config: Config, spec: ResolvedModel, *, cuda: bool) -> tuple[ColocatedRank, ...]:
+    """Compute the memory of every rank of a teacher. Ranks of the last stage keep its outputs for all responses of a
+    step in host memory and, for the reverse KL over the vocabulary, its output projection on the GPU.
+
+    Raises: ConfigError.
+    """
+    teacher, trainer, rollout = config.teacher, config.trainer, config.rollout
+    element, hidden = DTYPES[spec.role.model.dtype].itemsize, spec.arguments.transformer["hidden_size"]
+    whole = teacher.in_loss > 0 and not teacher.top_k
+    # A log-probability, and hidden states or the most probable tokens with their log-probabilities.
+    token = 4 + (hidden * element if whole else 8 * teacher.top_k + 4)
+    tokens = trainer.prompts_per_step * rollout.samples_per_prompt * rollout.max_response_tokens
+    outputs = tokens * token // (spec.layout.dp * spec.layout.cp)
+    projection = spec.arguments.vocab_size * hidden * element // spec.layout.tp if whole else 0
+    offload = OffloadConfig(params=teacher.offload)
+    *earlier, last = _model_ranks(spec, config, PolicyModel, offload, trained=False, cuda=cuda)
+    last = [
+        replace(
+            rank,
+            resident=rank.resident + projection,
+            working=rank.working + projection,
+            host_bytes=rank.host_bytes + outputs,
+        )
+        for rank in last
+    ]
+    return tuple(rank for stage in (*earlier, last) for rank in stage)
+
+
+def _model_ranks(
+    spec: ResolvedModel, config: Config, kind: type[PolicyModel], offload: OffloadConfig, *, trained: bool, cuda: bool
+) -> list[list[ColocatedRank]]:
+    """Compute the memory of every rank of each stage of a model. `offload`: the parts of it that leave the GPU."""
     implementation = spec.implementation(config.cluster.gpus_per_node, planned_machine(cuda=cuda))
     longest = longest_sequence(config.rollout)
     run = execution_of(spec, implementation, config.plan, longest=longest, cuda=cuda)
     responses = config.trainer.prompts_per_update * config.rollout.samples_per_prompt
     microbatches = num_microbatches(responses, run.section.tokens_per_microbatch, spec.layout, longest)
-    ranks: list[ColocatedRank] = []
-    for activations, states in planned_stages(spec, run, microbatches, ValueModel):
+    stages: list[list[ColocatedRank]] = []
+    for activations, states in planned_stages(spec, run, microbatches, kind):
+        stages.append([])
         for state in states:
             # The weights of a model without gradients are outside Megatron's buffers and have no padding.
             weights = state.parameters * run.element_bytes if state.copy_bytes is None else state.copy_bytes
@@ -175,12 +225,12 @@ def value_model_ranks(role: ModelRole, config: Config, *, trained: bool, cuda: b
             # A frozen model has no backward pass.
             activation = activations.total_bytes if trained else activations.forward_only_bytes
             activation += state.gathered_update_bytes if trained else state.gathered_forward_bytes
-            ranks.append(
+            stages[-1].append(
                 ColocatedRank(
-                    resident=held.resident_bytes(run.section.offload),
+                    resident=held.resident_bytes(offload),
                     working=held.total_bytes + max(int(activation), held.piece_bytes),
-                    host_bytes=held.offloaded_bytes(run.section.offload),
+                    host_bytes=held.offloaded_bytes(offload),
                     checkpoint_bytes=held.checkpoint_bytes,
                 )
             )
-    return tuple(ranks)
+    return stages

@@ -5,6 +5,7 @@
 | generate | state that is not offloaded | all of its memory | state that is not offloaded |
 | score | state that is not offloaded | asleep | forward pass of the reward model, or the judge awake |
 | logp | weights, state that is not offloaded, one forward pass | asleep | weights of the reference |
+| teacher | weights, state that is not offloaded | asleep | forward pass of the teacher |
 | critic | weights, state that is not offloaded | asleep | update of the critic |
 | update | all state, activations | asleep | state that is not offloaded |
 | sync | weights, state that is not offloaded | as asleep, weights | state that is not offloaded |
@@ -29,14 +30,14 @@ RESERVE_BYTES = 3 * GIB
 """Reserve on every GPU: CUDA contexts of two processes (0.5 GiB each), NCCL buffers and cuBLAS workspaces."""
 FRAGMENTATION = 0.05
 """Share of GPU memory that fragmentation makes unusable. Measured: 2 to 8 % with expandable segments."""
-PHASES = ("generate", "score", "logp", "critic", "update", "sync")
+PHASES = ("generate", "score", "logp", "teacher", "critic", "update", "sync")
 
 
 @dataclass(frozen=True)
 class Phases:
     """Bytes of one GPU by phase; on CPU, bytes of one trainer process.
 
-    `by_name` has the phases of this run in the order of a step: "score" and "critic" only with these models.
+    `by_name` has the phases of this run in the order of a step: "score", "teacher" and "critic" only with these models.
     `host_bytes` is the host memory of this rank and of the models colocated with it during generation.
     `checkpoint_bytes` is their part of a checkpoint.
     """
@@ -84,13 +85,14 @@ def rank_phases(
         "generate": resident + others + (engine.total_bytes if shared else 0),
         "score": max(at_work(models.reward_model, resident), at_work(models.judge, resident)),
         "logp": state.weights_bytes + kept + forward + asleep + models.resident + reference,
+        "teacher": at_work(models.teacher, state.weights_bytes + kept),
         "critic": at_work(models.critic, state.weights_bytes + kept),
         # The activations are freed before the optimizer step.
         "update": state.total_bytes + max(update, state.piece_bytes) + asleep + others,
         "sync": state.weights_bytes + kept + others + (engine.updated_bytes if shared else 0),
     }
     return Phases(
-        {name: size for name, size in by_name.items() if size or name not in ("score", "critic")},
+        {name: size for name, size in by_name.items() if size or name not in ("score", "teacher", "critic")},
         state.offloaded_bytes(offload) + (reference if models.reference_leaves else 0) + models.host_bytes,
         state.checkpoint_bytes + models.checkpoint_bytes,
     )

@@ -174,7 +174,7 @@ class Job:
             cuda=cuda,
             captures_routing=config.actor.moe.router_replay == "engine",
         )
-        return cls(config, spec, implementation, run, rows, adapters, engine, colocated_ranks(config, cuda=cuda))
+        return cls(config, spec, implementation, run, rows, adapters, engine, colocated_ranks(config, spec, cuda=cuda))
 
     @property
     def shared(self) -> bool:

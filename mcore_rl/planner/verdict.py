@@ -76,6 +76,8 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
     away = _not_offloaded("actor", config.actor)
     if "critic" in phases.by_name and phase != "critic":
         away += _not_offloaded("critic", config.critic)
+    if "teacher" in phases.by_name and not config.teacher.offload:
+        away.append("teacher.offload=true")
     if phase in ("critic", "score"):
         section: ActorConfig
         role, section = ("critic", config.critic) if phase == "critic" else ("reward_model", config.reward_model)
@@ -88,11 +90,11 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
         steps = [*away, "a lower rollout.gpu_memory_fraction" if phase == "generate" else "a higher rollout.tp"]
     else:
         longest = longest_sequence(config.rollout)
-        steps = [] if config.actor.recompute == "full" else ["actor.recompute=full"]
+        steps = [] if phase == "teacher" or config.actor.recompute == "full" else ["actor.recompute=full"]
         if config.actor.tokens_per_microbatch > longest:
             steps.append(f"actor.tokens_per_microbatch={longest}")
         # An update has all state on the device, so offloading does not help it.
-        if phase == "logp":
+        if phase in ("logp", "teacher"):
             steps += away
         if config.actor.strategy != FSDP2:
             steps.append(f"a higher actor.parallel.{_axes(config.actor, experts=layout.ep > 1)}")

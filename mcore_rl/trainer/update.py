@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mcore_rl.algorithms.entropy_controller import EntropyController
+from mcore_rl.config.rules.teacher import uses_teacher
 from mcore_rl.config.schema import Config
 from mcore_rl.ports import Actor, Critic
 from mcore_rl.trainer.reference import Reference
@@ -48,6 +49,8 @@ def update_models(run: UpdateParts, groups: Groups, step: int, version: int) -> 
     logp = run.actor.recompute_logp(batch)  # returns a handle; the tensors stay on the ranks
     if run.reference is not None:
         logp = run.reference.apply(run.actor, groups, logp)
+    if uses_teacher(run.config.teacher):
+        logp = run.actor.teacher_outputs(logp)
     # Per-token estimators run here, with the critic's values and the reference's KL; others ran in batch_of.
     logp, critic = estimate(run, logp)
     update: dict[str, Metric] = {}

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import base_is_reference, uses_lora, uses_reference
+from mcore_rl.config.rules.teacher import uses_teacher
 from mcore_rl.config.schema import Config
 from mcore_rl.data.kept_steps.writers import TrajectoryWriter
 from mcore_rl.megatron.lora.adapters import attach_adapters
@@ -22,6 +23,7 @@ from mcore_rl.megatron.model.loading import load_hf
 from mcore_rl.megatron.optim.optimizer import updates_of_run
 from mcore_rl.megatron.roles.rank_model import TrainedModel, join_and_build
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
+from mcore_rl.megatron.roles.teacher import FrozenTeacher
 from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples, whole_by_sample
@@ -47,7 +49,8 @@ logger = logging.getLogger(__name__)
 class MegatronActor(TrainedModel):
     """The policy on one rank: model, optimizer, loss, and the reference of a KL term.
 
-    `reference` is None without a KL term. Passes over a batch take a RankBatch and return one with their results added.
+    `reference` is None without a KL term, `teacher` without distillation. Passes over a batch take a RankBatch and
+    return one with their results added.
 
     `init_method` is tcp://host:port of the process group to join, or None if this process has joined it already.
 
@@ -90,6 +93,10 @@ class MegatronActor(TrainedModel):
                 gpus = config.cluster.gpus_per_node
                 self.reference = FrozenPolicy(spec, config.reference, self.objective, chunks, gpus_per_node=gpus)
                 self.saved_reference = self.reference if self.reference.is_saved else None
+        self.teacher: FrozenTeacher | None = None
+        if uses_teacher(config.teacher):
+            gpus = config.cluster.gpus_per_node
+            self.teacher = FrozenTeacher(config.teacher, spec, self.objective, gpus_per_node=gpus)
 
     def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
         """Measure how much the policy's log-probabilities differ from the recorded ones. Nothing is changed.
@@ -173,6 +180,14 @@ class MegatronActor(TrainedModel):
         """
         assert self.reference is not None
         return replace(batch, ref_logp=self.reference.logp(distinct_samples(batch.shares), batch.chunks))
+
+    def teacher_outputs(self, batch: RankBatch) -> RankBatch:
+        """Add the teacher's outputs for all samples to the batch.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        assert self.teacher is not None
+        return replace(batch, teacher=self.teacher.outputs(distinct_samples(batch.shares), batch.chunks))
 
     def kl_penalties(self, batch: RankBatch, coefficient: float) -> tuple[RankBatch, dict[str, Metric]]:
         """Add the KL penalties of the rewards, between the old policy and the reference. Returns the batch and metrics.

@@ -1,4 +1,4 @@
-"""Terms of the objective that come from a teacher: its log-probabilities in the advantages, a reverse KL in the loss."""
+"""Terms of the objective that come from a teacher: log-probabilities in the advantages, a reverse KL in the loss."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mcore_rl.megatron.step.reverse_kl import (
     linear_top_k,
     top_k_reverse_kl,
 )
+from mcore_rl.types import Mean, Metric
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,39 @@ class Distillation:
         return self.teacher.in_loss > 0
 
     def advantages(
-        self, advantages: torch.Tensor, old_logp: torch.Tensor, batch: MicroBatch, outputs: TeacherOutputs
+        self, advantages: torch.Tensor, old_logp: torch.Tensor | None, batch: MicroBatch, outputs: TeacherOutputs
     ) -> torch.Tensor:
-        """Add the teacher's term to advantages. Shapes: advantages, old_logp [N] -> [N]."""
+        """Add the teacher's term to advantages. Shapes: advantages, old_logp (None without that term) [N] -> [N]."""
         if self.teacher.alone:
             advantages = torch.zeros_like(advantages)
         if not self.in_advantage:
             return advantages
+        assert old_logp is not None
         return advantages + self.teacher.in_advantage * (_joined(batch, outputs.logp) - old_logp).detach()
 
-    def log_ratio(self, old_logp: torch.Tensor, batch: MicroBatch, outputs: TeacherOutputs) -> torch.Tensor:
-        """Return log p_old - log q of the sampled tokens, whose mean estimates the reverse KL, [N]."""
-        return old_logp - _joined(batch, outputs.logp)
+    def loss(
+        self,
+        hidden: torch.Tensor,
+        policy: Projection,
+        batch: MicroBatch,
+        outputs: TeacherOutputs,
+        old_logp: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | float, dict[str, Metric]]:
+        """Compute the teacher's part of each token's loss, [N] with gradient, or 0 without such a term.
+
+        The metrics are the means over tokens of the reverse KL in the loss and, given old_logp, of
+        log p_old(y) - log q(y), which estimates the reverse KL from the sampled tokens.
+
+        Shapes: hidden [N, h], the policy's at the predictors; old_logp [N].
+        Collective: the tensor-parallel group.
+        """
+        metrics: dict[str, Metric] = {}
+        if self.in_advantage and old_logp is not None:
+            metrics["distillation/kl"] = _mean(old_logp.detach() - _joined(batch, outputs.logp))
+        if not self.in_loss:
+            return 0.0, metrics
+        kl = self.reverse_kl(hidden, policy, batch, outputs)
+        return self.teacher.in_loss * kl, metrics | {"distillation/kl_loss": _mean(kl.detach())}
 
     def reverse_kl(
         self, hidden: torch.Tensor, policy: Projection, batch: MicroBatch, outputs: TeacherOutputs
@@ -90,12 +112,14 @@ class Distillation:
         Collective: the tensor-parallel group.
         """
         if self.teacher.top_k:
-            logp = linear_logp_at(hidden, policy, _joined(batch, outputs.top_ids).long())
-            return top_k_reverse_kl(logp, _joined(batch, outputs.top_logp), self.teacher.rest)
+            k = self.teacher.top_k
+            logp = linear_logp_at(hidden, policy, _joined(batch, outputs.top_ids, k).long())
+            return top_k_reverse_kl(logp, _joined(batch, outputs.top_logp, k + 1), self.teacher.rest)
         assert outputs.weight is not None
         # The same options, and so the same tiles.
         teacher = replace(policy, weight=outputs.weight)
-        return linear_reverse_kl(hidden, policy, _joined(batch, outputs.hidden), teacher)
+        states = _joined(batch, outputs.hidden, outputs.weight.shape[1]).to(outputs.weight)
+        return linear_reverse_kl(hidden, policy, states, teacher)
 
     def top_tokens(self, hidden: torch.Tensor, teacher: Projection) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the teacher's most probable tokens in the form of TeacherOutputs."""
@@ -103,16 +127,16 @@ class Distillation:
         return ids.int(), logp
 
 
-def _joined(batch: MicroBatch, by_sample: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Join the values of a micro-batch's samples on its device. A dummy micro-batch gets a row count of 0."""
+def _mean(values: torch.Tensor) -> Mean:
+    return Mean(float(values.sum(dtype=torch.float64)), len(values))
+
+
+def _joined(batch: MicroBatch, by_sample: Mapping[int, torch.Tensor], *width: int) -> torch.Tensor:
+    """Join the values of a micro-batch's samples on its device, [N, *width]."""
     unknown = [sample for sample in batch.samples if sample not in by_sample]
     if unknown:
         raise McoreRLError(
             f"samples {unknown} have no outputs of the teacher: they must be computed before the updates of a batch"
         )
-    device = batch.tokens.device
-    if batch.samples:
-        return torch.cat([by_sample[sample] for sample in batch.samples]).to(device)
-    # Collectives of the projection need equal shapes on all ranks only within a row, which is empty here.
-    like = next(iter(by_sample.values()), torch.empty(0))
-    return torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=device)
+    parts = [by_sample[sample] for sample in batch.samples] or [torch.empty(0, *width)]  # none in a dummy micro-batch
+    return torch.cat(parts).to(batch.tokens.device)

@@ -148,6 +148,18 @@ def whole_by_sample(batch: MicroBatch, values: torch.Tensor, context: ContextPar
     return dict(zip(batch.samples, parts, strict=True))
 
 
+def samples_and_positions(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample of each trained token on this rank, and its position among the sample's trained tokens, int64 [N] each."""
+    device = batch.tokens.device
+    counts = torch.tensor(batch.whole_counts, dtype=torch.int64, device=device)
+    samples = torch.tensor(batch.samples, dtype=torch.int64, device=device).repeat_interleave(counts)
+    # Position of each token in the joined tokens minus the start of its sample.
+    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    positions = torch.arange(len(samples), device=device) - starts
+    rank_tokens = slice(None) if context.size == 1 else batch.owners == context.rank
+    return samples[rank_tokens], positions[rank_tokens]
+
+
 def build_microbatches(share: RankShare, chunks: Sequence[TrajectoryBuffers], packing: Packing) -> list[MicroBatch]:
     """Build the micro-batches of a share.
 

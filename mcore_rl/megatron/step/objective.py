@@ -20,15 +20,18 @@ from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, high
 from mcore_rl.algorithms.terms import add_terms, terms_need_old_logp
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.rules.teacher import uses_teacher
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.output import output_weight, unwrap
+from mcore_rl.megatron.step.distillation import Distillation, TeacherOutputs
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
-from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens
+from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens, samples_and_positions
 from mcore_rl.megatron.step.mismatch import mismatch
+from mcore_rl.megatron.step.reverse_kl import Projection
 from mcore_rl.megatron.step.score_norms import linear_score_norms
-from mcore_rl.megatron.step.token_choice import TokenChoice, joined_flags, samples_and_positions
+from mcore_rl.megatron.step.token_choice import TokenChoice, joined_flags
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers
 
 
@@ -41,6 +44,7 @@ class RankBatch:
 
     old_logp: log-probabilities of the policy before the first update. The first update adds the entries of its samples.
     ref_logp: log-probabilities of the reference.
+    teacher: outputs of the teacher's pass.
     penalties: KL penalties, to be subtracted from the rewards.
     token_advantages: advantages per token.
 
@@ -55,6 +59,7 @@ class RankBatch:
     chunks: Sequence[TrajectoryBuffers]
     old_logp: dict[int, torch.Tensor] = field(default_factory=dict)
     ref_logp: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    teacher: TeacherOutputs = field(default_factory=TeacherOutputs)
     penalties: Mapping[int, np.ndarray] = field(default_factory=dict)
     token_advantages: Mapping[int, np.ndarray] = field(default_factory=dict)
     entropy_coefficient: float | None = None
@@ -79,7 +84,8 @@ class Objective:
 
     corrections: corrections of the mismatch between engine and trainer. group: tensor-parallel group; None for a single
     rank. context: the rank's part of every row; it reports metrics of its own tokens only. stores_logp: keep the
-    log-probabilities before the first update in the batch even if no later update needs them.
+    log-probabilities before the first update in the batch even if no later update needs them. distillation: terms of
+    the teacher; None without one.
 
     A loss that uses advantages refers to the distribution that the engine samples from: log-probabilities and entropies
     use the temperature at which each token was sampled, which is `temperature` unless the batch has another one. Other
@@ -94,6 +100,7 @@ class Objective:
     group: dist.ProcessGroup | None
     context: ContextPart = SINGLE_RANK
     stores_logp: bool = False
+    distillation: Distillation | None = None
 
     @classmethod
     def from_config(
@@ -105,14 +112,16 @@ class Objective:
         temperature = config.rollout.temperature if loss.needs.advantages else 1.0
         stores_logp = config.observe.token_responses > 0 and loss.needs.advantages
         corrections = configured_corrections(config, loss)
-        return cls(algorithm, config.actor, loss, corrections, temperature, group, context, stores_logp)
+        teacher = Distillation(config.teacher) if uses_teacher(config.teacher) else None
+        return cls(algorithm, config.actor, loss, corrections, temperature, group, context, stores_logp, teacher)
 
     @property
     def needs_old_logp(self) -> bool:
         """True if updates need the log-probabilities of the policy before the first update."""
         if self.algorithm.old_logp == "rollout":
             return False
-        if terms_need_old_logp(self.algorithm):
+        distils = self.distillation is not None and self.distillation.in_advantage
+        if distils or terms_need_old_logp(self.algorithm):
             return True
         return self.loss.needs.old_logp or any(correction.needs_old_logp for correction in self.corrections)
 
@@ -166,6 +175,16 @@ class Objective:
             chunk_tokens=self.actor.logprob_chunk_tokens,
             group=self.group,
             vocab_size=unwrap(chunk).unpadded_vocab_size,
+        )
+
+    def projection(self, chunk: torch.nn.Module, batch: MicroBatch) -> Projection:
+        """Return the output projection of a model for the trained tokens of a micro-batch."""
+        return Projection(
+            output_weight(chunk),
+            self._temperature(batch),
+            self.actor.logprob_chunk_tokens,
+            self.group,
+            unwrap(chunk).unpadded_vocab_size,
         )
 
     def _temperature(self, batch: MicroBatch) -> torch.Tensor | float:
@@ -227,6 +246,10 @@ class Objective:
             entropy_coefficient=self.algorithm.entropy_coefficient if bonus is None else bonus,
             ref_logp=_stored_logp(batch, rank_batch.ref_logp, logp, "reference") if has_kl else None,
         )
+        if self.distillation is not None:
+            states, old = own.index_select(0, batch.predictors), inputs.old_logp if policy_is_old else None
+            terms = self.distillation.loss(states, self.projection(chunk, batch), batch, rank_batch.teacher, old)
+            per_token, of_terms = per_token + terms[0], of_terms | terms[1]
         weighted = per_token * batch.loss_weights
         loss = weighted.sum()
         metrics = {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
@@ -310,11 +333,16 @@ class Objective:
     def _inputs(self, logp: torch.Tensor, batch: MicroBatch, rank_batch: RankBatch) -> PolicyLossInputs:
         advantages, old_logp = rank_batch.token_advantages, rank_batch.old_logp
         old = batch.logp_rollout if self.algorithm.old_logp == "rollout" else None
+        if self.needs_old_logp:
+            old = _stored_logp(batch, old_logp, logp, "old")
+        of_tokens = own_tokens(batch, advantages, self.context, "advantages") if advantages else batch.advantages
+        if self.distillation is not None:
+            of_tokens = self.distillation.advantages(of_tokens, old, batch, rank_batch.teacher)
         return PolicyLossInputs(
             logp=logp,
             mask=torch.ones_like(logp),
-            old_logp=_stored_logp(batch, old_logp, logp, "old") if self.needs_old_logp else old,
-            advantages=own_tokens(batch, advantages, self.context, "advantages") if advantages else batch.advantages,
+            old_logp=old,
+            advantages=of_tokens,
             rollout_logp=batch.logp_rollout,
             staleness=batch.staleness if self.loss.needs.staleness else None,
         )

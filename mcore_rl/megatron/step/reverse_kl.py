@@ -180,9 +180,7 @@ def linear_top_k(hidden: torch.Tensor, model: Projection, k: int) -> tuple[torch
             rows = tile.rows
             _, columns = logits.topk(min(k, logits.shape[1]), dim=1)
             values = _taken_out(logits, columns)
-            best[rows], ids[rows], beaten = _merge(
-                best[rows], ids[rows], values, columns + tile.columns.start + first
-            )
+            best[rows], ids[rows], beaten = _merge(best[rows], ids[rows], values, columns + tile.columns.start + first)
             # Sums of positive numbers: the total less the k best would lose a small rest in float32.
             _add_exponentials(maximum, rest, rows, logits)
             _add_exponentials(maximum, rest, rows, beaten)

@@ -102,6 +102,10 @@ class TrainerProcess(TrainedRankProcess):
         with self.spans.span("reference logp"):
             self._held.keep(key, self.actor.reference_logp(self._held.of(key)))
 
+    def teacher_outputs(self, key: int) -> None:
+        with self.spans.span("teacher"):
+            self._held.keep(key, self.actor.teacher_outputs(self._held.of(key)))
+
     def kl_penalties(self, key: int, coefficient: float) -> tuple[dict[str, Metric], dict[int, float]]:
         """Compute KL penalties. Returns metrics and, on ranks of the last stage, the sum of penalties per sample of the
         rank's share."""
@@ -240,6 +244,12 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
     def reference_logp(self, handle: BatchHandle) -> BatchHandle:
         sent = self._sent(handle)
         self.call(TrainerProcess.reference_logp, sent.key).results()
+        return sent
+
+    @staged("teacher", Phase.REPLACE)
+    def teacher_outputs(self, handle: BatchHandle) -> BatchHandle:
+        sent = self._sent(handle)
+        self.call(TrainerProcess.teacher_outputs, sent.key).results()
         return sent
 
     def compare(self, batch: Batch) -> dict[str, Metric]:

@@ -1,0 +1,80 @@
+"""The teacher on one rank: a frozen model of any supported family, in the process groups of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mcore_rl.config.models import TeacherConfig
+from mcore_rl.megatron.model.loading import load_hf
+from mcore_rl.megatron.model.model import build_model
+from mcore_rl.megatron.model.output import output_weight
+from mcore_rl.megatron.roles.rank_model import FrozenModel
+from mcore_rl.megatron.step.distillation import Distillation, TeacherOutputs
+from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
+from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample
+from mcore_rl.megatron.step.objective import Objective, non_finite_samples
+from mcore_rl.resolved.model import ResolvedModel
+from mcore_rl.resolved.teacher import resolved_teacher
+from mcore_rl.types import RankShare, TrajectoryBuffers
+
+Fields = dict[str, torch.Tensor]
+"""Outputs of one micro-batch by field of TeacherOutputs."""
+
+
+class FrozenTeacher(FrozenModel):
+    """The model of teacher.hf_path, which computes its probabilities of the policy's responses.
+
+    With teacher.offload, `memory` keeps the weights in host memory between passes. It is loaded again when a run
+    resumes, so checkpoints do not contain it.
+
+    Collective: every method, over all ranks.
+    Raises: ConfigError, naming teacher.hf_path, for a model that does not fit the policy's ranks, or its weights.
+    """
+
+    def __init__(
+        self, section: TeacherConfig, policy: ResolvedModel, objective: Objective, *, gpus_per_node: int
+    ) -> None:
+        spec = resolved_teacher(section, policy)
+        chunks = build_model(spec, gpus_per_node=gpus_per_node)
+        load_hf(chunks, str(section.hf_path), spec.layout, spec.role.checkpoint)
+        super().__init__(spec, chunks, offload=section.offload, name="teacher")
+        self.section, self.objective, self.terms = section, objective, Distillation(section)
+        self._weight: torch.Tensor | None = None
+        self.memory.offload()
+
+    def outputs(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> TeacherOutputs:
+        """Compute what the terms of the objective read, at the temperature of each token.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        batches = self.microbatches(share, chunks)
+        found = self.infer(batches, self._fields, [self.routing.row(batch, free=True) for batch in batches])
+        bad = [sample for batch, fields in found for values in fields.values() for sample in _bad(batch, values)]
+        require_finite(describe_samples("output of the teacher", bad, share), self.device)
+        self.memory.offload()
+        names = dict.fromkeys(name for _, fields in found for name in fields)
+        # In host memory: at most the hidden states of all tokens of the step.
+        columns = {name: by_sample((batch, fields[name].cpu()) for batch, fields in found) for name in names}
+        return TeacherOutputs(**columns, weight=self._weight)
+
+    def _fields(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, Fields]:
+        states, terms = hidden.index_select(0, batch.predictors), self.terms
+        fields: Fields = {}
+        if terms.in_advantage:
+            fields["logp"] = self.objective.logp_of(chunk, batch, hidden)[1]
+        if not terms.in_loss:
+            return batch, fields
+        projection = self.objective.projection(chunk, batch)
+        if self.section.top_k:
+            fields["top_ids"], fields["top_logp"] = terms.top_tokens(states, projection)
+        else:
+            fields["hidden"] = states
+            # A copy, because the model's own is in host memory, or a shard, when updates need it.
+            self._weight = output_weight(chunk).detach().clone() if self._weight is None else self._weight
+        return batch, fields
+
+
+def _bad(batch: MicroBatch, values: torch.Tensor) -> tuple[int, ...]:
+    return non_finite_samples(batch, values if values.dim() == 1 else values.t())

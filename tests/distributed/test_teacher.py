@@ -1,0 +1,209 @@
+"""The teacher's terms in every layout: probabilities, loss, metrics and gradients equal plain torch on transformers'
+models in float64. The teachers have another family, width and depth than the policy.
+
+One launch per number of ranks runs all its cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.types import merge_metrics
+from tests.distributed import policy_batch
+from tests.distributed.gradient_oracle import ONE_MICROBATCH, SMALL, case_parameters, check_gradients, launch_cases
+from tests.tiny_models import checkpoint_tensors, write_tiny_model
+
+# Float32 against float64, as in test_reference; a wrong sign, weight or token differs by 1e-2.
+TOLERANCE = 2e-5
+K = 5
+TERMS: dict[str, dict[str, Any]] = {
+    "advantage": {"in_advantage": 0.7},
+    "alone": {"in_advantage": 0.7, "alone": True},
+    "whole": {"in_advantage": 0.0, "in_loss": 0.4},
+    "bucket": {"in_advantage": 0.0, "in_loss": 0.4, "top_k": K},
+    "renormalize": {"in_advantage": 0.0, "in_loss": 0.4, "top_k": K, "rest": "renormalize"},
+    "both": {"in_advantage": 0.7, "in_loss": 0.4, "top_k": K},
+}
+Case = tuple[str, dict[str, Any], int]
+CASES: dict[int, dict[str, Case]] = {
+    1: {"moe": ("moe", {}, ONE_MICROBATCH)},
+    2: {
+        "dense dp2": ("dense", {}, SMALL),
+        "dense tp2": ("dense", {"tp": 2}, SMALL),
+        "dense pp2": ("dense", {"pp": 2}, SMALL),
+        "dense cp2": ("dense", {"cp": 2}, SMALL),
+        "dense fsdp2": ("dense", {"strategy": "fsdp2"}, SMALL),
+        "dense sharded": ("dense", {"shard_parameters": True}, SMALL),
+        "moe ep2": ("moe", {"ep": 2}, SMALL),
+        "moe tp2": ("moe", {"tp": 2}, SMALL),
+    },
+}
+SAMPLES = policy_batch.UPDATES[0]
+POLICIES = {"dense": "qwen3", "moe": "qwen3_moe"}
+TEACHERS = {"dense": "qwen3_moe", "moe": "qwen3"}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("teachers")
+    for name, kind in POLICIES.items():
+        write_tiny_model(root / name, kind)
+        write_tiny_model(root / f"{name} teacher", TEACHERS[name], seed=9, hidden_size=96, num_hidden_layers=6)
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+class _Expected:
+    """transformers' models in float64, one unpacked sequence at a time."""
+
+    def __init__(self, directory: str) -> None:
+        self.policy = policy_batch.reference_model(directory)
+        teacher = policy_batch.reference_model(f"{directory} teacher")
+        with torch.no_grad():
+            self.log_q = {s: _log_p(teacher, s) for s in SAMPLES}
+            self.at_tokens = {s: policy_batch.reference_logp(teacher, s)[0] for s in SAMPLES}
+            logp = {s: policy_batch.reference_logp(self.policy, s)[0] for s in SAMPLES}
+        self.old = {s: logp[s] + torch.from_numpy(policy_batch.drift(s)).double() for s in SAMPLES}
+
+    def update(self, terms: dict[str, Any]) -> tuple[float, float, dict[str, torch.Tensor]]:
+        """Return loss, mean of the KL in the loss, and gradients by HF name."""
+        weights, rewards = policy_batch.loss_weights(SAMPLES).astype(float), policy_batch.advantages().astype(float)
+        total, kls = torch.zeros((), dtype=torch.float64), []
+        self.policy.zero_grad()
+        for sample in SAMPLES:
+            log_p = _log_p(self.policy, sample)
+            logp = policy_batch.reference_logp(self.policy, sample)[0]
+            entropy = -(log_p.exp() * log_p).sum(1)
+            advantage = torch.full_like(logp.detach(), 0.0 if terms.get("alone") else rewards[sample])
+            advantage = advantage + terms["in_advantage"] * (self.at_tokens[sample] - self.old[sample])
+            kl = _kl(log_p, self.log_q[sample], terms)
+            loss = _ppo(logp, self.old[sample], advantage) + terms.get("in_loss", 0.0) * kl
+            total = total + weights[sample] * (loss - policy_batch.ENTROPY_COEFFICIENT * entropy).sum()
+            kls.append(kl.detach())
+        total.backward()
+        gradients = {name: parameter.grad for name, parameter in self.policy.named_parameters()}
+        return float(total.detach()), float(torch.cat(kls).mean()), checkpoint_tensors(self.policy, gradients)
+
+
+def _log_p(model: torch.nn.Module, sample: int) -> torch.Tensor:
+    """Log-probabilities of the whole vocabulary at the trained tokens, at their temperatures."""
+    tokens = torch.from_numpy(policy_batch.sequence(sample).astype(np.int64))
+    trained = policy_batch.trained(sample)
+    positions = policy_batch.PROMPTS[sample] + np.flatnonzero(trained)
+    divisor = torch.from_numpy(policy_batch.temperatures(sample)[trained > 0]).double()
+    divisor = divisor.nan_to_num(policy_batch.TEMPERATURE)[:, None]
+    return torch.log_softmax(model(tokens[None]).logits[0][positions - 1] / divisor, -1)
+
+
+def _ppo(logp: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    ratio = torch.exp(logp - old)
+    bounded = -advantage * ratio.clamp(1 - policy_batch.CLIP_LOW, 1 + policy_batch.CLIP_HIGH)
+    loss = torch.maximum(-advantage * ratio, bounded)
+    return torch.where(advantage < 0, torch.minimum(loss, -advantage * policy_batch.DUAL_CLIP), loss)
+
+
+def _kl(log_p: torch.Tensor, log_q: torch.Tensor, terms: dict[str, Any]) -> torch.Tensor:
+    if k := terms.get("top_k"):
+        best = log_q.topk(k).indices
+        p, q = log_p.exp().gather(1, best), log_q.exp().gather(1, best)
+        if terms.get("rest") == "renormalize":
+            p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
+        else:
+            p, q = (torch.cat((part, 1 - part.sum(1, keepdim=True)), 1) for part in (p, q))
+        log_p, log_q = p.log(), q.log()
+    return (log_p.exp() * (log_p - log_q)).sum(1)
+
+
+def _measure(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> dict[str, Any]:
+    return {name: _measure_one(rank, directories, *case) for name, case in cases.items()}
+
+
+def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: dict[str, Any], tokens: int) -> Any:
+    from mcore_rl.megatron.step.distillation import Distillation
+    from mcore_rl.megatron.step.objective import Objective
+
+    config = policy_batch.config(directories[model], parallel, tokens)
+    config.teacher.hf_path = directories[f"{model} teacher"]
+    actor = policy_batch.build_actor(config)
+    # Like a second update, with old log-probabilities.
+    shares, chunks = policy_batch.shares(actor)[::-1], policy_batch.chunks()
+    found: dict[str, Any] = {}
+    for name, terms in TERMS.items():
+        section = replace(config.teacher, **terms)
+        actor.objective = Objective.from_config(replace(config, teacher=section), actor.group, actor.context)
+        actor.teacher.section, actor.teacher.terms = section, Distillation(section)
+        batch, _ = actor.recompute_logp(shares, chunks)
+        for sample, logp in batch.old_logp.items():
+            logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
+        batch = actor.teacher_outputs(batch)
+        with policy_batch.complete_gradients(actor):
+            _, reports = actor.accumulate_gradients(batch, 1)
+        found[name] = {
+            "loss": sum(report.loss for report in reports) if actor.counts_tokens else 0.0,
+            "metrics": merge_metrics([r.metrics for r in reports]) if actor.counts_tokens else {},
+            "gradients": policy_batch.gradient_pieces(actor),
+            "logp": {
+                s: (policy_batch.held(s, actor.layout, rank), logp.numpy().copy())
+                for s, logp in batch.teacher.logp.items()
+            },
+        }
+    found["memory"] = actor.teacher.memory.released_bytes
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(directories: dict[str, str]) -> dict[str, dict[str, Any]]:
+    wanted = {name: _Expected(directories[name]) for name in POLICIES}
+    return {
+        name: {"logp": each.at_tokens} | {term: each.update(terms) for term, terms in TERMS.items()}
+        for name, each in wanted.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """Results of all ranks by case."""
+    return launch_cases(_measure, CASES, directories)
+
+
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
+def test_teacher_logp_in_every_layout_equals_transformers(size: int, case: str, results: Any, expected: Any) -> None:
+    wanted = expected[CASES[size][case][0]]["logp"]
+    whole = {s: np.full(len(logp), np.nan) for s, logp in wanted.items()}
+    for rank in results[case]:
+        for sample, (held, logp) in rank["advantage"]["logp"].items():
+            if sample in whole:
+                whole[sample][held] = logp
+    assert max(np.abs(whole[s] - wanted[s].numpy()).max() for s in SAMPLES) <= TOLERANCE
+
+
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
+def test_teacher_term_loss_and_gradients_equal_float64(
+    size: int, case: str, term: str, results: Any, expected: Any
+) -> None:
+    loss, kl, gradients = expected[CASES[size][case][0]][term]
+    ranks = [rank[term] for rank in results[case]]
+    assert sum(rank["loss"] for rank in ranks) == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    check_gradients([rank["gradients"] for rank in ranks], gradients, TOLERANCE)
+    metrics = merge_metrics([rank["metrics"] for rank in ranks])
+    assert ("distillation/kl_loss" in metrics) == ("in_loss" in TERMS[term])
+    if "in_loss" in TERMS[term]:
+        assert metrics["distillation/kl_loss"].value == pytest.approx(kl, rel=1e-4)
+        assert metrics["distillation/kl_loss"].count == sum(policy_batch.trained(s).sum() for s in SAMPLES)
+
+
+def test_teacher_terms_have_different_gradients(expected: dict[str, dict[str, Any]]) -> None:
+    """Check the test data: terms that the ranks mix up must not pass."""
+    name = "model.embed_tokens.weight"
+    seen = [expected["dense"][term][2][name] for term in TERMS]
+    pairs = [(a, b) for i, a in enumerate(seen) for b in seen[i + 1 :]]
+    assert min(float((a - b).abs().max() / a.abs().max()) for a, b in pairs) > 1e-2
+
+
+def test_teacher_is_offloaded_between_passes(results: dict[str, list[dict[str, Any]]]) -> None:
+    assert all(rank["memory"] > 0 for ranks in results.values() for rank in ranks)
