@@ -37,13 +37,19 @@ WARM_START_CONFIG = "configs/demo_warm_start_cpu.yaml"
 
 @dataclass(frozen=True)
 class Demo:
-    """Task, its configuration with its engine, and its directories relative to the repository."""
+    """Task, its configuration with its engine, and its directories relative to the repository.
+
+    model: name of the warm-started model in the task's directory. teacher: model that is warm-started too, from which
+    the run learns; its configuration has no other use.
+    """
 
     task: str
     config: str
     run: str
     warm_start_overrides: tuple[str, ...] = ()
     engine: str = "vllm"
+    model: str = "warm_start"
+    teacher: Demo | None = None
 
     @property
     def data(self) -> str:
@@ -55,7 +61,7 @@ class Demo:
 
     @property
     def exported(self) -> str:
-        return f"{self.data}/warm_start"
+        return f"{self.data}/{self.model}"
 
     def warm_start_arguments(self) -> list[str]:
         return [
@@ -95,6 +101,18 @@ DEMOS = {
         (
             *("actor.parallel.ep=1", "actor.train_vision=true", "rollout.max_prompt_tokens=16"),
             *("rollout.max_response_tokens=4", "trainer.steps=25"),
+        ),
+    ),
+    "distill": Demo(
+        "work3",
+        "configs/demo_distill_cpu.yaml",
+        "runs/demo_distill",
+        teacher=Demo(
+            "dense",
+            "configs/demo_distill_cpu.yaml",
+            "runs/demo_distill_teacher",
+            ("actor.parallel.ep=1", "trainer.steps=260", "actor.optimizer.decay_steps=260"),
+            model="teacher",
         ),
     ),
     "tool": Demo("tool", "configs/demo_tool_cpu.yaml", "runs/demo_tool", ("rollout.max_prompt_tokens=24",)),

@@ -14,6 +14,7 @@ _KEYS = {
     "conversion": "model.check_logits rollout.max_logp_gap",
     "data": "data rollout.max_prompt_tokens",
     "diagnostics": "cluster.collective_timeout_seconds cluster.start_timeout_seconds observe.profile",
+    "distillation": "teacher",
     "engines": "actor.moe.router_replay rollout",
     "episodes": """rollout.environment rollout.episode rollout.episode_kwargs rollout.failed_reward rollout.history
         rollout.long_history rollout.max_concurrent_episodes rollout.max_episode_seconds rollout.max_turn_tokens

@@ -54,7 +54,7 @@ def block_unsupported(run: SlimeRun) -> None:
     """Add blockers for parts of slime that change what is trained and do not exist here."""
     source, draft = run.source, run.draft
     absent = {
-        "use-opd": "distillation from a teacher does not exist here",
+        "use-opd": "distillation is not translated; set teacher.* (docs/distillation.md)",
         "use-opsm": "off-policy sequence masking does not exist here; see algorithm.correction",
         "multimodal-keys": "prompts are texts; images are not supported",
         "disable-rewards-normalization": "grpo subtracts the mean of a group; name another algorithm.advantage",

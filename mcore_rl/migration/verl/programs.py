@@ -17,7 +17,7 @@ OTHER_ALGORITHMS = {
     "main_sppo": "SPPO has a loss of its own",
     "main_spin": "SPIN trains on preferences (algorithm.policy_loss.name=dpo)",
     "main_flowrl": "FlowRL has a loss of its own",
-    "main_gkd": "distillation from a teacher does not exist here",
+    "main_gkd": "distillation is not translated; set teacher.* (docs/distillation.md)",
     "main_dance": "images and videos are not generated here",
     "main_sac": "vision-language-action models are not supported",
     "main_rep_exp": "rewards for exploration come from the recipe's code",

@@ -72,7 +72,7 @@ REASONS = {
     """,
     "multi-token prediction: see actor.mtp_loss_coefficient": "*.mtp.*",
     "adapters: see actor.lora": "*.lora.* *.exclude_modules *.lora_* *.target_modules",
-    "distillation does not exist here": "distillation.*",
+    "distillation has other keys: see teacher.hf_path": "distillation.*",
     "quantization-aware training in verl's formats does not exist here": "*.qat.*",
     "options of other optimizers and schedules": """
         *.muon_* *.optimizer_impl *.num_cycles *.weight_decay_incr_style *.lr_wsd_decay_style *.zero_indexed_step
@@ -103,7 +103,10 @@ def list_uncovered(source: Source) -> list[str]:
 def block_unsupported(source: Source, draft: Draft) -> None:
     """Add blockers for parts of verl that change what is trained and do not exist here."""
     if source.flag("distillation.enabled"):
-        draft.block(source.effective("distillation.enabled"), "distillation from a teacher does not exist here")
+        draft.block(
+            source.effective("distillation.enabled"),
+            "distillation is not translated; set teacher.* (docs/distillation.md)",
+        )
     for key in QUANTIZED:
         if source.flag(key):
             draft.block(source.effective(key), "quantization-aware training in verl's formats does not exist here")

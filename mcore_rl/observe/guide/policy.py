@@ -86,6 +86,21 @@ POLICY = (
         signs="jumps, or grows while val/accuracy falls",
     ),
     MetricEntry(
+        "distillation/kl",
+        "falls towards 0; only with teacher.in_advantage",
+        (
+            Remedy("lower actor.optimizer.lr"),
+            Remedy("raise teacher.in_advantage, or lower algorithm.entropy_coefficient"),
+        ),
+        signs="rises: another term of the objective is stronger, or updates are too large",
+    ),
+    MetricEntry(
+        "distillation/kl_loss",
+        "falls towards 0; only with teacher.in_loss",
+        (Remedy("lower actor.optimizer.lr"), Remedy("raise teacher.in_loss, or lower algorithm.entropy_coefficient")),
+        signs="rises, or is far from distillation/kl: the sampled tokens are not from the policy",
+    ),
+    MetricEntry(
         "actor/clip_fraction",
         "0.001 to 0.2; 0 with one update per synchronous step",
         SLOWER,

@@ -161,7 +161,7 @@ def test_import_weights_through_files_keep_their_directory(mode: str, tmp_path: 
     [
         ("--rollout-top-p 0.9", "training samples from the full softmax"),
         ("--rollout-repetition-penalty 1.1", "training samples from the unchanged softmax; set it to 1"),
-        ("--use-opd", "distillation from a teacher"),
+        ("--use-opd", "distillation is not translated; set teacher.*"),
         ("--rm-type gpqa", "there is no such grader"),
         ("--custom-loss-function-path a.b", "algorithm.policy_loss.name=module_or_file.py:function"),
         ("--dynamic-sampling-filter-path my.filter", "groups are dropped if their rewards are equal"),

@@ -290,7 +290,7 @@ def test_import_yaml_with_defaults_lists_only_what_differs() -> None:
         ("actor_rollout_ref.rollout.min_p=0.1", "set it to 0; validation may use rollout.validation_min_p"),
         ("actor_rollout_ref.rollout.repetition_penalty=1.05", "set it to 1; validation may use rollout.validation_rep"),
         ("data.video_key=clips", "videos and audio are not supported"),
-        ("distillation.enabled=True", "distillation from a teacher does not exist here"),
+        ("distillation.enabled=True", "distillation is not translated; set teacher.* (docs/distillation.md)"),
         ("algorithm.rollout_correction.rollout_is_batch_normalize=true", "weights are not normalized here"),
         ("actor_rollout_ref.actor.optim.lr_decay_style=WSD", "the schedules are constant, cosine, linear"),
         ("actor_rollout_ref.actor.optim.optimizer=muon", "the optimizer is Adam"),

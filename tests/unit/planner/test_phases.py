@@ -71,6 +71,20 @@ def test_a_judge_and_a_reward_model_score_one_after_the_other() -> None:
     assert phases(ColocatedModels(judge=judge)).by_name["score"] == 180 + ASLEEP_BYTES + 400
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_teacher_works_beside_the_weights_of_the_policy(offloaded: bool) -> None:
+    teacher = ColocatedRank(resident=5, working=800, host_bytes=60)
+    alone, found = (
+        phases(models, offloaded=offloaded) for models in (ColocatedModels(), ColocatedModels(CRITIC, teacher=teacher))
+    )
+    kept = 0 if offloaded else 160
+    # The policy's own pass for old log-probabilities comes first, so its weights are on the device.
+    assert found.by_name["teacher"] == 20 + kept + ASLEEP_BYTES + 800 + 7
+    assert found.by_name["update"] == alone.by_name["update"] + 5 + 7
+    assert found.host_bytes == alone.host_bytes + 60 + 70
+    assert list(found.by_name) == ["generate", "logp", "teacher", "critic", "update", "sync"]
+
+
 @pytest.mark.parametrize(("leaves", "elsewhere", "host"), [(True, 0, 20), (False, 20, 0)])
 def test_a_reference_is_a_second_set_of_weights(leaves: bool, elsewhere: int, host: int) -> None:
     alone, found = phases(ColocatedModels()), phases(ColocatedModels(reference=True, reference_leaves=leaves))
