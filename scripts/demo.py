@@ -219,8 +219,28 @@ def closing(demo: Demo) -> str:
     if report.exists():
         lines.append(f"report         {demo.run}/report.html")
     lines.append(f"again          rm -r {demo.run}, then the same command (keeps the warm-started model)")
-    lines.append(f"from scratch   rm -r {demo.run} {demo.warm_start_run} {demo.data}")
+    teacher = [] if demo.teacher is None else [demo.teacher.warm_start_run, demo.teacher.exported]
+    lines.append(f"from scratch   rm -r {' '.join([demo.run, demo.warm_start_run, demo.data, *teacher])}")
     return "\n".join(lines)
+
+
+def warm_start(demo: Demo) -> None:
+    """Write the task of a demo and train its random model on it, unless both exist.
+
+    Raises: ConfigError if the run of the warm start belongs to an earlier task.
+    """
+    written = demo_task.prepare(ROOT / demo.data, demo.task)
+    # A model that was warm-started on other problems, or with another tokenizer, would learn nothing.
+    if written and (ROOT / demo.warm_start_run).exists():
+        raise ConfigError(
+            f"{demo.warm_start_run} was trained on an earlier {demo.data}, which has been replaced: remove it"
+        )
+    print(f"[1/3] problems, tokenizer and a random model: {demo.data} ({'written' if written else 'exists'})")
+    if is_exported(ROOT / demo.exported):
+        print(f"[2/3] warm start: {demo.exported} exists")
+    else:
+        print("[2/3] warm start: supervised training of the random model")
+        train(demo.warm_start_arguments())
 
 
 def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str | None = None, hosts: int = 1) -> None:
@@ -246,19 +266,12 @@ def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str | None = 
         print(f"This demo has already run; the results are in {demo.run}.\n")
         print(summary_table(read_metrics(ROOT / demo.run / "metrics.jsonl")))
     else:
-        written = demo_task.prepare(ROOT / demo.data, demo.task)
-        # A model that was warm-started on other problems, or with another tokenizer, would learn nothing.
-        if written and (ROOT / demo.warm_start_run).exists():
-            raise ConfigError(
-                f"{demo.warm_start_run} was trained on an earlier {demo.data}, which has been replaced: remove it"
-            )
-        print(f"[1/3] problems, tokenizer and a random model: {demo.data} ({'written' if written else 'exists'})")
-        if is_exported(ROOT / demo.exported):
-            print(f"[2/3] warm start: {demo.exported} exists")
-        else:
-            print("[2/3] warm start: supervised training of the random model")
-            train(demo.warm_start_arguments())
-        print(f"[3/3] DAPO: from {demo.exported}" + (", resuming" if (ROOT / demo.run).exists() else ""))
+        if demo.teacher is not None:
+            print(f"teacher: {demo.teacher.exported}")
+            warm_start(demo.teacher)
+        warm_start(demo)
+        method = "DAPO" if demo.teacher is None else "distillation"
+        print(f"[3/3] {method}: from {demo.exported}" + (", resuming" if (ROOT / demo.run).exists() else ""))
         if hosts == 2:
             with two_hosts():
                 train([demo.config, *overrides], on=[TWO_HOSTS, "A"])

@@ -50,7 +50,7 @@ class FrozenTeacher(FrozenModel):
         Raises: NonFiniteError on every rank, naming the samples.
         """
         batches = self.microbatches(share, chunks)
-        found = self.infer(batches, self._fields, [self.routing.row(batch, free=True) for batch in batches])
+        found = self.infer(batches, self._fields)
         bad = [sample for batch, fields in found for values in fields.values() for sample in _bad(batch, values)]
         require_finite(describe_samples("output of the teacher", bad, share), self.device)
         self.memory.offload()

@@ -168,3 +168,19 @@ def test_a_mode_that_a_task_does_not_have_is_refused(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match="2"):
         demo.main(["--task", "game", "--mode", "async"])
     assert "--mode async has no --task game" in capsys.readouterr().err
+
+
+def test_distillation_warm_starts_teacher_and_student(
+    calls: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo.main(["--task", "distill"])
+    assert [arguments[0] for arguments in calls] == [*[demo.WARM_START_CONFIG] * 2, "configs/demo_distill_cpu.yaml"]
+    teacher, student = ({word.partition("=")[0]: word.partition("=")[2] for word in call[1:]} for call in calls[:2])
+    assert teacher["trainer.export_hf"] == "runs/demo_task/dense/teacher"
+    assert student["trainer.export_hf"] == "runs/demo_task/work3/warm_start"
+    config = yaml.safe_load((Path(demo.__file__).parents[1] / "configs/demo_distill_cpu.yaml").read_text())
+    assert config["teacher"]["hf_path"] == teacher["trainer.export_hf"]
+    assert config["model"]["hf_path"] == student["trainer.export_hf"]
+    assert "rm -r runs/demo_distill " in capsys.readouterr().out
+    demo.main(["--task", "distill"])
+    assert len(calls) == 3
