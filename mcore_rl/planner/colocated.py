@@ -113,8 +113,12 @@ class ColocatedRanks:
         return self._pick(lambda ranks: max(ranks, key=lambda rank: rank.working, default=None))
 
     def _pick(self, choose: Callable[[tuple[ColocatedRank, ...]], ColocatedRank | None]) -> ColocatedModels:
-        ranks = {name: choose(getattr(self, name)) for name in ("critic", "reward_model", "teacher")}
-        return replace(self.everywhere, **ranks)
+        return replace(
+            self.everywhere,
+            critic=choose(self.critic),
+            reward_model=choose(self.reward_model),
+            teacher=choose(self.teacher),
+        )
 
 
 def colocated_ranks(config: Config, policy: ResolvedModel, *, cuda: bool) -> ColocatedRanks:
