@@ -38,7 +38,6 @@ def test_teacher_equal_to_the_policy_gives_no_signal(task: Path) -> None:
     assert abs(row["distillation/kl"]) < 1e-5
     assert abs(row["distillation/kl_loss"]) < 1e-5
     assert row["actor/grad_norm"] < 1e-4
-    assert row["time/teacher"] > 0
 
 
 def test_policy_approaches_a_teacher_of_another_family_without_rewards(task: Path, other: Path) -> None:
