@@ -16,9 +16,8 @@ from mcore_rl.config.reward import NO_RULE, STEP, JudgeConfig, RewardConfig
 from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import UpdateSchedule, build_batch, gather, spread
+from mcore_rl.data.batching import spread
 from mcore_rl.data.kept_steps.writers import ResponseWriter
-from mcore_rl.data.prompts import supervised_chunk
 from mcore_rl.data.records import remove_unjoined
 from mcore_rl.model_check import model_check
 from mcore_rl.observe.journal import RunJournal
@@ -47,7 +46,8 @@ from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.step_profiler import StepProfiler
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.sandbox.confinement.memory import groups_removed
-from mcore_rl.trainer.batches import BatchBuilder, describe, recorded_batches, response_weights
+from mcore_rl.text_objectives import text_objective
+from mcore_rl.trainer.batches import BatchBuilder, describe, recorded_batches
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.copies import CheckpointCopies
 from mcore_rl.trainer.logp_gap import LogpGapCheck
@@ -80,7 +80,7 @@ def assemble(
         # Before the first step: a field of config.json that is read wrongly would make the whole run useless.
         check(processes.trainers)
         site = _Site(config, prepared, processes, recorder, stages, Path(config.run.dir), logs, show, files)
-        run = site.supervised() if prepared.data.targets is not None else site.reinforcement()
+        run = site.reinforcement() if prepared.data.prompts else site.supervised()
         failed = True
         try:
             yield run
@@ -286,31 +286,17 @@ class _Site:
         return found | {name: metric for metrics in measured for name, metric in metrics.items()}
 
     def supervised(self) -> SupervisedRun:
-        """Build a run that trains on the targets of the data set; it has no engines."""
-        prepared, config, trainer = self.prepared, self.config, self.config.trainer
-        targets, sampler = prepared.data.targets, prepared.sampler
-        assert targets is not None
-        schedule = UpdateSchedule(trainer.prompts_per_update, num_dp_ranks=prepared.layout.dp, cost=prepared.cost)
-        weights_of = response_weights(config.algorithm, config.rollout.max_response_tokens)
-
-        def next_batch() -> Batch:
-            """Build a batch of the next prompts_per_step rows, each a group of its own."""
-            rows = sampler.draw(trainer.prompts_per_step)
-            buffers, scalars = supervised_chunk(targets, rows)
-            chunk = self.processes.trainers.store(buffers)
-            # Without advantages: the supervised loss has none.
-            return build_batch([chunk], gather([scalars]), schedule=schedule, weights_of=weights_of)
-
+        """Build a run that trains on texts of the data set; it has no engines."""
         journal = self._journal(signs=())
         return SupervisedRun(
-            config=config,
+            config=self.config,
             actor=self.processes.trainers,
-            next_batch=next_batch,
+            objective=text_objective(self.config, self.prepared, self.processes.trainers.store),
             journal=journal,
             profiler=self._profiler(journal),
             checkpoints=self._checkpoints(),
             remove_unfinished=functools.partial(remove_unjoined, self.directory / "rollouts"),
-            positions={"sampler": sampler},
+            positions={"sampler": self.prepared.sampler},
             stops=STOPS,
         )
 

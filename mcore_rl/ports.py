@@ -24,6 +24,7 @@ from mcore_rl.types import (
     SavedFile,
     SavedState,
     Score,
+    SequenceLogp,
     TokenRefs,
 )
 
@@ -175,6 +176,13 @@ class Actor(SavedModel, Protocol):
     def compare_logp(self, batch: Batch) -> list[LogpGap]:
         """Compare the current policy's log-probabilities with the rollout's, separately for each update. Nothing stays
         on the ranks."""
+
+    def sequence_logp(self, batch: Batch) -> SequenceLogp:
+        """Sum the log-probabilities of every response over its trained tokens, for the current policy and for the
+        reference, if the run has one. Nothing stays on the ranks.
+
+        Raises: NonFiniteError naming the responses.
+        """
 
     def reference_logp(self, handle: BatchHandle) -> BatchHandle:
         """Compute the reference policy's log-probabilities of the batch, before its updates. They stay on the ranks."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mcore_rl.config.fields import urls_of
 from mcore_rl.config.models import ActorConfig
-from mcore_rl.config.remote_names import is_url
+from mcore_rl.config.reading.remote_names import is_url
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.errors import ConfigError, McoreRLError, RunDirLostError
 from mcore_rl.observe.progress import start_up_log
@@ -270,8 +270,9 @@ def _evaluate_locked(config: Config, log: ThirdPartyLog, start: Start) -> int:
     from mcore_rl.trainer.validation import part_accuracies
 
     prepared = prepare(config)
-    if prepared.data.targets is not None:
-        raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
+    if not prepared.data.prompts:
+        loss = config.algorithm.policy_loss.name
+        raise ConfigError(f"algorithm.policy_loss.name: eval generates responses; name a policy loss, not {loss}")
     directory = open_run_dir(config.run)
     start.take_lock()
     check_newest(Path(config.run.dir))

@@ -24,6 +24,7 @@ COSTS = {
     "score_norms": "a forward pass of the policy before the updates",
     "reference": "a frozen reference model, one forward pass per step",
     "prox_logp": "a forward pass of the policy before the updates",
+    "pairs": "a forward pass of the policy, and of the reference if there is one, before each update",
     "selection": "a forward pass over the tokens of each update before it",
     "whole_sequence": "context-parallel ranks exchange the log-probabilities of their tokens",
 }

@@ -1,7 +1,7 @@
-"""`make demo`: prepare a task, warm-start a tiny model on it, improve the model with DAPO, and show the accuracy.
+"""`make demo`: prepare a task, warm-start a tiny model on it, improve the model with DAPO (or DPO), show the accuracy.
 
 A complete stage is skipped and an incomplete one resumed, so the command can always be repeated. Overrides `key=value`
-apply to the DAPO run.
+apply to the run after the warm start.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Demo:
     """Task, its configuration with its engine, and its directories relative to the repository.
 
     model: name of the warm-started model in the task's directory. teacher: model that is warm-started too, from which
-    the run learns; its configuration has no other use.
+    the run learns; its configuration has no other use. measure: what val/accuracy is.
     """
 
     task: str
@@ -50,6 +50,8 @@ class Demo:
     engine: str = "vllm"
     model: str = "warm_start"
     teacher: Demo | None = None
+    method: str = "DAPO"
+    measure: str = f"accuracy on {demo_task.NUM_HELD_OUT} validated problems"
 
     @property
     def data(self) -> str:
@@ -114,6 +116,14 @@ DEMOS = {
             ("actor.parallel.ep=1", "trainer.steps=260", "actor.optimizer.decay_steps=260"),
             model="teacher",
         ),
+        method="distillation",
+    ),
+    "dpo": Demo(
+        "dpo",
+        "configs/demo_dpo_cpu.yaml",
+        "runs/demo_dpo",
+        method="DPO",
+        measure=f"fraction of {demo_task.NUM_HELD_OUT} validated pairs in which the right response has more reward",
     ),
     "tool": Demo("tool", "configs/demo_tool_cpu.yaml", "runs/demo_tool", ("rollout.max_prompt_tokens=24",)),
     "game": Demo(
@@ -206,10 +216,10 @@ def validations(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]
     return [by_step[step] for step in sorted(by_step)]
 
 
-def curve(rows: Sequence[Mapping[str, float]]) -> str:
-    """Format the accuracy at every validated step; empty without any."""
+def curve(rows: Sequence[Mapping[str, float]], measure: str = Demo.measure) -> str:
+    """Format the accuracy at every validated step, headed by `measure`; empty without any."""
     lines = [f"{row['step']:>6}  {row['val/accuracy']:.3f}  {'█' * round(40 * row['val/accuracy'])}" for row in rows]
-    return "\n".join([f"{'step':>6}  accuracy on {demo_task.NUM_HELD_OUT} validated problems", *lines] if lines else [])
+    return "\n".join([f"{'step':>6}  {measure}", *lines] if lines else [])
 
 
 def closing(demo: Demo) -> str:
@@ -270,20 +280,20 @@ def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str | None = 
             print(f"teacher: {demo.teacher.exported}")
             warm_start(demo.teacher)
         warm_start(demo)
-        method = "DAPO" if demo.teacher is None else "distillation"
-        print(f"[3/3] {method}: from {demo.exported}" + (", resuming" if (ROOT / demo.run).exists() else ""))
+        print(f"[3/3] {demo.method}: from {demo.exported}" + (", resuming" if (ROOT / demo.run).exists() else ""))
         if hosts == 2:
             with two_hosts():
                 train([demo.config, *overrides], on=[TWO_HOSTS, "A"])
         else:
             train([demo.config, *overrides])
         print(f"\ndone in {time.monotonic() - started:.0f} s")
-    print(f"\n{curve(validations(read_metrics(ROOT / demo.run / 'metrics.jsonl')))}\n\n{closing(demo)}")
+    rows = validations(read_metrics(ROOT / demo.run / "metrics.jsonl"))
+    print(f"\n{curve(rows, demo.measure)}\n\n{closing(demo)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Warm start, then DAPO, on an arithmetic task; a few minutes on 2 cores."
+        description="Warm start, then DAPO or DPO, on a small task; a few minutes on 2 cores."
     )
     parser.add_argument("--task", choices=sorted(name for name in DEMOS if " " not in name), default="work3")
     parser.add_argument("--mode", choices=("sync", "async"), default="sync", help="async: only with --task work3")
@@ -297,7 +307,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--hosts", type=int, choices=(1, 2), default=1, help="2: two simulated hosts; needs root on Linux"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for the DAPO run, such as trainer.steps=10")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="for the run after the warm start, such as trainer.steps=10"
+    )
     options = parser.parse_args(arguments)
     chosen = [options.mode] * (options.mode != "sync") + [options.strategy] * (options.strategy != "megatron")
     name = " ".join([options.task, *chosen])

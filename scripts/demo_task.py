@@ -4,7 +4,8 @@ There are three kinds of single-turn problems; episode_tasks has the multi-turn 
 `work3`: 3-digit addition, digit by digit, then the answer after `#` (`347+285=` is continued by
 `7+5+0=12;4+8+1=13;3+2+1=6#632`). `latent` and `dense`: the same problems for a DeepSeek-V3 and a dense Qwen3; models
 of other tasks are Qwen3-MoE. `think2`: 2-digit addition. Most of its warm-start targets are a wrong answer without
-working; a few show the working (`<7+5+0=12;3+8+1=12>#122`). Learning is therefore visible as growing length.
+working; a few show the working (`<7+5+0=12;3+8+1=12>#122`). Learning is therefore visible as growing length. `dpo`:
+pairs for the problems of work3: the right working, and one with a wrong column.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,11 +52,12 @@ FORMAT = 2
 """Version of the target format. In version 1 the grader misread `|` and `>` before the answer."""
 
 
-def columns(a: int, b: int) -> str:
-    """Return the written addition of a and b: one `digit+digit+carry=sum` per column, from the right."""
+def columns(a: int, b: int, errors: Mapping[int, int] | None = None) -> str:
+    """Return the written addition of a and b: one `digit+digit+carry=sum` per column, from the right. `errors` are
+    added to the sums of columns, by their number."""
     steps, carry = [], 0
     while a or b:
-        total = a % 10 + b % 10 + carry
+        total = a % 10 + b % 10 + carry + (errors or {}).get(len(steps), 0)
         steps.append(f"{a % 10}+{b % 10}+{carry}={total}")
         a, b, carry = a // 10, b // 10, total // 10
     return ";".join(steps)
@@ -63,6 +65,16 @@ def columns(a: int, b: int) -> str:
 
 def work3(a: int, b: int, _: random.Random) -> Problem:
     return Problem(f"{a}+{b}=", f"{columns(a, b)}#{a + b}", str(a + b))
+
+
+def dpo(a: int, b: int, rng: random.Random) -> Problem:
+    """Return a work3 problem with a rejected response, in which one column is off by one and the rest follows from
+    it."""
+    place = rng.randrange(3)
+    # At least 0 and at most 19, so that the working has its usual form.
+    low = place == 0 and (a + b) % 10 == 0
+    error = 1 if low else rng.choice([-1, 1])
+    return work3(a, b, rng)._replace(rejected=f"{columns(a, b, {place: error})}#{a + b + error * 10**place}")
 
 
 def think2(a: int, b: int, rng: random.Random, working_fraction: float = 0.2) -> Problem:
@@ -185,6 +197,7 @@ TASKS = {
     "think2": DemoTask(partial(additions, think2, 10, 100), 4096, 3072),
     "tool": DemoTask(episode_tasks.tool_rows, 16384, 4096, episode_tasks.tool_tokenizer, episode_tasks.num_tokens),
     "game": DemoTask(episode_tasks.game_rows, 16384, 4096, episode_tasks.game_tokenizer, episode_tasks.num_tokens),
+    "dpo": DemoTask(partial(additions, dpo, 100, 1000), 16384, 8192),
     "see": DemoTask(
         image_tasks.see_rows,
         8192,
@@ -202,17 +215,19 @@ def problems(name: str, seed: int = 1) -> dict[str, list[Problem]]:
     task = TASKS[name]
     sizes = {"val": NUM_HELD_OUT, "train": task.num_train, "warm_start": task.num_warm_start}
     splits = task.draw(seed, sizes)
-    targets = [p.target for split in splits.values() for p in split]
+    targets = [text for split in splits.values() for p in split for text in (p.target, p.rejected or "")]
     longest = max(map(task.num_tokens, targets)) + 1  # with its end token
     assert longest <= MAX_TARGET_TOKENS, f"{name}: a target takes {longest} tokens, the limit is {MAX_TARGET_TOKENS}"
     return splits
 
 
 def write_rows(path: Path, rows: Iterable[tuple[Problem, str]]) -> None:
-    """Write problems with the text of their column `answer` to a jsonl file atomically."""
+    """Write problems with the text of their column `answer`, or their pair of responses, to a jsonl file atomically."""
     with durable_write(path) as file:
         for problem, answer in rows:
             row: dict[str, object] = {"prompt": problem.prompt, "answer": answer}
+            if problem.rejected is not None:
+                row = {"prompt": problem.prompt, "chosen": problem.target, "rejected": problem.rejected}
             if problem.image is not None:
                 row["images"] = [image_tasks.image_uri(problem.image)]
             file.write(json.dumps(row).encode() + b"\n")
@@ -266,7 +281,8 @@ def prepare(directory: Path, name: str = "work3", seed: int = 1) -> bool:
     staging.mkdir(parents=True)
     try:
         splits = problems(name, seed)
-        write_rows(staging / "warm_start.jsonl", ((p, p.target) for p in splits["warm_start"]))
+        targets = ((p._replace(rejected=None), p.target) for p in splits["warm_start"])
+        write_rows(staging / "warm_start.jsonl", targets)
         for split in ("train", "val"):
             write_rows(staging / f"{split}.jsonl", ((p, p.answer) for p in splits[split]))
         num_parameters = write_model(staging / "model", TASKS[name], seed)

@@ -45,12 +45,14 @@ NUMBERS, RANGE, GUESSES = 15, "0-14?", 4
 
 
 class Problem(NamedTuple):
-    """Problem with the warm-start target and the answer that the reward expects. image: a PNG file for the prompt."""
+    """Problem with the warm-start target and the answer that the reward expects. image: a PNG file for the prompt.
+    rejected: the worse response of a pair, whose better one is the target."""
 
     prompt: str
     target: str
     answer: str
     image: bytes | None = None
+    rejected: str | None = None
 
 
 def tool_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Problem]]:

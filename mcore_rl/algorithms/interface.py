@@ -31,6 +31,8 @@ class Needs:
     with this need implement GroupTokenEstimator (advantages/token_baseline.py).
     selection: the loss treats some tokens differently, chosen among all tokens of an update (see selection.py).
     staleness: per-token staleness in weight versions (see PolicyLossInputs).
+    pairs: its advantages are weights of pairs of responses, computed before the update from the sums of their
+    log-probabilities (see preference.py).
     """
 
     group_ids: bool = False
@@ -46,6 +48,7 @@ class Needs:
     whole_sequence: bool = False
     selection: bool = False
     staleness: bool = False
+    pairs: bool = False
 
     def check(self, name: str, inputs: object) -> None:
         """Check that `inputs` has every required tensor.

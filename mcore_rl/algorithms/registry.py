@@ -41,6 +41,7 @@ from mcore_rl.algorithms.losses.covariance import ClipCov, KLCov
 from mcore_rl.algorithms.losses.divergence import DPPOKL, DPPOTV
 from mcore_rl.algorithms.losses.future import FIPO
 from mcore_rl.algorithms.losses.plain import SFT, Reinforce
+from mcore_rl.algorithms.losses.preference import DPO
 from mcore_rl.algorithms.losses.quadratic import DRO
 from mcore_rl.algorithms.losses.ratio import CISPO, DecoupledPPO, PPOClip
 from mcore_rl.algorithms.losses.sequences import GMPO, GSPO
@@ -56,7 +57,7 @@ from mcore_rl.errors import ConfigError
 
 Entry = TypeVar("Entry")
 
-ACTOR_INPUTS = {"advantages", "old_logp", "rollout_logp", "staleness", "whole_sequence", "selection"}
+ACTOR_INPUTS = {"advantages", "old_logp", "rollout_logp", "staleness", "whole_sequence", "selection", "pairs"}
 """Fields of Needs that the actor can provide to a loss."""
 
 ADVANTAGES: dict[str, type[Estimator]] = {
@@ -90,6 +91,7 @@ POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
     "decoupled_ppo": DecoupledPPO,
     "reinforce": Reinforce,
     "sft": SFT,
+    "dpo": DPO,
 }
 
 

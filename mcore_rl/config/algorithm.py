@@ -23,10 +23,13 @@ ADVANTAGES = ("gae", "reinforce_plus_plus", *COMPARING_ADVANTAGES)
 STD_LEVELS = ("group", "batch", "batch_rewards")
 SUPERVISED = "sft"
 """Loss name of supervised training, which generates no responses."""
+PREFERENCE = "dpo"
+"""Loss name of training on pairs of responses, which generates no responses."""
 POLICY_LOSSES = (
     *("ppo_clip", "gspo", "gmpo", "clip_cov", "kl_cov", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo", "dro", "fipo"),
     *("decoupled_ppo", "reinforce"),
     SUPERVISED,
+    PREFERENCE,
 )
 LOSS_AGGREGATIONS = (
     *("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
@@ -42,7 +45,7 @@ class PolicyLossConfig:
 
     name: str = setting("ppo_clip", choices=POLICY_LOSSES, function=True)
     """Policy loss: a built-in name, `module_or_file.py:function`, or sft: supervised training on data.answer_key (warm
-    start) without rollout."""
+    start) without rollout. trainer.objective=dpo selects dpo."""
     clip_low: float | None = setting(None, minimum=0)
     """Lower clip range: probability ratios below 1 - clip_low get no gradient (gmpo: log ratios below -clip_low;
     dppo_tv, dppo_kl: less probable tokens with a divergence above clip_low)."""
@@ -366,5 +369,5 @@ class AlgorithmConfig:
 
 
 def is_supervised(algorithm: AlgorithmConfig) -> bool:
-    """Return True if target texts are trained on and nothing is sampled."""
-    return algorithm.policy_loss.name == SUPERVISED
+    """Return True if texts of the data set are trained on and nothing is sampled."""
+    return algorithm.policy_loss.name in (SUPERVISED, PREFERENCE)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_h
 
 from mcore_rl.config.functions import FORM, absolute_spec, names_function
 from mcore_rl.config.reading.expansion import check_utf8
-from mcore_rl.config.remote_names import HUB, HubKind, is_url
+from mcore_rl.config.reading.remote_names import HUB, HubKind, is_url
 from mcore_rl.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ _KEYS = {
     "low-precision": "actor.fp8 actor.quantization_aware rollout.quantization rollout.quantization_group",
     "plan": """actor.num_ranks actor.offload actor.optimizer.cpu_offload actor.parallel cluster.gpu_memory_gib
         cluster.host_memory_gib plan rollout.gpu_memory_fraction rollout.num_engines""",
+    "preference": "preference trainer.objective",
     "report": "observe",
     "rewards": "judge reward reward_model.weight",
     "run-directory": "checkpoint run",

@@ -14,6 +14,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.episodes import EpisodeConfig
 from mcore_rl.config.fields import setting
 from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig, TeacherConfig
+from mcore_rl.config.objectives import ObjectiveConfig, PreferenceConfig
 from mcore_rl.config.observe import ObserveConfig
 from mcore_rl.config.quantization import GROUPS, QUANTIZATIONS, UNQUANTIZED
 from mcore_rl.config.reward import JudgeConfig, RewardConfig
@@ -217,8 +218,8 @@ class WeightsConfig:
 
 
 @dataclass
-class TrainerConfig:
-    """Steps, batch sizes, validation and exports."""
+class TrainerConfig(ObjectiveConfig):
+    """Objective, steps, batch sizes, validation and exports."""
 
     steps: int = setting(100, minimum=1)
     """Total number of training steps; each generates responses and trains on them."""
@@ -324,8 +325,7 @@ class SlurmConfig:
     fabric_test: bool = False
     """Measure every device, node and link between nodes before Ray starts, as `mcore-rl doctor --node` does."""
     fabric_slow_percent: int = setting(80, minimum=0, maximum=100)
-    """Threshold for excluding a slow node, as a percentage of the median of the other nodes; 0: exclude only nodes that
-    fail."""
+    """Threshold for excluding a slow node, in percent of the median of the other nodes; 0: only nodes that fail."""
     cpus_per_node: int | None = setting(None, minimum=1)
     """CPUs to request per node; null: whole nodes, not shared with other jobs."""
     exclude: str | None = None
@@ -342,8 +342,7 @@ class SlurmConfig:
     """Environment variables of every task. They are written to the script and config.yaml: use pass_environment for
     secrets."""
     pass_environment: list[str] = field(default_factory=list)
-    """Names of variables that every task, also in containers, inherits from the environment of sbatch. Their values are
-    written to no file."""
+    """Names of variables that all tasks inherit from the environment of sbatch; their values are written to no file."""
     extra: list[str] = field(default_factory=list)
     """Additional #SBATCH options, such as --constraint=h100."""
 
@@ -380,6 +379,7 @@ class Config:
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)

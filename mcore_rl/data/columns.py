@@ -73,6 +73,7 @@ class Columns:
     key: configuration key of the file, for messages.
     runs_tools: whether rows may require episodes with tools.
     trained: whether responses are trained on, which restricts their sampling options.
+    graded: whether rows have a ground truth.
     image_text: text of an image in prompts; None: the model reads text only.
     notes: notes for the user, with the number of rows.
     ignored: columns that are not empty and not used.
@@ -85,6 +86,7 @@ class Columns:
     runs_tools: bool = False
     trained: bool = False
     tools: Sequence[ToolSchema] = ()
+    graded: bool = True
     image_text: str | None = None
     notes: Counter[str] = field(default_factory=Counter)
     ignored: dict[str, None] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class Columns:
             text="",
             messages=messages,
             data_source=_data_source(row, where),
-            ground_truth=to_plain(self._ground_truth(row, where)),
+            ground_truth=to_plain(self._ground_truth(row, where)) if self.graded else None,
             extra_info=extra_info,
             sampling=check_sampling(
                 _object(_source_of("sampling", row, extra_info, where), "sampling", where),

@@ -65,6 +65,11 @@ class PromptRenderer:
             if data_config.system_prompt:
                 self._check_system(data_config.system_prompt)
 
+    @property
+    def style(self) -> ChatStyle | None:
+        """Renderer of chat messages; None if prompts are rendered by data.plain_template."""
+        return self._style if self._chat else None
+
     def canonical(self, messages: Sequence[ChatMessage], where: str) -> list[ChatMessage]:
         """Convert normalized messages to the form that the template needs; contents become strings.
 

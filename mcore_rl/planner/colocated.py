@@ -21,7 +21,7 @@ from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.judge import has_judge_engines, validate_judge
-from mcore_rl.config.rules.models import base_is_reference, uses_reference, uses_reward_model
+from mcore_rl.config.rules.models import base_is_reference, has_reference, uses_reward_model
 from mcore_rl.config.rules.teacher import uses_teacher
 from mcore_rl.config.rules.validation import validate_critic, validate_reward_model
 from mcore_rl.config.schema import ClusterConfig, Config
@@ -145,7 +145,7 @@ def colocated_ranks(config: Config, policy: ResolvedModel, *, cuda: bool) -> Col
     teacher: tuple[ColocatedRank, ...] = ()
     if uses_teacher(config.teacher):
         teacher = teacher_ranks(config, resolved_teacher(config.teacher, policy), cuda=cuda)
-    reference = uses_reference(config.algorithm.kl) and not base_is_reference(config.actor, config.reference)
+    reference = has_reference(config) and not base_is_reference(config.actor, config.reference)
     staging = 0
     if not is_supervised(config.algorithm):
         staging = staging_bytes(config.weights, config.cluster, config.num_trainer_ranks, cuda=cuda)

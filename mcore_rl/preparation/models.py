@@ -140,7 +140,7 @@ def check_reference(
     reference: ReferenceConfig, policy: ModelRole, loss: str, hf_config: HFConfig, needs: Needs
 ) -> None:
     """Check the reference of a KL term before it is built. `hf_config` is the policy's, and `loss` the policy loss."""
-    if not needs.advantages:
+    if not (needs.advantages or needs.pairs):
         raise ConfigError(
             f"algorithm.policy_loss.name={loss} is supervised and has no reference; set algorithm.kl.in_loss and "
             "algorithm.kl.in_reward to 0"

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from mcore_rl.config import Config
-from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
+from mcore_rl.config.algorithm import SUPERVISED, AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import make_paths_absolute
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.rules.engine_support import cannot_run, missing_engine
@@ -204,8 +204,8 @@ def _check_data(data: DataConfig, algorithm: AlgorithmConfig) -> None:
                 "digits, _, - and ."
             )
     for key, names in data.validation.items():
-        # A supervised run reads no validation prompts.
-        if not is_supervised(algorithm):
+        # A warm start reads no validation data.
+        if algorithm.policy_loss.name != SUPERVISED:
             find_files(names, key)
     if data.weights and data.curriculum is not None:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +16,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
-from mcore_rl.config.rules.models import uses_lora, uses_reference, uses_reward_model
+from mcore_rl.config.rules.models import has_reference, uses_lora, uses_reward_model
 from mcore_rl.config.rules.rollout import has_turns
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import ClusterConfig, DataConfig, RolloutConfig, resolved_dtype
@@ -26,6 +27,7 @@ from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, SupervisedSet, joined
 from mcore_rl.data.sampler import Curriculum, PromptSampler, RowWeights
 from mcore_rl.data.sources.paths import file_weights
+from mcore_rl.data.supervised.targets import PairSet
 from mcore_rl.data.templates import PromptRenderer
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.errors import ConfigError, CurriculumError
@@ -39,6 +41,7 @@ from mcore_rl.preparation.models import (
     critic_layout,
     reward_model_layout,
 )
+from mcore_rl.preparation.pairs import load_run_pairs
 from mcore_rl.preparation.teacher import check_teacher, check_vocabulary
 from mcore_rl.resolved.costs import sequence_cost
 from mcore_rl.resolved.model import ResolvedModel, check_policy_engines, overridden_fields
@@ -64,7 +67,8 @@ CHECKPOINT_BYTES_PER_PARAMETER = {"float32": 12, "bfloat16": 14}
 
 
 class RunData(NamedTuple):
-    """Data of a run: `prompts` by split for reinforcement learning, or `targets` for supervised training.
+    """Data of a run: `prompts` by split for reinforcement learning, `targets` for supervised training, or `pairs` of
+    responses by split.
 
     `validation_parts` are validation prompts that have a metric of their own.
     """
@@ -74,6 +78,14 @@ class RunData(NamedTuple):
     reports: list[LoadReport]
     notes: list[str]
     validation_parts: ValidationParts
+    pairs: Mapping[str, PairSet] = {}
+
+    @property
+    def train(self) -> PromptSet:
+        """Prompts of the training rows."""
+        if self.pairs:
+            return self.pairs["train"].prompts
+        return self.prompts["train"] if self.targets is None else self.targets.prompts
 
 
 @dataclass(frozen=True)
@@ -139,10 +151,10 @@ def _prepare_models(config: Config, spec: ResolvedModel) -> PreparedModels:
         trained = check_adapters(actor.lora, hf_config, exports=config.trainer.export_adapter is not None)
     chosen, needs = _check_algorithm(algorithm, config.trainer.critic_warmup_steps)
     critic = critic_layout(config, spec.layout) if needs.advantages and chosen.needs.values else None
-    if uses_reference(algorithm.kl):
+    if has_reference(config):
         check_reference(config.reference, role, algorithm.policy_loss.name, hf_config, needs)
     check_teacher(config, spec, chosen)
-    refreshed = parameters if uses_reference(algorithm.kl) and config.reference.refresh_every_steps else 0
+    refreshed = parameters if has_reference(config) and config.reference.refresh_every_steps else 0
     # Without refresh, the reference is loaded again instead of saved. Random weights (for tests) count as 0 parameters.
     trained += 0 if critic is None else parameters
     size = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
@@ -168,17 +180,19 @@ def prepare(config: Config) -> Prepared:
         role = ModelRole.reward_model(config.reward_model, config.model)
         reward_model = reward_model_layout(role, config.cluster, ranks, algorithm.policy_loss.name, needs)
     images = image_processor(config, spec, tokenizer)
-    if needs.advantages:
+    if needs.pairs:
+        found = load_run_pairs(config, tokenizer)
+        data = RunData({}, None, found.reports, list(found.parts.notes), found.parts, found.pairs)
+    elif needs.advantages:
         data = _load_prompts(config, tokenizer, images)
     else:
         data = _load_targets(config.data, config.rollout, tokenizer, images)
-    train = data.prompts["train"] if data.targets is None else data.targets.prompts
-    sampler = _sampler(config.data, train, data.reports[0], config.run.seed)
+    sampler = _sampler(config.data, data.train, data.reports[0], config.run.seed)
     check_judge(config.judge, config.rollout, config.model, algorithm, data.prompts)
     notes = [*data.notes, *(overridden_fields(config.model, spec.hf_config) if needs.advantages else [])]
     notes += _try_rewards(config.reward, data.prompts, multi_turn=has_turns(config.rollout))
     lines: tuple[LoadReport | str, ...] = (*data.reports, *notes)
-    sources = Sources.of(train.columns["data_source"]) if algorithm.uses_sources else None
+    sources = Sources.of(data.prompts["train"].columns["data_source"]) if algorithm.uses_sources else None
     check_sources(algorithm, sources)
     return Prepared(**vars(models), reward_model=reward_model, data=data, sampler=sampler, lines=lines, sources=sources)
 

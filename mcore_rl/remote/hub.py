@@ -7,7 +7,7 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.config.remote_names import DATASETS, HUB, HubName, parse_hub_name
+from mcore_rl.config.reading.remote_names import DATASETS, HUB, HubName, parse_hub_name
 from mcore_rl.errors import ConfigError, DataError
 
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")

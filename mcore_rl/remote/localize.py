@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mcore_rl.config.fields import Leaf, leaves, map_paths, paths_of, urls_of
 from mcore_rl.config.reading.overrides import with_override
-from mcore_rl.config.remote_names import HubName, is_url, parse_hub_name
+from mcore_rl.config.reading.remote_names import HubName, is_url, parse_hub_name
 from mcore_rl.config.rules.validation import validate_keys
 from mcore_rl.config.run_configs import recorded_texts
 from mcore_rl.config.schema import Config

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from mcore_rl.config.remote_names import is_url
+from mcore_rl.config.reading.remote_names import is_url
 from mcore_rl.errors import DataError, StorageError
 from mcore_rl.remote.file_systems import PARALLEL_FILES, file_system, named_errors
 from mcore_rl.remote.hub import DATA_KINDS

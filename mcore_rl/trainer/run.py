@@ -96,11 +96,25 @@ class TrainingRun:
     state: RunState = field(default_factory=RunState)
 
 
+class TextObjective(Protocol):
+    """What a run without engines optimizes: it draws its batches from the data set."""
+
+    @property
+    def validates(self) -> bool:
+        """True if `validate` has data."""
+
+    def train(self, actor: Actor) -> dict[str, Metric]:
+        """Train on the next batch and return the metrics of the step."""
+
+    def validate(self, actor: Actor) -> dict[str, Metric]:
+        """Return the metrics of the validation data, with the prefix val/."""
+
+
 @dataclass(kw_only=True)
 class SupervisedRun(TrainingRun):
-    """Supervised training run (warm start): batches come from data, nothing is generated."""
+    """Training run on texts of the data set: nothing is generated."""
 
-    next_batch: Callable[[], Batch]
+    objective: TextObjective
 
 
 @dataclass(kw_only=True)

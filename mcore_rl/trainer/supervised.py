@@ -1,27 +1,68 @@
-"""Supervised training with the same actor: the warm start before reinforcement learning."""
+"""Training on texts of the data set with the same actor: targets (warm start), and pairs of responses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mcore_rl.ports import Actor
 from mcore_rl.trainer.run import SupervisedRun, end_profile, resume, save, saves_settled, steps_left
+from mcore_rl.types import Batch, Metric
+
+
+@dataclass(frozen=True)
+class TargetObjective:
+    """Supervised training on target texts (algorithm.policy_loss.name=sft); implements TextObjective.
+
+    next_batch: batch of the next rows.
+    """
+
+    next_batch: Callable[[], Batch]
+    validates: bool = False
+
+    def train(self, actor: Actor) -> dict[str, Metric]:
+        """Run the updates of the next batch."""
+        return actor.update(actor.recompute_logp(self.next_batch()))
+
+    def validate(self, actor: Actor) -> dict[str, Metric]:
+        """Return no metrics: a warm start reads no validation data."""
+        return {}
 
 
 def train_supervised(run: SupervisedRun) -> bool:
     """Run up to trainer.steps, starting from the newest checkpoint of the run directory if there is one. Returns False
     if the run was stopped earlier on request, after saving."""
-    resume(run)
-    every = run.config.checkpoint.every_steps
+    trainer, every = run.config.trainer, run.config.checkpoint.every_steps
+    resumed = resume(run)
+    if run.objective.validates and not resumed and trainer.validate_before:
+        run.journal.record(run.objective.validate(run.actor))
+        run.journal.finish_step(0)
     with run.checkpoints.copied(), saves_settled(run):
         for step in steps_left(run):
-            update = run.actor.update(run.actor.recompute_logp(run.next_batch()))
+            update = run.objective.train(run.actor)
             run.state = run.state.finished(step, 0)
             end_profile(run)
             run.journal.record(update)
+            last, accuracy = step == trainer.steps, None
+            if run.objective.validates and (last or _due(step, trainer.validate_every_steps)):
+                accuracy = _validate(run)
             run.journal.finish_step(step)
             run.checkpoints.poll()
             # A stop request in the last step is ignored: the run is finished anyway.
-            last, stopping = step == run.config.trainer.steps, run.stops.requested()
-            if last or stopping or (every and step % every == 0):
-                save(run)
+            stopping = run.stops.requested()
+            if last or stopping or _due(step, every):
+                save(run, accuracy)
             if stopping and not last:
                 return False
     return True
+
+
+def _validate(run: SupervisedRun) -> float | None:
+    """Record the metrics of a validation and return its accuracy; None for an objective without one."""
+    metrics = run.objective.validate(run.actor)
+    run.journal.record(metrics)
+    return metrics["val/accuracy"].value if "val/accuracy" in metrics else None
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

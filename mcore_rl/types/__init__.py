@@ -48,4 +48,5 @@ from mcore_rl.types.rollout import (
     extra_of_turns,
 )
 from mcore_rl.types.saved import SavedFile, SavedState
+from mcore_rl.types.sequences import SequenceLogp, SequenceSums
 from mcore_rl.types.vision import ImageSource, PromptImages

@@ -39,6 +39,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "decoupled_ppo": {},
     "decoupled_ppo loglinear": {"prox": "loglinear"},
     "reinforce": {},
+    "dpo": {},
 }
 AGGREGATIONS = LOSS_AGGREGATIONS
 CORRECTIONS: list[dict[str, Any]] = [

@@ -9,6 +9,7 @@ from mcore_rl.config.fields import changed, reject_unless_default
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.models import FSDP2, ActorConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, DAPO, GROUP, NAIVE, NO_RULE, STEP, JudgeConfig, RewardConfig
+from mcore_rl.config.rules.objective import compares_with_reference, no_reference
 from mcore_rl.config.rules.rollout import episode_of, has_turns
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import ConfigError
@@ -124,8 +125,14 @@ def _check_entropy_control(algorithm: AlgorithmConfig) -> None:
         )
 
 
-def check_reference(kl: KLConfig, reference: ReferenceConfig) -> None:
+def has_reference(config: Config) -> bool:
+    """Return True if the run builds a reference: for KL terms, or for pairs of responses."""
+    return uses_reference(config.algorithm.kl) or compares_with_reference(config)
+
+
+def check_reference(config: Config) -> None:
     """Raise ConfigError for a key that has no effect or that requires another key."""
+    kl, reference = config.algorithm.kl, config.reference
     chosen = "algorithm.kl.controller=adaptive"
     if kl.controller != "adaptive":
         reject_unless_default("algorithm.kl", kl, f"set {chosen}", ("target", "horizon"))
@@ -146,8 +153,15 @@ def check_reference(kl: KLConfig, reference: ReferenceConfig) -> None:
             f"algorithm.kl.unbiased=true needs an estimator that is unbiased for tokens of the policy, not "
             f"algorithm.kl.loss_kind={kl.loss_kind}; set it to one of {', '.join(UNBIASED_KINDS)}"
         )
-    if not uses_reference(kl):
-        reject_unless_default("reference", reference, "set algorithm.kl.in_loss or algorithm.kl.in_reward above 0")
+    if compares_with_reference(config):
+        reject_unless_default(
+            "reference",
+            reference,
+            "set trainer.objective=rl: pairs compare with a fixed reference",
+            ["refresh_every_steps"],
+        )
+    elif not uses_reference(kl):
+        reject_unless_default("reference", reference, no_reference(config))
 
 
 def uses_reward_model(section: RewardModelConfig) -> bool:

@@ -30,6 +30,7 @@ from mcore_rl.config.rules.models import (
     check_reward_source,
     check_terms,
 )
+from mcore_rl.config.rules.objective import check_objective, check_pairs_per_update
 from mcore_rl.config.rules.observe import check_profile, check_trajectories
 from mcore_rl.config.rules.quantization import check_quantization
 from mcore_rl.config.rules.rollout import (
@@ -77,6 +78,7 @@ def validate_keys(config: Config, *, run_here: bool = True) -> None:
     policy = ModelRole.policy(config.actor, config.model)
     # Single values first, since the other checks compute with them.
     check_domains(config)
+    check_objective(config)
     _check_sizes(config)
     check_episodes(config.rollout, config.algorithm)
     check_staleness(config)
@@ -89,10 +91,10 @@ def validate_keys(config: Config, *, run_here: bool = True) -> None:
     if config.actor.moe.router_replay == "engine" and is_supervised(config.algorithm):
         raise ConfigError(
             "actor.moe.router_replay=engine replays what the engine chose while sampling, and "
-            "algorithm.policy_loss.name=sft samples nothing; set it to none"
+            f"algorithm.policy_loss.name={config.algorithm.policy_loss.name} samples nothing; set it to none"
         )
     check_estimator(config)
-    check_reference(config.algorithm.kl, config.reference)
+    check_reference(config)
     check_terms(config.algorithm)
     check_teacher(config)
     check_reward_model(config.reward_model)
@@ -216,6 +218,7 @@ def _check_layout(role: ModelRole, config: Config) -> None:
     # The default of etp depends on the model, which is not known here. 1 is the weakest requirement.
     check_ranks_divide(parallel, ranks, parallel.etp or 1, role)
     data_ranks = ranks // (parallel.tp * parallel.pp * parallel.cp)
+    check_pairs_per_update(config, data_ranks)
     if config.trainer.prompts_per_update * rollout.samples_per_prompt < data_ranks:
         raise ConfigError(
             f"trainer.prompts_per_update x rollout.samples_per_prompt must be at least {data_ranks}, the number of "

@@ -1,6 +1,6 @@
 """Read files and tokenise their rows, in this process or in data.workers child processes.
 
-`python -m mcore_rl.data.tokenised.reader` is a child process: it receives the BlockTokeniser, then RawBlocks.
+`python -m mcore_rl.data.tokenised.reader` is a child process: it receives the Tokeniser, then RawBlocks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from contextlib import ExitStack
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO, TypeVar
 
+from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.files import read_rows
-from mcore_rl.data.tokenised.blocks import Block, BlockTokeniser, RawBlock
+from mcore_rl.data.tokenised.blocks import Block, RawBlock
 from mcore_rl.errors import DataError
 from mcore_rl.processes import served
 from mcore_rl.processes.pool import map_in_order, started
@@ -27,9 +28,23 @@ _TERMINAL_SECONDS, _LOG_SECONDS = 0.2, 30.0
 """Time between two updates."""
 
 
-def with_progress(
-    blocks: Iterable[Block], key: str, files: Sequence[Path], stream: TextIO | None = None
-) -> Iterator[Block]:
+B = TypeVar("B", bound=Block)
+B_co = TypeVar("B_co", bound=Block, covariant=True)
+
+
+class Tokeniser(Protocol[B_co]):
+    """Converter of blocks of rows, which child processes receive as a copy. `key`: configuration key of the files."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def data_config(self) -> DataConfig: ...
+
+    def tokenise(self, block: RawBlock) -> B_co: ...
+
+
+def with_progress(blocks: Iterable[B], key: str, files: Sequence[Path], stream: TextIO | None = None) -> Iterator[B]:
     """Yield `blocks` and show how many rows have passed on `stream`, by default stderr: stdout is for results."""
     stream = stream or sys.stderr
     on_terminal, rows, started = stream.isatty(), 0, time.monotonic()
@@ -64,7 +79,7 @@ _ROWS_PER_BLOCK = 1024
 _NAME = "a tokenising process (set data.workers=1 to do without)"
 
 
-def tokenised_blocks(files: Sequence[Path], tokeniser: BlockTokeniser) -> Iterator[Block]:
+def tokenised_blocks(files: Sequence[Path], tokeniser: Tokeniser[B]) -> Iterator[B]:
     """Return all rows of the files as blocks, in the order of the files; shows progress after a few seconds.
 
     Raises: DataError for the first malformed row in this order; WorkerDiedError.
@@ -78,7 +93,7 @@ def tokenised_blocks(files: Sequence[Path], tokeniser: BlockTokeniser) -> Iterat
     return with_progress(blocks, tokeniser.key, files)
 
 
-def tokenise_in_processes(raw: Iterator[RawBlock], tokeniser: BlockTokeniser) -> Iterator[Block]:
+def tokenise_in_processes(raw: Iterator[RawBlock], tokeniser: Tokeniser[B]) -> Iterator[B]:
     """Yield the blocks in their order. The processes have ended when the iterator is closed.
 
     Raises: DataError for the first malformed row, the same as in one process; WorkerDiedError.
@@ -109,7 +124,7 @@ def _raw_blocks(files: Sequence[Path], key: str) -> Iterator[RawBlock]:
 
 
 def _serve(connection: Connection) -> None:
-    tokeniser: BlockTokeniser = connection.recv()
+    tokeniser: Tokeniser[Block] = connection.recv()
     served.serve_calls(connection, tokeniser.tokenise)
 
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.rules.models import base_is_reference, uses_lora, uses_reference
+from mcore_rl.config.rules.models import base_is_reference, has_reference, uses_lora
 from mcore_rl.config.rules.teacher import uses_teacher
 from mcore_rl.config.schema import Config
 from mcore_rl.data.kept_steps.writers import TrajectoryWriter
@@ -26,14 +26,20 @@ from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.roles.teacher import FrozenTeacher
 from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
-from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples, whole_by_sample
+from mcore_rl.megatron.step.microbatches import (
+    MicroBatch,
+    by_sample,
+    distinct_samples,
+    sequence_sums,
+    whole_by_sample,
+)
 from mcore_rl.megatron.step.mismatch import logp_gap, mismatch
 from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, RankBatch, non_finite_samples
 from mcore_rl.megatron.step.replay import engine_routing
 from mcore_rl.megatron.step.token_choice import TokenChoice
 from mcore_rl.megatron.step.token_values import TokenValueWriter
 from mcore_rl.resolved.model import ResolvedModel
-from mcore_rl.types import LogpGap, Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
+from mcore_rl.types import LogpGap, Mean, Metric, RankShare, SequenceSums, TrajectoryBuffers, merge_metrics
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.topology import Topology
@@ -86,7 +92,7 @@ class MegatronActor(TrainedModel):
         keeps = self.counts_tokens and not self.place.cp
         self.trajectories = TrajectoryWriter.from_config(config, self.place.dp) if keeps else None
         self.reference: FrozenPolicy | BasePolicy | None = None
-        if uses_reference(config.algorithm.kl):
+        if has_reference(config):
             if base_is_reference(config.actor, config.reference):
                 self.reference = BasePolicy(self, self.objective)
             else:
@@ -172,6 +178,27 @@ class MegatronActor(TrainedModel):
         if gap:
             metrics["routing/logp_diff_mean_without_replay"] = gap["rollout/logp_diff_mean"]
         return metrics
+
+    def sequence_logp(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> SequenceSums:
+        """Sum the log-probabilities of every sample over its trained tokens, for the policy and for the reference, if
+        the run has one. No result is kept for later passes. Ranks of other stages than the last get empty sums.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        share = distinct_samples(shares)
+        microbatches = self.microbatches(share, chunks)
+        found = self.infer(microbatches, self.objective.logp_of)
+        bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
+        require_finite(describe_samples("log-probability", bad, share), self.device)
+        reference = None
+        if self.reference is not None:
+            ref_logp = self.reference.logp(share, chunks)
+            last = microbatches if found else []
+            joined = [
+                (batch, torch.cat([ref_logp[sample] for sample in batch.samples])) for batch in last if batch.samples
+            ]
+            reference = sequence_sums(joined, self.context)
+        return SequenceSums(sequence_sums(found, self.context), reference)
 
     def reference_logp(self, batch: RankBatch) -> RankBatch:
         """Add the reference's log-probabilities of all samples to the batch.

@@ -160,6 +160,21 @@ def samples_and_positions(batch: MicroBatch, context: ContextPart) -> tuple[torc
     return samples[rank_tokens], positions[rank_tokens]
 
 
+def sequence_sums(found: Iterable[tuple[MicroBatch, torch.Tensor]], context: ContextPart) -> dict[int, float]:
+    """Sum the values of every sample over its trained tokens, in float64.
+
+    Shapes: values [N] of this rank's trained tokens, per micro-batch.
+    Collective: the context-parallel group.
+    """
+    return {
+        sample: float(values.sum(dtype=np.float64))
+        for batch, logp in found
+        # A dummy micro-batch, on all context-parallel ranks alike: none of them gathers.
+        if batch.samples
+        for sample, values in whole_by_sample(batch, logp, context).items()
+    }
+
+
 def build_microbatches(share: RankShare, chunks: Sequence[TrajectoryBuffers], packing: Packing) -> list[MicroBatch]:
     """Build the micro-batches of a share.
 

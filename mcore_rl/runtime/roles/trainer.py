@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from mcore_rl.types import (
     LogpGap,
     Metric,
     RankShares,
+    SequenceLogp,
+    SequenceSums,
     TokenColumn,
     TokenRefs,
     TrajectoryBuffers,
@@ -85,6 +88,10 @@ class TrainerProcess(TrainedRankProcess):
     def compare_logp(self, shares: RankShares, *chunks: TrajectoryBuffers) -> list[LogpGap]:
         with self.spans.span("compare logp"):
             return self.actor.compare_logp(shares.by_update(), chunks)
+
+    def sequence_logp(self, shares: RankShares, *chunks: TrajectoryBuffers) -> SequenceSums:
+        with self.spans.span("sequence logp"):
+            return self.actor.sequence_logp(shares.by_update(), chunks)
 
     def recompute_logp(self, key: int, shares: RankShares, *chunks: TrajectoryBuffers) -> dict[str, Metric]:
         """Compute the policy's log-probabilities, and keep the batch under `key` for the calls up to its update. Its
@@ -261,6 +268,14 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
         by_rank = self.call_each(TrainerProcess.compare_logp, self.batch_refs(batch)).results()
         return [functools.reduce(operator.add, parts) for parts in zip(*by_rank, strict=True)]
 
+    @staged("logp", Phase.REPLACE)
+    def sequence_logp(self, batch: Batch) -> SequenceLogp:
+        by_rank = self.call_each(TrainerProcess.sequence_logp, self.batch_refs(batch)).results()
+        reported = [by_rank[rank] for rank in self.ranks.reporting]
+        policy = _by_response(len(batch), [sums.policy for sums in reported])
+        references = [sums.reference for sums in reported if sums.reference is not None]
+        return SequenceLogp(policy, _by_response(len(batch), references) if references else None)
+
     @staged("reference", Phase.REPLACE)
     def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
         results = self.call(TrainerProcess.kl_penalties, handle.key, coefficient).results()
@@ -322,3 +337,11 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
     def store(buffers: TrajectoryBuffers) -> BuffersRef:
         """Wrap trajectories that the driver holds as a reference for Batch.chunks."""
         return BuffersRef(DriverChunk(buffers))
+
+
+def _by_response(num_responses: int, by_rank: Sequence[Mapping[int, float]]) -> np.ndarray:
+    """Join values by sample. Shapes: result float64 [num_responses]."""
+    values = np.full(num_responses, np.nan)
+    for of_rank in by_rank:
+        values[list(of_rank)] = list(of_rank.values())
+    return values

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from mcore_rl.cli import main
 from mcore_rl.config import load_config
 from mcore_rl.config.fields import check_domains
-from mcore_rl.config.remote_names import HubName, parse_hub_name
+from mcore_rl.config.reading.remote_names import HubName, parse_hub_name
 from mcore_rl.config.run_configs import replace_config
 from mcore_rl.config.schema import Config
 from mcore_rl.data.sources.paths import file_weights, find_files

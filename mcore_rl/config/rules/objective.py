@@ -1,0 +1,107 @@
+"""Rules for trainer.objective: the loss that it selects, and keys that have no effect with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from mcore_rl.config.algorithm import PREFERENCE
+from mcore_rl.config.fields import Changed, changed, reject_unless_default
+from mcore_rl.config.objectives import DPO, RL
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+KEPT: dict[str, Collection[str]] = {
+    "rollout": ("rollout.max_prompt_tokens", "rollout.max_response_tokens"),
+    "algorithm": ("algorithm.policy_loss.name",),
+    "reward": (),
+    "judge": (),
+    "sandbox": (),
+    "reward_model": (),
+    "critic": (),
+    "weights": (),
+}
+"""Sections about responses, engines and rewards, with their keys that apply to texts of the data set too."""
+SINGLE_KEYS = {
+    "trainer": ("trainer.critic_warmup_steps",),
+    "checkpoint": ("checkpoint.drain",),
+    "observe": ("observe.keep_trajectories", "observe.token_responses"),
+    "data": ("data.answer_key",),
+}
+"""Keys of other sections that concern generated responses or their ground truth."""
+
+
+def select_loss(config: Config) -> Config:
+    """Set algorithm.policy_loss.name to the loss of trainer.objective, unless it names another one than the default,
+    which check_objective rejects."""
+    objective, section = config.trainer.objective, config.algorithm.policy_loss
+    if objective == DPO and section.name == type(section)().name:
+        section.name = objective
+    return config
+
+
+def check_objective(config: Config) -> None:
+    """Raise ConfigError for a key that has no effect with trainer.objective, or that contradicts it."""
+    objective, loss = config.trainer.objective, config.algorithm.policy_loss.name
+    chosen = f"trainer.objective={objective}"
+    if objective == RL:
+        if loss == PREFERENCE:
+            raise ConfigError(f"algorithm.policy_loss.name={loss} needs trainer.objective={loss}; set that key")
+        reject_unless_default("preference", config.preference, f"set trainer.objective={DPO}")
+        return
+    for key, value, default in _without_effect(config):
+        raise ConfigError(
+            f"{key}={value} has no effect with {chosen}, which generates no responses; leave it at {default}"
+        )
+    if loss != objective:
+        raise ConfigError(f"algorithm.policy_loss.name={loss} has no effect with {chosen}; remove it")
+    _check_pairs(config, chosen)
+
+
+def _without_effect(config: Config) -> Iterator[Changed]:
+    for section, kept in KEPT.items():
+        yield from (each for each in changed(section, getattr(config, section)) if each.key not in kept)
+    for section, names in SINGLE_KEYS.items():
+        yield from (each for each in changed(section, getattr(config, section)) if each.key in names)
+
+
+def _check_pairs(config: Config, chosen: str) -> None:
+    trainer, data = config.trainer, config.data
+    if trainer.prompts_per_update != trainer.prompts_per_step or trainer.update_epochs != 1:
+        raise ConfigError(
+            f"{chosen} has one update per step, but trainer.prompts_per_step={trainer.prompts_per_step}, "
+            f"trainer.prompts_per_update={trainer.prompts_per_update}, trainer.update_epochs={trainer.update_epochs}: "
+            "the weights of the pairs belong to the policy before the update; set the first two to the same number of "
+            "pairs, and trainer.update_epochs=1"
+        )
+    if data.long_prompts != "drop":
+        raise ConfigError(
+            f"data.long_prompts={data.long_prompts}: the responses of a pair do not fit a truncated prompt; set "
+            f"data.long_prompts=drop with {chosen}"
+        )
+    if data.cache_dir is not None:
+        raise ConfigError(f"data.cache_dir={data.cache_dir} is not supported with {chosen}; set it to null")
+
+
+def check_pairs_per_update(config: Config, data_ranks: int) -> None:
+    """Require a response for every data-parallel rank in each update of a run on pairs.
+
+    Raises: ConfigError.
+    """
+    pairs = config.trainer.prompts_per_update
+    if config.trainer.objective == DPO and 2 * pairs < data_ranks:
+        raise ConfigError(
+            f"trainer.prompts_per_update={pairs} pairs have 2 responses each, fewer than the {data_ranks} "
+            "data-parallel ranks; raise it"
+        )
+
+
+def compares_with_reference(config: Config) -> bool:
+    """Return True if the rewards of pairs are relative to a reference."""
+    return config.trainer.objective == DPO and not config.preference.reference_free
+
+
+def no_reference(config: Config) -> str:
+    """Return the remedy for a key of the reference in a run without one."""
+    if config.trainer.objective == DPO:
+        return "set preference.reference_free=false"
+    return "set algorithm.kl.in_loss or algorithm.kl.in_reward above 0"
