@@ -5,7 +5,7 @@ There are three kinds of single-turn problems; episode_tasks has the multi-turn 
 `7+5+0=12;4+8+1=13;3+2+1=6#632`). `latent` and `dense`: the same problems for a DeepSeek-V3 and a dense Qwen3; models
 of other tasks are Qwen3-MoE. `think2`: 2-digit addition. Most of its warm-start targets are a wrong answer without
 working; a few show the working (`<7+5+0=12;3+8+1=12>#122`). Learning is therefore visible as growing length. `dpo`:
-pairs for the problems of work3: the right working, and one with a wrong column.
+pairs for the problems of work3: the right working, and a response without working or with a wrong column.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ COMMON_FIELDS: dict[str, object] = {
     "dtype": "float32",
 }
 QWEN3_SIZES = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+NO_WORKING_FRACTION = 0.5
+"""Fraction of the pairs of `dpo` whose rejected response has no working; the others are harder to tell apart."""
 COMPLETE = "complete.json"
 FORMAT = 2
 """Version of the target format. In version 1 the grader misread `|` and `>` before the answer."""
@@ -68,13 +70,15 @@ def work3(a: int, b: int, _: random.Random) -> Problem:
 
 
 def dpo(a: int, b: int, rng: random.Random) -> Problem:
-    """Return a work3 problem with a rejected response, in which one column is off by one and the rest follows from
-    it."""
+    """Return a work3 problem with a rejected response: the answer without working, or one column that is off by one and
+    the rest that follows from it."""
+    problem = work3(a, b, rng)
+    if rng.random() < NO_WORKING_FRACTION:
+        return problem._replace(rejected=f"#{a + b}")
     place = rng.randrange(3)
-    # At least 0 and at most 19, so that the working has its usual form.
-    low = place == 0 and (a + b) % 10 == 0
-    error = 1 if low else rng.choice([-1, 1])
-    return work3(a, b, rng)._replace(rejected=f"{columns(a, b, {place: error})}#{a + b + error * 10**place}")
+    # The sum of a column must stay at least 0.
+    error = 1 if place == 0 and (a + b) % 10 == 0 else rng.choice([-1, 1])
+    return problem._replace(rejected=f"{columns(a, b, {place: error})}#{a + b + error * 10**place}")
 
 
 def think2(a: int, b: int, rng: random.Random, working_fraction: float = 0.2) -> Problem:
