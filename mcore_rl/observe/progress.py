@@ -10,6 +10,8 @@ from typing import TextIO
 _SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
     ("accuracy", "val/accuracy", "{:.3f}"),
+    ("val loss", "val/loss", "{:.4f}"),
+    ("margin", "preference/margin", "{:.3f}"),
     ("length", "response_tokens/mean", "{:.1f}"),
     ("entropy", "actor/entropy", "{:.3f}"),
     ("loss", "actor/loss", "{:.4f}"),

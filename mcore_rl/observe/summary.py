@@ -8,6 +8,8 @@ _ROWS = (
     ("validation accuracy", "val/accuracy", "{:.3f}", "{:+.3f}"),
     ("reward (training)", "reward/mean", "{:.3f}", "{:+.3f}"),
     ("tokens (training)", "response_tokens/mean", "{:.1f}", "{:+.1f}"),
+    ("validation loss", "val/loss", "{:.4f}", "{:+.4f}"),
+    ("validation margin", "val/margin", "{:.3f}", "{:+.3f}"),
     ("entropy (training)", "actor/entropy", "{:.3f}", "{:+.3f}"),
     ("turns (training)", "episode/turns", "{:.2f}", "{:+.2f}"),
     ("tool calls (training)", "episode/tool_calls", "{:.2f}", "{:+.2f}"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mcore_rl.config.models import ParallelConfig
+from mcore_rl.config.rules.objective import responses_per_prompt
 from mcore_rl.errors import ConfigError
 from mcore_rl.planner.plan import Job
 from mcore_rl.resolved.layout import train_layout
@@ -40,7 +41,7 @@ def _with_stages(job: Job, layout: TrainLayout) -> Iterator[TrainLayout]:
 
     The ends hold the embedding and the output projection, and the first stage has the most micro-batches in flight.
     """
-    batch = job.config.trainer.prompts_per_update * job.config.rollout.samples_per_prompt
+    batch = job.config.trainer.prompts_per_update * responses_per_prompt(job.config)
     if batch < layout.dp:
         return  # an update would leave data-parallel ranks without a response
     for first, last in _ends(job.spec.arguments.transformer["num_layers"], layout.pp):

@@ -26,7 +26,7 @@ from mcore_rl.planner.state import RankState
 from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.times import StepSeconds, StepTimes
 from mcore_rl.planner.verdict import Verdict, compare_with_cluster
-from mcore_rl.planner.workload import batch_arithmetic, computes_old_logp, step_flops
+from mcore_rl.planner.workload import batch_arithmetic, computes_old_logp, step_flops, without_generation
 from mcore_rl.resolved.adapters import bound_adapters
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import planned_machine
@@ -100,6 +100,7 @@ class Plan:
                 {name: int(value) for name, value in stage.components.items()} for stage in self.stages
             ],
             "engine": asdict(self.times.engine),
+            "engines": 0 if is_supervised(self.times.config.algorithm) else self.times.config.rollout.num_engines,
             "host_bytes_per_node": self.verdict.host.total,
             "host_bytes": asdict(self.verdict.host),
             "batch": asdict(self.times.batch),
@@ -208,6 +209,8 @@ def make_plan(config: Config) -> Plan:
     flops = step_flops(config.actor, config.trainer.update_epochs, job.spec.arguments, size, batch)
     if not computes_old_logp(config):
         flops = replace(flops, logp=0.0)
+    if is_supervised(config.algorithm):
+        flops = without_generation(config, flops)
     times = StepTimes(config, flops, batch, job.engine)
     phases = [planned.phases for planned in ranks]
     verdict = compare_with_cluster(config, layout, phases, job.engine, batch, sync, cuda=cuda)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.planner.engine import GIB, EngineRank
 from mcore_rl.planner.overlap import Overlap, if_asynchronous
 from mcore_rl.planner.phases import PHASES
@@ -71,12 +72,14 @@ def _summary(plan: Plan) -> Table:
         f"{_gib(sync.bytes_per_engine_rank)} per engine rank (floor {_gib(sync.floor_bytes_per_engine_rank)}), "
         f"{sync.buckets} buckets, {sync.transport}, at most {sync.max_peers} peers per rank{_across(sync)}"
     )
+    engines = [("engine rank", cache), ("weight sync", moved)]
+    if is_supervised(plan.times.config.algorithm):
+        engines = [("engines", "none: no responses are generated")]
     rows = [
         ("trainer ranks", f"{layout.world_size}: {shown}"),
         ("parameters", f"{plan.size.total / 1e9:.2f} billion, {plan.size.active / 1e9:.2f} active per token"),
         ("batch", responses),
-        ("engine rank", cache),
-        ("weight sync", moved),
+        *engines,
         ("host memory", f"{_gib(plan.verdict.host.total)} per node: {plan.verdict.host.describe()}"),
         ("FLOP per step", f"generate {flops.generate:.2e}, logp {flops.logp:.2e}, update {flops.update:.2e}"),
         *_time(plan),
@@ -103,7 +106,8 @@ def _time(plan: Plan) -> list[tuple[str, str]]:
     if overlap is not None:
         return overlap_rows(overlap)
     ahead = if_asynchronous(plan.times, plan.layout, plan.sync)
-    known = {name: getattr(plan.seconds, name) for name in ("generate", "logp", "update")}
+    phases = ("generate", "logp", "update") if plan.times.flops.generate else ("logp", "update")
+    known = {name: getattr(plan.seconds, name) for name in phases}
     shown = (f"{name} {'unknown' if value is None else f'{value:.1f} s'}" for name, value in known.items())
     seconds = UNKNOWN if all(value is None for value in known.values()) else ", ".join(shown)
     return [("time per step", seconds), *(gain_row(ahead, plan.seconds) if ahead is not None else [])]

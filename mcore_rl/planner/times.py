@@ -63,7 +63,8 @@ class StepTimes:
         steps = max(sequences * batch.mean_response / running, rollout.max_response_tokens)
         rate = None if plan.peak_tflops is None else num_ranks * plan.peak_tflops * 1e12
         return StepSeconds(
-            generate=self._generation(num_engines, running, steps),
+            # Without FLOP there are no engines: the run trains on texts of the data set.
+            generate=self._generation(num_engines, running, steps) if self.flops.generate else 0.0,
             logp=None if rate is None else self.flops.logp / (rate * plan.mfu_logp),
             update=None if rate is None else self.flops.update / (rate * plan.mfu_update),
         )

@@ -12,11 +12,13 @@ Full recomputation adds a forward pass; selective recomputation of core_attn add
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from mcore_rl.config.models import ActorConfig
-from mcore_rl.config.rules.models import uses_lora
+from mcore_rl.config.objectives import RL
+from mcore_rl.config.rules.models import has_reference, uses_lora
+from mcore_rl.config.rules.objective import responses_per_prompt
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.engine import longest_sequence
 from mcore_rl.planner.model_size import ModelSize
@@ -56,8 +58,8 @@ class BatchArithmetic:
 def batch_arithmetic(config: Config, layout: TrainLayout) -> BatchArithmetic:
     """Compute the sizes of one training step."""
     trainer, rollout, row = config.trainer, config.rollout, config.actor.tokens_per_microbatch
-    responses = trainer.prompts_per_step * rollout.samples_per_prompt
-    per_update = trainer.prompts_per_update * rollout.samples_per_prompt
+    responses = trainer.prompts_per_step * responses_per_prompt(config)
+    per_update = trainer.prompts_per_update * responses_per_prompt(config)
     fraction = config.plan.mean_response_fraction
     prompt, response = rollout.max_prompt_tokens * fraction, rollout.max_response_tokens * fraction
     return BatchArithmetic(
@@ -136,3 +138,11 @@ def step_flops(
         logp=batch.tokens * later * forward,
         update=batch.tokens * update_epochs * passes,
     )
+
+
+def without_generation(config: Config, flops: StepFlops) -> StepFlops:
+    """Return the FLOP of a step on texts of the data set: nothing is generated, and pairs take a forward pass of the
+    policy and of the reference, if there is one, over all tokens before the update."""
+    passes = 0 if config.trainer.objective == RL else 1 + has_reference(config)
+    # A response is generated with one forward pass per token, which is what a pass over it costs.
+    return replace(flops, generate=0.0, logp=passes * flops.generate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from mcore_rl.config.algorithm import PREFERENCE
+from mcore_rl.config.algorithm import PREFERENCE, is_supervised
 from mcore_rl.config.fields import Changed, changed, reject_unless_default
 from mcore_rl.config.objectives import DPO, RL
 from mcore_rl.config.schema import Config
@@ -78,6 +78,11 @@ def _check_pairs(config: Config, chosen: str) -> None:
             f"data.long_prompts={data.long_prompts}: the responses of a pair do not fit a truncated prompt; set "
             f"data.long_prompts=drop with {chosen}"
         )
+    if config.actor.mtp_loss_coefficient:
+        raise ConfigError(
+            f"actor.mtp_loss_coefficient={config.actor.mtp_loss_coefficient} would train multi-token-prediction layers "
+            f"on rejected responses with {chosen}; set it to 0"
+        )
     if data.cache_dir is not None:
         raise ConfigError(f"data.cache_dir={data.cache_dir} is not supported with {chosen}; set it to null")
 
@@ -105,3 +110,10 @@ def no_reference(config: Config) -> str:
     if config.trainer.objective == DPO:
         return "set preference.reference_free=false"
     return "set algorithm.kl.in_loss or algorithm.kl.in_reward above 0"
+
+
+def responses_per_prompt(config: Config) -> int:
+    """Return the number of responses with which each prompt is trained."""
+    if config.trainer.objective == DPO:
+        return 2
+    return 1 if is_supervised(config.algorithm) else config.rollout.samples_per_prompt

@@ -24,6 +24,9 @@ class Chart:
 CHARTS = (
     Chart("Reward", "", ("reward/mean", "reward/std", "reward/greedy", "val/reward")),
     Chart("Accuracy", "fraction", ("val/accuracy", "val/accuracy/*", "reward/accuracy")),
+    Chart("Accuracy on pairs", "fraction", ("preference/accuracy",)),
+    Chart("Margin", "nats", ("preference/margin", "val/margin", "val/margin/*")),
+    Chart("Rewards of pairs", "nats", ("preference/chosen_reward", "preference/rejected_reward", "val/chosen_reward")),
     Chart("Parts of the reward", "", ("reward/*",)),
     Chart(
         "Response length",
@@ -56,7 +59,7 @@ CHARTS = (
         ("time/step", "time/rollout", "time/logp", "time/update", "time/weight_sync", "time/validate"),
     ),
     Chart("Memory", "bytes", ("memory/*",)),
-    Chart("Loss", "", ("actor/loss", "critic/loss")),
+    Chart("Loss", "", ("actor/loss", "critic/loss", "val/loss")),
     Chart("Critic", "", ("critic/*",)),
     Chart("Responses without a grade", "", ("reward/errors", "val/errors")),
 )

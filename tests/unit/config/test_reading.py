@@ -182,7 +182,7 @@ def test_load_config_unknown_reference_in_a_text_is_explained(minimal: str) -> N
     ("override", "keys"),
     [
         ("foo.bar=1", "the sections are run, model, data"),
-        ("trainer.banana=1", "trainer has the keys steps,"),
+        ("trainer.banana=1", "trainer has the keys objective, steps,"),
         ("rollout.zzz.qqq=1", "rollout has the keys"),
         ("actor.optimizer.banana=1", "actor.optimizer has the keys lr,"),
         ("banana.name=1", "the sections are"),

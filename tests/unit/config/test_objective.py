@@ -1,0 +1,104 @@
+"""trainer.objective selects the loss, rejects keys without effect, and decides about the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.load import as_yaml, load_config
+from mcore_rl.config.rules.models import has_reference
+from mcore_rl.config.rules.objective import responses_per_prompt
+from mcore_rl.config.rules.validation import validate_keys
+from mcore_rl.errors import ConfigError
+
+DPO = ["trainer.objective=dpo", "trainer.prompts_per_step=8", "trainer.prompts_per_update=8"]
+
+
+def test_objective_dpo_selects_its_loss_and_reads_back(base: str, tmp_path: Path) -> None:
+    config = load_config(base, DPO)
+    validate_keys(config)
+    assert config.algorithm.policy_loss.name == "dpo"
+    written = tmp_path / "saved.yaml"
+    written.write_text(as_yaml(config))
+    # A resumed run reads the loss that the objective has selected.
+    again = load_config(str(written))
+    validate_keys(again)
+    assert again == config
+    assert load_config(base).algorithm.policy_loss.name == "ppo_clip"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "rollout.temperature=0.7",
+        "rollout.samples_per_prompt=4",
+        "rollout.engine=sglang",
+        "algorithm.advantage=rloo",
+        "algorithm.loss_aggregation=seq-mean-token-sum",
+        "algorithm.kl.in_loss=0.1",
+        "algorithm.entropy_coefficient=0.1",
+        "algorithm.corrections=[{kind: reject}]",
+        "reward.function=none",
+        "judge.hf_path=x",
+        "reward_model.hf_path=x",
+        "critic.optimizer.lr=1",
+        "weights.verify_every=1",
+        "sandbox.seconds=3",
+        "observe.keep_trajectories=1",
+        "trainer.critic_warmup_steps=1",
+        "checkpoint.drain=true",
+        "data.answer_key=a",
+        "actor.mtp_loss_coefficient=0.1",
+    ],
+)
+def test_objective_dpo_rejects_keys_without_effect(base: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key.partition('=')[0]}=.*trainer\.objective=dpo"):
+        validate_keys(load_config(base, [*DPO, key]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.prompts_per_update=4"], r"one update per step.*prompts_per_update=4"),
+        (["trainer.update_epochs=2"], r"one update per step.*update_epochs=2"),
+        (["data.long_prompts=truncate_left"], r"data\.long_prompts=truncate_left: the responses of a pair"),
+        (["data.cache_dir=cache"], r"data\.cache_dir=cache is not supported"),
+        (["algorithm.policy_loss.name=gspo"], r"algorithm\.policy_loss\.name=gspo has no effect"),
+        (["preference.beta=0"], r"preference\.beta=0.* must be above 0"),
+        (["preference.label_smoothing=0.5"], r"preference\.label_smoothing=0\.5 must be .*below 0\.5"),
+        (["reference.refresh_every_steps=3"], r"reference\.refresh_every_steps=3 has no effect"),
+        (["preference.reference_free=true", "reference.offload=false"], r"reference\.offload=False has no effect"),
+        (["cluster.gpus_per_node=17"], r"trainer\.prompts_per_update=8 pairs have 2 responses each"),
+        (["actor.moe.router_replay=engine"], r"policy_loss\.name=dpo samples nothing"),
+    ],
+)
+def test_objective_dpo_rejects_contradictions(base: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate_keys(load_config(base, [*DPO, *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["preference.beta=0.2"], r"preference\.beta=0\.2 has no effect; set trainer\.objective=dpo"),
+        (["algorithm.policy_loss.name=dpo"], r"algorithm\.policy_loss\.name=dpo needs trainer\.objective=dpo"),
+        (["trainer.objective=reward_model"], r"trainer\.objective=reward_model must be one of rl, dpo"),
+    ],
+)
+def test_other_objectives_reject_keys_of_pairs(base: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate_keys(load_config(base, overrides))
+
+
+def test_reference_exists_unless_the_rewards_have_none(base: str) -> None:
+    assert not has_reference(load_config(base))
+    assert has_reference(load_config(base, DPO))
+    assert not has_reference(load_config(base, [*DPO, "preference.reference_free=true"]))
+    assert has_reference(load_config(base, ["algorithm.kl.in_loss=0.1"]))
+
+
+def test_responses_per_prompt_follow_the_objective(base: str) -> None:
+    sft = ["algorithm.policy_loss.name=sft"]
+    counts = [responses_per_prompt(load_config(base, overrides)) for overrides in ([], sft, DPO)]
+    assert counts == [8, 1, 2]
