@@ -39,7 +39,7 @@ def load_run_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> RunPai
     loaded, reports = {}, []
     for key, files in named.items():
         limit = None if key == "data.train" else data.val_max_prompts
-        loaded[key], report = load(files, tokenizer, data, config.rollout, key, max_pairs=limit)
+        loaded[key], report = load(files, tokenizer, data, config.rollout, key, max_rows=limit)
         reports.append(report)
     pairs = {"train": loaded.pop("data.train")}
     if loaded:

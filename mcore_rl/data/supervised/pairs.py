@@ -6,11 +6,11 @@ The responses are texts, or lists of messages. Without a prompt, the messages th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from mcore_rl.data.chat.messages import normalized
 from mcore_rl.data.columns import PROMPT_COLUMNS, Columns, Row, listing
 from mcore_rl.data.json_text import to_plain
+from mcore_rl.data.supervised.encoder import Response
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
 from mcore_rl.types.chat import ChatMessage
@@ -18,19 +18,10 @@ from mcore_rl.types.chat import ChatMessage
 CHOSEN_COLUMN, REJECTED_COLUMN = "chosen", "rejected"
 RESPONSE_COLUMNS = (CHOSEN_COLUMN, REJECTED_COLUMN)
 
-Response = str | list[ChatMessage]
 
-
-@dataclass(frozen=True)
-class Pair:
-    """A row: its prompt (see Columns.read) and its responses, texts or normalized messages after the prompt's."""
-
-    prompt: Prompt
-    responses: tuple[Response, Response]
-
-
-def read_pair(columns: Columns, place: str, row: Row, *, struct_nulls: bool) -> Pair:
-    """Extract prompt and responses of a row. struct_nulls: see chat_messages.
+def read_pair(columns: Columns, place: str, row: Row, struct_nulls: bool) -> tuple[Prompt, tuple[Response, ...]]:
+    """Extract the prompt of a row, and its chosen and rejected response: texts, or the messages after the prompt's.
+    struct_nulls: see chat_messages.
 
     Raises: DataError naming the row and what it lacks.
     """
@@ -49,7 +40,7 @@ def read_pair(columns: Columns, place: str, row: Row, *, struct_nulls: bool) -> 
     )
     if responses[0] == responses[1]:
         raise DataError(f"{where}: chosen and rejected are equal; remove the row")
-    return Pair(prompt, (responses[0], responses[1]))
+    return prompt, responses
 
 
 def _has_prompt(columns: Columns, row: Row) -> bool:

@@ -55,6 +55,27 @@ class PairSet:
         return len(self.prompts)
 
 
+@dataclass(frozen=True)
+class ConversationSet:
+    """Prompts with what follows each of them. `targets`: turns of the assistant are trained, other messages not."""
+
+    prompts: PromptSet
+    targets: Targets
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+def conversation_chunk(data: ConversationSet, rows: np.ndarray) -> tuple[TrajectoryBuffers, RolloutScalars]:
+    """Convert rows to one chunk of trajectories, each a group of its own.
+
+    Shapes: rows integer [B]; group ids are [0, B).
+    """
+    prompts = [data.prompts.tokens[a:b] for a, b in _bounds(data.prompts.offsets, rows)]
+    targets = [data.targets[row] for row in rows.tolist()]
+    return _masked_chunk(prompts, targets, rows, np.arange(len(rows), dtype=np.int64))
+
+
 def pair_chunk(data: PairSet, rows: np.ndarray) -> tuple[TrajectoryBuffers, RolloutScalars]:
     """Convert pairs to one chunk of trajectories: for each row its chosen, then its rejected response, in one group.
 
