@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateSchedule, build_batch, gather
-from mcore_rl.data.prompts import SupervisedSet, supervised_chunk
-from mcore_rl.data.supervised.targets import PairSet, pair_chunk
+from mcore_rl.data.prompts import supervised_chunk
+from mcore_rl.data.supervised.targets import conversation_chunk, pair_chunk
 from mcore_rl.preparation.prepare import Prepared
 from mcore_rl.trainer.batches import response_weights
 from mcore_rl.trainer.preference import PairObjective
@@ -17,50 +19,70 @@ from mcore_rl.trainer.run import TextObjective
 from mcore_rl.trainer.supervised import TargetObjective
 from mcore_rl.types import Batch, BuffersRef, RolloutScalars, TrajectoryBuffers
 
+Chunk = tuple[TrajectoryBuffers, RolloutScalars]
 Store = Callable[[TrajectoryBuffers], BuffersRef]
 """Function that wraps trajectories which the driver holds for Batch.chunks."""
 
 
 def text_objective(config: Config, prepared: Prepared, store: Store) -> TextObjective:
     """Build the configured objective of a run without engines."""
-    if prepared.data.pairs:
-        return _pair_objective(config, prepared, store)
-    assert prepared.data.targets is not None
-    return _target_objective(config, prepared, prepared.data.targets, store)
-
-
-def _target_objective(config: Config, prepared: Prepared, targets: SupervisedSet, store: Store) -> TargetObjective:
-    sampler, trainer = prepared.sampler, config.trainer
-    schedule = UpdateSchedule(trainer.prompts_per_update, num_dp_ranks=prepared.layout.dp, cost=prepared.cost)
-    weights_of = response_weights(config.algorithm, config.rollout.max_response_tokens)
-
-    def next_batch() -> Batch:
-        """Build a batch of the next prompts_per_step rows, each a group of its own."""
-        chunk = supervised_chunk(targets, sampler.draw(trainer.prompts_per_step))
-        return _batch(chunk, store, schedule, weights_of)
-
-    return TargetObjective(next_batch)
-
-
-def _pair_objective(config: Config, prepared: Prepared, store: Store) -> PairObjective:
-    train, val = prepared.data.pairs["train"], prepared.data.pairs.get("val")
-    size, sampler = config.trainer.prompts_per_step, prepared.sampler
-
-    def batch_of(pairs: PairSet, rows: np.ndarray) -> Batch:
-        schedule = UpdateSchedule(len(rows), num_dp_ranks=prepared.layout.dp, cost=prepared.cost)
-        return _batch(pair_chunk(pairs, rows), store, schedule, mean_over_pairs)
-
-    def validation() -> Iterator[Batch]:
-        assert val is not None
-        for first in range(0, len(val), size):
-            yield batch_of(val, np.arange(first, min(first + size, len(val))))
-
-    return PairObjective(
-        config.preference,
-        lambda: batch_of(train, sampler.draw(size)),
-        None if val is None else validation,
-        prepared.data.validation_parts.rows,
+    data, trainer = prepared.data, config.trainer
+    step, sampler = trainer.prompts_per_step, prepared.sampler
+    batches = _Batches(config, prepared, store)
+    if (targets := data.targets) is not None:
+        return TargetObjective(lambda: batches.train(supervised_chunk(targets, sampler.draw(step))))
+    parts = data.validation_parts.rows
+    if data.pairs:
+        train, val = data.pairs["train"], data.pairs.get("val")
+        return PairObjective(
+            config.preference,
+            lambda: batches.whole(pair_chunk(train, sampler.draw(step)), mean_over_pairs),
+            None if val is None else lambda: batches.validation(len(val), partial(pair_chunk, val)),
+            parts,
+        )
+    rows, held_out = data.conversations["train"], data.conversations.get("val")
+    return TargetObjective(
+        lambda: batches.train(conversation_chunk(rows, sampler.draw(step))),
+        None if held_out is None else lambda: batches.validation(len(held_out), partial(conversation_chunk, held_out)),
+        parts,
     )
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """Builder of batches from chunks of trajectories."""
+
+    config: Config
+    prepared: Prepared
+    store: Store
+
+    def train(self, chunk: Chunk) -> Batch:
+        """Build a batch with the configured updates and aggregation of the loss."""
+        weights_of = response_weights(self.config.algorithm, self.config.rollout.max_response_tokens)
+        return self._batch(chunk, self.config.trainer.prompts_per_update, weights_of)
+
+    def whole(self, chunk: Chunk, weights_of: Callable[[np.ndarray], np.ndarray] | None = None) -> Batch:
+        """Build a batch with one update. weights_of: see build_batch."""
+        return self._batch(chunk, len(np.unique(chunk[1].group_ids)), weights_of)
+
+    def validation(self, size: int, chunk_of: Callable[[np.ndarray], Chunk]) -> Iterator[Batch]:
+        """Yield batches of all `size` rows, in order."""
+        step = self.config.trainer.prompts_per_step
+        for first in range(0, size, step):
+            yield self.whole(chunk_of(np.arange(first, min(first + step, size))))
+
+    def _batch(
+        self, chunk: Chunk, prompts_per_update: int, weights_of: Callable[[np.ndarray], np.ndarray] | None
+    ) -> Batch:
+        buffers, scalars = chunk
+        # Without advantages: the objective computes the weights of pairs later.
+        schedule = UpdateSchedule(
+            prompts_per_update,
+            self.config.trainer.update_epochs,
+            num_dp_ranks=self.prepared.layout.dp,
+            cost=self.prepared.cost,
+        )
+        return build_batch([self.store(buffers)], gather([scalars]), schedule=schedule, weights_of=weights_of)
 
 
 def mean_over_pairs(trained_tokens: np.ndarray) -> np.ndarray:
@@ -69,14 +91,3 @@ def mean_over_pairs(trained_tokens: np.ndarray) -> np.ndarray:
     Shapes: int32 [b], two responses per pair -> float32 [b].
     """
     return np.full(len(trained_tokens), 2 / len(trained_tokens), np.float32)
-
-
-def _batch(
-    chunk: tuple[TrajectoryBuffers, RolloutScalars],
-    store: Store,
-    schedule: UpdateSchedule,
-    weights_of: Callable[[np.ndarray], np.ndarray],
-) -> Batch:
-    """Build a batch without advantages from one chunk of trajectories."""
-    buffers, scalars = chunk
-    return build_batch([store(buffers)], gather([scalars]), schedule=schedule, weights_of=weights_of)

@@ -57,7 +57,8 @@ FORMAT = 2
 def columns(a: int, b: int, errors: Mapping[int, int] | None = None) -> str:
     """Return the written addition of a and b: one `digit+digit+carry=sum` per column, from the right. `errors` are
     added to the sums of columns, by their number."""
-    steps, carry = [], 0
+    steps: list[str] = []
+    carry = 0
     while a or b:
         total = a % 10 + b % 10 + carry + (errors or {}).get(len(steps), 0)
         steps.append(f"{a % 10}+{b % 10}+{carry}={total}")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from mcore_rl.config.fields import setting
 
-RL, DPO = "rl", "dpo"
-OBJECTIVES = (RL, DPO)
+RL, SFT, DPO = "rl", "sft", "dpo"
+OBJECTIVES = (RL, SFT, DPO)
 """Values of trainer.objective. Every value besides rl is also the name of its loss in algorithm.policy_loss.name."""
 
 
@@ -16,9 +16,9 @@ class ObjectiveConfig:
     """Key of TrainerConfig that selects what a run optimizes."""
 
     objective: str = setting(RL, choices=OBJECTIVES)
-    """Objective of the run. rl: reinforcement learning on generated responses, or supervised training with
-    algorithm.policy_loss.name=sft. dpo: direct preference optimization on pairs of a chosen and a rejected response,
-    without engines."""
+    """Objective of the run. rl: reinforcement learning on generated responses, or a warm start with
+    algorithm.policy_loss.name=sft. sft: supervised training on conversations, with a validation loss. dpo: direct
+    preference optimization on pairs of a chosen and a rejected response. sft and dpo place no engines."""
 
 
 @dataclass

@@ -18,6 +18,7 @@ from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.rules.engine_support import cannot_run, missing_engine
 from mcore_rl.config.rules.judge import server_key, template_text, uses_judge, validate_judge
 from mcore_rl.config.rules.models import uses_reward_model
+from mcore_rl.config.rules.objective import is_warm_start
 from mcore_rl.config.rules.validation import read_hf_config, validate, validate_reward_model
 from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig, RolloutConfig
 from mcore_rl.data.sources.paths import file_weights, find_files
@@ -56,7 +57,7 @@ def check_run(config: Config, *, sends_weights: bool = True) -> None:
     server_key(config.judge)
     _check_cluster(config.cluster)
     _check_placement(config, 0 if is_supervised(config.algorithm) else config.rollout.num_engines)
-    _check_data(config.data, config.algorithm)
+    _check_data(config.data, validates=not is_warm_start(config))
     make_paths_absolute(config)
     if sends_weights and not is_supervised(config.algorithm) and config.weights.directory is not None:
         SharedFolder("weights.directory", config.weights.directory).check_writable()
@@ -91,7 +92,7 @@ def missing_files(
     the run uses GPUs."""
     messages = []
     for check in (
-        lambda: _check_data(data, algorithm),
+        lambda: _check_data(data, validates=algorithm.policy_loss.name != SUPERVISED),
         lambda: _check_model(model),
         lambda: validate_judge(judge, rollout, model, cuda=cuda),
     ):
@@ -191,7 +192,7 @@ def _check_model(model: ModelConfig) -> None:
         raise ConfigError(f"model.tokenizer_path={model.tokenizer_path} does not exist")
 
 
-def _check_data(data: DataConfig, algorithm: AlgorithmConfig) -> None:
+def _check_data(data: DataConfig, *, validates: bool) -> None:
     """Require existing data files of a known format, and valid set names and weights. Reads no rows."""
     find_files(data.train, "data.train")
     if data.val_sets is not None and not data.val_sets:
@@ -205,7 +206,7 @@ def _check_data(data: DataConfig, algorithm: AlgorithmConfig) -> None:
             )
     for key, names in data.validation.items():
         # A warm start reads no validation data.
-        if algorithm.policy_loss.name != SUPERVISED:
+        if validates:
             find_files(names, key)
     if data.weights and data.curriculum is not None:
         raise ConfigError(

@@ -14,6 +14,7 @@ from mcore_rl.algorithms.aggregation import check_mode
 from mcore_rl.algorithms.registry import configured_loss
 from mcore_rl.config import Config
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.objectives import RL
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.models import has_reference, uses_lora, uses_reward_model
@@ -27,7 +28,7 @@ from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, SupervisedSet, joined
 from mcore_rl.data.sampler import Curriculum, PromptSampler, RowWeights
 from mcore_rl.data.sources.paths import file_weights
-from mcore_rl.data.supervised.targets import PairSet
+from mcore_rl.data.supervised.targets import ConversationSet, PairSet
 from mcore_rl.data.templates import PromptRenderer
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.errors import ConfigError, CurriculumError
@@ -41,8 +42,8 @@ from mcore_rl.preparation.models import (
     critic_layout,
     reward_model_layout,
 )
-from mcore_rl.preparation.pairs import load_run_pairs
 from mcore_rl.preparation.teacher import check_teacher, check_vocabulary
+from mcore_rl.preparation.texts import load_texts
 from mcore_rl.resolved.costs import sequence_cost
 from mcore_rl.resolved.model import ResolvedModel, check_policy_engines, overridden_fields
 from mcore_rl.rewards.graders.loading import check_data_sources, load_grader, runs_code
@@ -67,8 +68,8 @@ CHECKPOINT_BYTES_PER_PARAMETER = {"float32": 12, "bfloat16": 14}
 
 
 class RunData(NamedTuple):
-    """Data of a run: `prompts` by split for reinforcement learning, `targets` for supervised training, or `pairs` of
-    responses by split.
+    """Data of a run: `prompts` by split for reinforcement learning, `targets` for a warm start, or, by split,
+    `conversations` for supervised training or `pairs` of responses.
 
     `validation_parts` are validation prompts that have a metric of their own.
     """
@@ -79,12 +80,13 @@ class RunData(NamedTuple):
     notes: list[str]
     validation_parts: ValidationParts
     pairs: Mapping[str, PairSet] = {}
+    conversations: Mapping[str, ConversationSet] = {}
 
     @property
     def train(self) -> PromptSet:
         """Prompts of the training rows."""
-        if self.pairs:
-            return self.pairs["train"].prompts
+        if texts := self.pairs or self.conversations:
+            return texts["train"].prompts
         return self.prompts["train"] if self.targets is None else self.targets.prompts
 
 
@@ -180,9 +182,8 @@ def prepare(config: Config) -> Prepared:
         role = ModelRole.reward_model(config.reward_model, config.model)
         reward_model = reward_model_layout(role, config.cluster, ranks, algorithm.policy_loss.name, needs)
     images = image_processor(config, spec, tokenizer)
-    if needs.pairs:
-        found = load_run_pairs(config, tokenizer)
-        data = RunData({}, None, found.reports, list(found.parts.notes), found.parts, found.pairs)
+    if config.trainer.objective != RL:
+        data = _load_texts(config, tokenizer)
     elif needs.advantages:
         data = _load_prompts(config, tokenizer, images)
     else:
@@ -203,6 +204,11 @@ def _load_targets(
     check_keys(data, {"data.train": data.train})
     targets, report = load_supervised(data.train, tokenizer, data, rollout, images=images)
     return RunData({}, targets, [report], [], ValidationParts())
+
+
+def _load_texts(config: Config, tokenizer: PreTrainedTokenizerBase) -> RunData:
+    texts = load_texts(config, tokenizer)
+    return RunData({}, None, texts.reports, list(texts.parts.notes), texts.parts, texts.pairs, texts.conversations)
 
 
 def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None) -> RunData:

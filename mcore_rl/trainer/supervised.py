@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from mcore_rl.ports import Actor
 from mcore_rl.trainer.run import SupervisedRun, end_profile, resume, save, saves_settled, steps_left
-from mcore_rl.types import Batch, Metric
+from mcore_rl.types import Batch, Mean, Metric
 
 
 @dataclass(frozen=True)
 class TargetObjective:
-    """Supervised training on target texts (algorithm.policy_loss.name=sft); implements TextObjective.
+    """Supervised training on target texts or conversations; implements TextObjective.
 
-    next_batch: batch of the next rows.
+    next_batch: batch of the next rows. validation: batches of the validation rows, in order; None without any. parts:
+    rows of the validation with a loss of their own, int64 [n] by name.
     """
 
     next_batch: Callable[[], Batch]
-    validates: bool = False
+    validation: Callable[[], Iterator[Batch]] | None = None
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def validates(self) -> bool:
+        return self.validation is not None
 
     def train(self, actor: Actor) -> dict[str, Metric]:
         """Run the updates of the next batch."""
         return actor.update(actor.recompute_logp(self.next_batch()))
 
     def validate(self, actor: Actor) -> dict[str, Metric]:
-        """Return no metrics: a warm start reads no validation data."""
-        return {}
+        """Compute val/loss, the mean of -log p over the trained tokens, and val/loss/<part>."""
+        assert self.validation is not None
+        losses, tokens = [], []
+        for batch in self.validation():
+            losses.append(-actor.sequence_logp(batch).policy)
+            tokens.append(batch.trained_tokens)
+        loss, counts = np.concatenate(losses), np.concatenate(tokens)
+        metrics: dict[str, Metric] = {"val/loss": Mean(float(loss.sum()), int(counts.sum()))}
+        for name, rows in self.parts.items():
+            metrics[f"val/loss/{name}"] = Mean(float(loss[rows].sum()), int(counts[rows].sum()))
+        return metrics
 
 
 def train_supervised(run: SupervisedRun) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from mcore_rl.config.algorithm import PREFERENCE, is_supervised
+from mcore_rl.config.algorithm import PREFERENCE, SUPERVISED, is_supervised
 from mcore_rl.config.fields import Changed, changed, reject_unless_default
-from mcore_rl.config.objectives import DPO, RL
+from mcore_rl.config.objectives import DPO, RL, SFT
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
@@ -28,13 +28,18 @@ SINGLE_KEYS = {
     "data": ("data.answer_key",),
 }
 """Keys of other sections that concern generated responses or their ground truth."""
+OWN_KEYS: dict[str, Collection[str]] = {
+    SFT: ("algorithm.loss_aggregation", "data.answer_key"),
+    DPO: (),
+}
+"""Keys of these sections that apply to one objective."""
 
 
 def select_loss(config: Config) -> Config:
     """Set algorithm.policy_loss.name to the loss of trainer.objective, unless it names another one than the default,
     which check_objective rejects."""
     objective, section = config.trainer.objective, config.algorithm.policy_loss
-    if objective == DPO and section.name == type(section)().name:
+    if objective in (SFT, DPO) and section.name == type(section)().name:
         section.name = objective
     return config
 
@@ -48,24 +53,42 @@ def check_objective(config: Config) -> None:
             raise ConfigError(f"algorithm.policy_loss.name={loss} needs trainer.objective={loss}; set that key")
         reject_unless_default("preference", config.preference, f"set trainer.objective={DPO}")
         return
+    if objective != DPO:
+        reject_unless_default("preference", config.preference, f"set trainer.objective={DPO}")
     for key, value, default in _without_effect(config):
         raise ConfigError(
             f"{key}={value} has no effect with {chosen}, which generates no responses; leave it at {default}"
         )
     if loss != objective:
         raise ConfigError(f"algorithm.policy_loss.name={loss} has no effect with {chosen}; remove it")
-    _check_pairs(config, chosen)
+    _check_data(config, chosen)
+    if objective == DPO:
+        _check_pairs(config, chosen)
 
 
 def _without_effect(config: Config) -> Iterator[Changed]:
+    own = OWN_KEYS[config.trainer.objective]
     for section, kept in KEPT.items():
-        yield from (each for each in changed(section, getattr(config, section)) if each.key not in kept)
+        found = changed(section, getattr(config, section))
+        yield from (each for each in found if each.key not in kept and each.key not in own)
     for section, names in SINGLE_KEYS.items():
-        yield from (each for each in changed(section, getattr(config, section)) if each.key in names)
+        found = changed(section, getattr(config, section))
+        yield from (each for each in found if each.key in names and each.key not in own)
+
+
+def _check_data(config: Config, chosen: str) -> None:
+    data = config.data
+    if data.long_prompts != "drop":
+        raise ConfigError(
+            f"data.long_prompts={data.long_prompts}: a trained text does not fit a truncated prompt; set "
+            f"data.long_prompts=drop with {chosen}"
+        )
+    if data.cache_dir is not None:
+        raise ConfigError(f"data.cache_dir={data.cache_dir} is not supported with {chosen}; set it to null")
 
 
 def _check_pairs(config: Config, chosen: str) -> None:
-    trainer, data = config.trainer, config.data
+    trainer = config.trainer
     if trainer.prompts_per_update != trainer.prompts_per_step or trainer.update_epochs != 1:
         raise ConfigError(
             f"{chosen} has one update per step, but trainer.prompts_per_step={trainer.prompts_per_step}, "
@@ -73,18 +96,11 @@ def _check_pairs(config: Config, chosen: str) -> None:
             "the weights of the pairs belong to the policy before the update; set the first two to the same number of "
             "pairs, and trainer.update_epochs=1"
         )
-    if data.long_prompts != "drop":
-        raise ConfigError(
-            f"data.long_prompts={data.long_prompts}: the responses of a pair do not fit a truncated prompt; set "
-            f"data.long_prompts=drop with {chosen}"
-        )
     if config.actor.mtp_loss_coefficient:
         raise ConfigError(
             f"actor.mtp_loss_coefficient={config.actor.mtp_loss_coefficient} would train multi-token-prediction layers "
             f"on rejected responses with {chosen}; set it to 0"
         )
-    if data.cache_dir is not None:
-        raise ConfigError(f"data.cache_dir={data.cache_dir} is not supported with {chosen}; set it to null")
 
 
 def check_pairs_per_update(config: Config, data_ranks: int) -> None:
@@ -117,3 +133,9 @@ def responses_per_prompt(config: Config) -> int:
     if config.trainer.objective == DPO:
         return 2
     return 1 if is_supervised(config.algorithm) else config.rollout.samples_per_prompt
+
+
+def is_warm_start(config: Config) -> bool:
+    """Return True for supervised training on data.answer_key (algorithm.policy_loss.name=sft), which does not
+    validate."""
+    return config.trainer.objective == RL and config.algorithm.policy_loss.name == SUPERVISED

@@ -43,7 +43,7 @@ def read_conversation(
 
 
 def _messages(row: Row, column: str, where: str, *, struct_nulls: bool) -> list[ChatMessage]:
-    value = to_plain(row[column])
+    value: object = to_plain(row[column])
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {column} is not a list of chat messages")
     if all(isinstance(each, Mapping) and "from" in each and "role" not in each for each in value):

@@ -101,6 +101,8 @@ class ResponseEncoder:
         first = len(prompt.messages)
         whole = self.renderer.canonical([*prompt.messages, *response], where)
         turns = [n for n in range(first, len(whole)) if is_trained(whole[n], f"{where}: message {n + 1}")]
+        if not turns:
+            raise DataError(f"{where} has no turn of the assistant that is trained; remove the row")
         found = self._finder.find(whole, turns, where, prompt.tools)
         if found.pieces[0].text != prompt.text:
             raise DataError(

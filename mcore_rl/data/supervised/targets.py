@@ -38,6 +38,11 @@ class Targets:
             offsets_of([len(target.ids) for target in targets]),
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[Targets]) -> Targets:
+        """Concatenate the targets of several sets."""
+        return cls.of([part[row] for part in parts for row in range(len(part.offsets) - 1)])
+
     def __getitem__(self, row: int) -> Target:
         run = slice(int(self.offsets[row]), int(self.offsets[row + 1]))
         return Target(self.ids[run], self.trained[run])

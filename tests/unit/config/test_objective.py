@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.config.load import as_yaml, load_config
 from mcore_rl.config.rules.models import has_reference
-from mcore_rl.config.rules.objective import responses_per_prompt
+from mcore_rl.config.rules.objective import is_warm_start, responses_per_prompt
 from mcore_rl.config.rules.validation import validate_keys
 from mcore_rl.errors import ConfigError
 
@@ -62,7 +62,7 @@ def test_objective_dpo_rejects_keys_without_effect(base: str, key: str) -> None:
     [
         (["trainer.prompts_per_update=4"], r"one update per step.*prompts_per_update=4"),
         (["trainer.update_epochs=2"], r"one update per step.*update_epochs=2"),
-        (["data.long_prompts=truncate_left"], r"data\.long_prompts=truncate_left: the responses of a pair"),
+        (["data.long_prompts=truncate_left"], r"data\.long_prompts=truncate_left: a trained text"),
         (["data.cache_dir=cache"], r"data\.cache_dir=cache is not supported"),
         (["algorithm.policy_loss.name=gspo"], r"algorithm\.policy_loss\.name=gspo has no effect"),
         (["preference.beta=0"], r"preference\.beta=0.* must be above 0"),
@@ -83,7 +83,7 @@ def test_objective_dpo_rejects_contradictions(base: str, overrides: list[str], m
     [
         (["preference.beta=0.2"], r"preference\.beta=0\.2 has no effect; set trainer\.objective=dpo"),
         (["algorithm.policy_loss.name=dpo"], r"algorithm\.policy_loss\.name=dpo needs trainer\.objective=dpo"),
-        (["trainer.objective=reward_model"], r"trainer\.objective=reward_model must be one of rl, dpo"),
+        (["trainer.objective=reward_model"], r"trainer\.objective=reward_model must be one of rl, sft, dpo"),
     ],
 )
 def test_other_objectives_reject_keys_of_pairs(base: str, overrides: list[str], message: str) -> None:
@@ -102,3 +102,21 @@ def test_responses_per_prompt_follow_the_objective(base: str) -> None:
     sft = ["algorithm.policy_loss.name=sft"]
     counts = [responses_per_prompt(load_config(base, overrides)) for overrides in ([], sft, DPO)]
     assert counts == [8, 1, 2]
+
+
+def test_objective_sft_keeps_updates_and_aggregation(base: str) -> None:
+    overrides = ["trainer.objective=sft", "algorithm.loss_aggregation=seq-mean-token-mean", "data.answer_key=a"]
+    config = load_config(base, [*overrides, "trainer.prompts_per_update=16", "trainer.update_epochs=2"])
+    validate_keys(config)
+    assert config.algorithm.policy_loss.name == "sft"
+    assert not has_reference(config)
+    assert not is_warm_start(config)
+    assert is_warm_start(load_config(base, ["algorithm.policy_loss.name=sft"]))
+
+
+@pytest.mark.parametrize(
+    "key", ["rollout.temperature=0.7", "algorithm.advantage=rloo", "reward.function=none", "preference.beta=0.2"]
+)
+def test_objective_sft_rejects_keys_without_effect(base: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key.partition('=')[0]}=.* has no effect"):
+        validate_keys(load_config(base, ["trainer.objective=sft", key]))
