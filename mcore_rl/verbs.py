@@ -262,6 +262,7 @@ def evaluate(config: Config) -> int:
 
 def _evaluate_locked(config: Config, log: ThirdPartyLog, start: Start) -> int:
     from mcore_rl.assembly import assemble
+    from mcore_rl.config.rules.objective import chosen_objective
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_log_folder, open_run_dir
     from mcore_rl.trainer.checkpoints import check_newest
@@ -271,8 +272,7 @@ def _evaluate_locked(config: Config, log: ThirdPartyLog, start: Start) -> int:
 
     prepared = prepare(config)
     if not prepared.data.prompts:
-        loss = config.algorithm.policy_loss.name
-        raise ConfigError(f"algorithm.policy_loss.name: eval generates responses; name a policy loss, not {loss}")
+        raise ConfigError(f"{chosen_objective(config)} generates no responses; eval needs reinforcement learning")
     directory = open_run_dir(config.run)
     start.take_lock()
     check_newest(Path(config.run.dir))

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from mcore_rl.config.rules.judge import has_judge_engines
 from mcore_rl.config.rules.models import uses_lora, uses_reward_model
+from mcore_rl.config.rules.objective import chosen_objective
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, RewardError
 from mcore_rl.observe.batch_view import print_batch
@@ -55,8 +56,8 @@ def _generate(config: Config, log: ThirdPartyLog, start: Start) -> int:
     show = start.show
     check_supported(config)
     prepared = prepare(config)
-    if prepared.data.targets is not None:
-        raise ConfigError("algorithm.policy_loss.name: sft generates no responses; name another policy loss")
+    if not prepared.data.prompts:
+        raise ConfigError(f"{chosen_objective(config)} generates no responses; select reinforcement learning")
     # First the run directory itself, so that it is private if it is new.
     open_run_dir(replace(config.run, dir=str(Path(config.run.dir).parent)))
     directory = open_run_dir(config.run)

@@ -11,6 +11,7 @@ from rich.console import Console
 from mcore_rl.config import load_config
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.observe import TRAJECTORIES
+from mcore_rl.config.rules.objective import chosen_objective
 from mcore_rl.config.run_configs import CONFIG_FILE
 from mcore_rl.config.schema import Config
 from mcore_rl.debugging.repeated_metrics import compare, recorded_metrics, show_metrics, write_metrics
@@ -46,7 +47,7 @@ def _configuration(directory: Path, overrides: Sequence[str]) -> Config:
         raise ConfigError(f"{given[0]}: debug train writes to {directory / FOLDER}; leave run.dir out")
     config = load_config(str(directory / CONFIG_FILE), overrides)
     if is_supervised(config.algorithm):
-        raise ConfigError("algorithm.policy_loss.name: sft trains on no responses, so there is no step to repeat")
+        raise ConfigError(f"{chosen_objective(config)} trains on no responses, so there is no step to repeat")
     # The directory may have been moved since.
     config.run.dir = str(directory)
     # No metrics are recorded for others, so neither the packages of trackers nor a network for them are needed.

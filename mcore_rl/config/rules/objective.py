@@ -139,3 +139,10 @@ def is_warm_start(config: Config) -> bool:
     """Return True for supervised training on data.answer_key (algorithm.policy_loss.name=sft), which does not
     validate."""
     return config.trainer.objective == RL and config.algorithm.policy_loss.name == SUPERVISED
+
+
+def chosen_objective(config: Config) -> str:
+    """Return the setting that selects the objective, for messages: `key=value`."""
+    if config.trainer.objective != RL:
+        return f"trainer.objective={config.trainer.objective}"
+    return f"algorithm.policy_loss.name={config.algorithm.policy_loss.name}"

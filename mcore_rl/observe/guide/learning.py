@@ -115,3 +115,34 @@ GROUPS = (
         "stays near 0: the critic learns nothing",
     ),
 )
+
+TEXTS = (
+    MetricEntry(
+        "val/loss",
+        "falls, then flattens (trainer.objective=sft or dpo)",
+        (
+            Remedy("stop at the lowest value: more epochs only repeat the data"),
+            Remedy("lower actor.optimizer.lr"),
+        ),
+        signs="rises while actor/loss falls: the model memorizes the training rows",
+    ),
+    MetricEntry(
+        "preference/accuracy",
+        "0.5 at the first step, then 0.6 to 0.9",
+        (
+            Remedy("raise actor.optimizer.lr if it stays near 0.5"),
+            Remedy("look for pairs whose labels are noisy, or set preference.label_smoothing"),
+        ),
+        signs="near 1 while val/accuracy stays behind",
+    ),
+    MetricEntry(
+        "preference/chosen_reward",
+        "near 0 or rising, with a growing preference/margin",
+        (
+            Remedy("raise preference.beta"),
+            Remedy("lower actor.optimizer.lr"),
+        ),
+        signs="falls as fast as preference/rejected_reward: the policy moves away from both responses",
+    ),
+)
+"""Entries about training on texts of the data set."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from mcore_rl.observe.guide.entries import Counted, MetricEntry
-from mcore_rl.observe.guide.learning import GROUPS, REWARDS
+from mcore_rl.observe.guide.learning import GROUPS, REWARDS, TEXTS
 from mcore_rl.observe.guide.policy import AGREEMENT, POLICY
 from mcore_rl.observe.guide.speed import ASYNCHRONOUS, SPEED
 
 GUIDE: dict[str, tuple[MetricEntry, ...]] = {
     "Rewards": REWARDS,
     "Groups and responses": GROUPS,
+    "Conversations and pairs": TEXTS,
     "Policy": POLICY,
     "Engine and trainer": AGREEMENT,
     "Asynchronous training": ASYNCHRONOUS,
