@@ -49,4 +49,5 @@ from mcore_rl.types.rollout import (
 )
 from mcore_rl.types.saved import SavedFile, SavedState
 from mcore_rl.types.sequences import SequenceLogp, SequenceSums
+from mcore_rl.types.token_sets import TokenSets
 from mcore_rl.types.vision import ImageSource, PromptImages

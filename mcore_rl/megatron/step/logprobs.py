@@ -3,6 +3,10 @@
 The output projection is fused with the softmax: logits exist for one tile (some tokens x part of the vocabulary) at a
 time and are recomputed in the backward pass. Each tensor-parallel rank reduces its own vocabulary shard; the ranks then
 exchange only per-token statistics, with one MAX and one SUM all-reduce per call for any number of tiles.
+
+With `kept`, the softmax of each token is normalized over its own set of entries ("keep sampling mask", DeepSeek-V3.2,
+arXiv 2512.02556): the logits of all others become DROPPED before the reduction, so that their probability and their
+gradient are exactly 0. A rank whose shard has no entry of a token's set contributes nothing to it.
 """
 
 from __future__ import annotations
@@ -14,9 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
+from mcore_rl.megatron.step.kept_tokens import KeptTokens
+
 TILE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 """Number of logits in a tile, by device. On a CPU, a tile and its exponentials stay in the shared cache, so elementwise
 passes are cheap compared to the matrix product. On a GPU, two float32 tiles take 256 MiB."""
+DROPPED = -1e30
+"""Logit of an entry outside the set. exp(DROPPED - m) is exactly 0 for every maximum m of real logits. Its product with
+the number of entries is finite in float32, unlike that of -inf or of the smallest number, so sums of a tile without
+any entry of a set vanish when they are rescaled instead of becoming NaN."""
 
 
 def linear_logp_entropy(
@@ -29,12 +39,16 @@ def linear_logp_entropy(
     group: dist.ProcessGroup | None = None,
     compute_entropy: bool = True,
     vocab_size: int | None = None,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute log softmax(hidden weight^T / temperature) at the targets, and the entropy of the distribution.
 
     Both results are differentiable in hidden and weight. The gradient of hidden is this rank's partial sum; the caller
     must reduce it over the group. Vocabulary rows from vocab_size on are padding: excluded, with zero gradient. Without
     compute_entropy the entropy is zero.
+
+    kept: set of entries of each token; the softmax, its entropy and their gradients cover the set only. It must contain
+    the token's target. None: the whole vocabulary.
 
     Shapes: hidden [T, h]; weight [V, h], this rank's rows of the vocabulary; targets int64 [T], global token ids;
     temperature: a number or [T], without gradient; results float32 [T] (float64 for float64 inputs). At most
@@ -44,8 +58,10 @@ def linear_logp_entropy(
     """
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.detach().to(_compute_dtype(hidden))
+    if kept is not None and len(kept) != len(hidden):
+        raise ValueError(f"{len(kept)} sets of kept entries for {len(hidden)} tokens")
     return _LinearLogpEntropy.apply(
-        hidden, weight, targets, _Options(temperature, chunk_tokens, group, compute_entropy, vocab_size)
+        hidden, weight, targets, _Options(temperature, chunk_tokens, group, compute_entropy, vocab_size, kept)
     )
 
 
@@ -56,6 +72,7 @@ class _Options:
     group: dist.ProcessGroup | None
     compute_entropy: bool
     vocab_size: int | None
+    kept: KeptTokens | None
 
     def first_entry(self, weight: torch.Tensor) -> int:
         """Return the token id of the first row of the shard."""
@@ -139,6 +156,9 @@ def _tiles(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> Ite
     buffer = torch.empty(chunk * width, dtype=_compute_dtype(hidden), device=hidden.device)
     for first in range(0, num_tokens, chunk):
         rows = slice(first, min(first + chunk, num_tokens))
+        dropped = None
+        if options.kept is not None:
+            dropped = options.kept.dropped(rows, options.first_entry(weight), num_entries)
         for entry in range(0, num_entries, width):
             columns = slice(entry, min(entry + width, num_entries))
             shape = (rows.stop - rows.start, columns.stop - columns.start)
@@ -148,6 +168,8 @@ def _tiles(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> Ite
                 logits.div_(options.temperature[rows, None])
             else:
                 _product(logits, hidden[rows], weight[columns].t(), 1.0 / options.temperature)
+            if dropped is not None:
+                logits.masked_fill_(dropped[:, columns], DROPPED)
             yield _Tile(rows, columns, entry == 0), logits
 
 
