@@ -126,6 +126,7 @@ class Columns:
                 where,
                 trained=self.trained,
                 max_response_tokens=self.rollout_config.max_response_tokens,
+                keeps_mask=self.rollout_config.keep_sampling_mask,
             ),
             max_turns=check_turns(_source_of("max_turns", row, extra_info, where).get("max_turns"), where),
             tools=self._row_tools(row, extra_info, where),

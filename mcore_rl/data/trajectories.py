@@ -11,6 +11,9 @@ import numpy as np
 
 from mcore_rl.types import PromptImages, TrajectoryBuffers
 
+OFFSETS = {"token_offsets", "response_offsets", "kept_offsets"}
+"""Offsets of runs; buffers are joined by adding up their lengths."""
+
 
 def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers:
     """Copy the trajectories `rows` (int [b]), in this order."""
@@ -19,6 +22,7 @@ def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers
     experts, temperatures = buffers.routed_experts, buffers.temperatures
     if temperatures is not None and temperatures.ndim:  # else one temperature for all tokens, or none
         temperatures = temperatures[responses]
+    kept = None if buffers.kept is None else buffers.kept.take(responses)
     return TrajectoryBuffers(
         tokens=buffers.tokens[tokens],
         token_offsets=token_offsets,
@@ -30,12 +34,15 @@ def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers
         routed_experts=None if experts is None else experts[tokens],
         turn_rewards=None if buffers.turn_rewards is None else buffers.turn_rewards[responses],
         temperatures=temperatures,
+        kept_words=None if kept is None else kept.words,
+        kept_offsets=None if kept is None else kept.offsets,
         **_chosen_images([(buffers, rows)]),
     )
 
 
 def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
-    """Concatenate the trajectories of buffers. Routed experts and turn rewards must exist in all buffers or in none."""
+    """Concatenate the trajectories of buffers. Routed experts, turn rewards and kept sets must exist in all buffers
+    or in none."""
     names = {field.name for field in fields(TrajectoryBuffers)} - {"images", "image_rows"}
     columns = {name: [getattr(part, name) for part in parts] for name in names}
     # Temperatures may be scalar in one buffer and an array in another, so they need their own function.
@@ -43,7 +50,7 @@ def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
     del columns["temperatures"]
     joined = {name: np.concatenate(arrays) for name, arrays in columns.items() if arrays[0] is not None}
     # The offsets of every part begin at 0.
-    for name in ("token_offsets", "response_offsets"):
+    for name in OFFSETS & joined.keys():
         lengths = np.concatenate([np.diff(offsets) for offsets in columns[name]])
         joined[name] = offsets_of(lengths)
     images = _chosen_images([(part, np.arange(len(part.prompt_tokens))) for part in parts])

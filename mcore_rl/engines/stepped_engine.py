@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stop_strings import Decode, StopScanner
 from mcore_rl.errors import ConfigError, DataError, McoreRLError, WeightSyncError
-from mcore_rl.types import Completion, Delta, GenerationRequest
+from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions, TokenSets
 
 FINISHED = ("stop", "length")
 
@@ -37,6 +37,11 @@ class ActiveRequest:
     def num_resumed_tokens(self) -> int:
         """Number of response tokens that the request was submitted with."""
         return 0 if self.request.partial is None else len(self.request.partial.token_ids)
+
+    @property
+    def new_tokens(self) -> tuple[int, int]:
+        """Position in the sequence of the first token since the submission, and the number of these tokens."""
+        return len(self.request.token_ids) + self.num_resumed_tokens, len(self.token_ids) - self.num_resumed_tokens
 
     @property
     def num_routed(self) -> int:
@@ -106,6 +111,11 @@ class SteppedEngine(ABC):
         Requests whose experts the engine does not hold completely are absent.
         """
 
+    def _sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
+        """Return the sets that tokens of requests with SamplingOptions.keep_mask were sampled from, and forget them.
+        `wanted`: (position in the sequence of prompt and response of the first token, number of tokens) by request."""
+        raise NotImplementedError("this engine does not record the sets that tokens are sampled from")
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Implement ports.Engine.submit."""
         self._require_awake()
@@ -153,9 +163,10 @@ class SteppedEngine(ABC):
                 reasons[output.engine_id] = output.finish_reason
         # Read the experts before cancelling: cancelled requests lose their KV cache blocks.
         routing = self._routing_of(reasons) if self._captures_routing and reasons else {}
+        sets = self._new_sets(reasons)
         if stopped:
             self._cancel(stopped)
-        completions = [self._completion(i, reason, routing.get(i)) for i, reason in reasons.items()]
+        completions = [self._completion(i, reason, routing.get(i), sets.get(i)) for i, reason in reasons.items()]
         for completion in completions:
             del self._running[self._engine_ids.pop(completion.request_id)]
         return deltas, completions
@@ -166,8 +177,9 @@ class SteppedEngine(ABC):
         begun = [i for i in engine_ids if len(self._running[i].token_ids) > self._running[i].num_resumed_tokens]
         try:
             routing = self._routing_of(begun) if self._captures_routing and begun else {}
+            sets = self._new_sets(begun)
             self._cancel(engine_ids)
-            return [self._aborted(i, routing.get(i)) for i in engine_ids]
+            return [self._aborted(i, routing.get(i), sets.get(i)) for i in engine_ids]
         finally:  # also if the engine failed
             for engine_id in engine_ids:
                 del self._engine_ids[self._running.pop(engine_id).request.request_id]
@@ -248,25 +260,34 @@ class SteppedEngine(ABC):
                 raise DataError(f"response {name} already has {len(request.partial.token_ids)} of {wanted} tokens")
             if self._captures_routing and request.partial.routed_experts is None and len(request.partial.token_ids):
                 raise DataError(f"response {name} is continued without the experts of its tokens")
+            if request.sampling.keep_mask and request.partial.kept is None and len(request.partial.token_ids):
+                raise DataError(f"response {name} is continued without the sampling sets of its tokens")
 
-    def _completion(self, engine_id: str, reason: str, routing: np.ndarray | None) -> Completion:
+    def _new_sets(self, engine_ids: Iterable[str]) -> dict[str, TokenSets]:
+        """Return the sets of the tokens that requests with keep_mask have sampled since their submission."""
+        keeping = [i for i in engine_ids if _keeps_sets(self._running[i].request.sampling)]
+        return self._sets_of({i: self._running[i].new_tokens for i in keeping}) if keeping else {}
+
+    def _completion(
+        self, engine_id: str, reason: str, routing: np.ndarray | None, sets: TokenSets | None
+    ) -> Completion:
         active = self._running[engine_id]
         name, tokens = active.request.request_id, len(active.token_ids)
         if reason not in FINISHED or len(active.logp) != tokens:
             raise RuntimeError(f"the engine finished {name} with {reason!r}, {tokens} tokens, {len(active.logp)} logp")
         if self._captures_routing and (routing is None or len(routing) != active.num_routed):
             raise McoreRLError(f"the engine returned no experts for some of the {active.num_routed} tokens of {name}")
-        return _to_completion(active, reason, routing)
+        return _to_completion(active, reason, routing, sets)
 
-    def _aborted(self, engine_id: str, routing: np.ndarray | None) -> Completion:
+    def _aborted(self, engine_id: str, routing: np.ndarray | None, sets: TokenSets | None) -> Completion:
         # Drop tokens whose experts are lost: they are sampled again with the same seeds, so the same tokens result.
         active = self._running[engine_id]
         lost = self._captures_routing and (routing is None or len(routing) != active.num_routed)
         if lost or len(active.token_ids) == active.num_resumed_tokens:
-            active, routing = _resumed(active.request), None
+            active, routing, sets = _resumed(active.request), None, None
             if active.request.partial is not None:
                 return replace(active.request.partial, request_id=active.request.request_id)
-        return _to_completion(active, "abort", routing)
+        return _to_completion(active, "abort", routing, sets)
 
 
 def _until_stop(output: StepOutput, stops: StopScanner | None) -> StepOutput:
@@ -285,7 +306,14 @@ def _resumed(request: GenerationRequest) -> ActiveRequest:
     return ActiveRequest(request, partial.token_ids.tolist(), partial.logp.tolist(), partial.versions.tolist())
 
 
-def _to_completion(active: ActiveRequest, reason: str, routing: np.ndarray | None) -> Completion:
+def _keeps_sets(sampling: SamplingOptions) -> bool:
+    # A greedy token has no distribution.
+    return sampling.keep_mask and sampling.temperature > 0
+
+
+def _to_completion(
+    active: ActiveRequest, reason: str, routing: np.ndarray | None, sets: TokenSets | None
+) -> Completion:
     """Create the Completion, including the partial response."""
     partial = active.request.partial
     before = partial.routed_experts if partial is not None else None
@@ -293,6 +321,10 @@ def _to_completion(active: ActiveRequest, reason: str, routing: np.ndarray | Non
     # again, perhaps with newer weights.
     if routing is not None and before is not None:
         routing = np.concatenate([before, routing[len(before) :]])
+    if _keeps_sets(active.request.sampling):
+        kept = [] if partial is None or partial.kept is None else [partial.kept]
+        sets = TokenSets.joined([*kept, *([] if sets is None else [sets])])
+        _check_sets(active, sets)
     temperatures = None
     if partial is not None and partial.temperatures is not None:
         added = len(active.token_ids) - len(partial.token_ids)
@@ -306,4 +338,17 @@ def _to_completion(active: ActiveRequest, reason: str, routing: np.ndarray | Non
         np.array(active.versions, np.int32),
         routing,
         temperatures,
+        sets,
     )
+
+
+def _check_sets(active: ActiveRequest, sets: TokenSets) -> None:
+    """Raise McoreRLError unless every token is in the set that it was sampled from."""
+    name, tokens = active.request.request_id, np.array(active.token_ids, np.int32)
+    if len(sets) != len(tokens):
+        raise McoreRLError(f"the engine returned {len(sets)} sampling sets for the {len(tokens)} tokens of {name}")
+    if len(outside := np.flatnonzero(~sets.contain(tokens))):
+        raise McoreRLError(
+            f"rollout.keep_sampling_mask=true: token {tokens[outside[0]]} of {name} is not in the set that it was "
+            "sampled from; the engine recorded another distribution than it sampled from"
+        )

@@ -32,8 +32,12 @@ class RolloutPool(Protocol):
 
 
 def training_sampling(rollout: RolloutConfig) -> SamplingOptions:
-    """Return the sampling options for training, which use the full softmax (config.rules.rollout)."""
-    return SamplingOptions(rollout.max_response_tokens, rollout.temperature, stop=tuple(rollout.stop))
+    """Return the sampling options for training. They truncate only with rollout.keep_sampling_mask
+    (config.rules.rollout)."""
+    options = SamplingOptions(rollout.max_response_tokens, rollout.temperature, stop=tuple(rollout.stop))
+    if not rollout.keep_sampling_mask:
+        return options
+    return replace(options, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p, keep_mask=True)
 
 
 @dataclass

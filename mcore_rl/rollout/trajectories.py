@@ -9,7 +9,7 @@ import numpy as np
 
 from mcore_rl.data.trajectories import compact_temperatures, distinct_images, offsets_of
 from mcore_rl.errors import McoreRLError
-from mcore_rl.types import NOT_SAMPLED, Trajectory, TrajectoryBuffers
+from mcore_rl.types import NOT_SAMPLED, TokenSets, Trajectory, TrajectoryBuffers
 
 MAX_NAMED = 10
 """Maximum number of requests named in an error."""
@@ -19,12 +19,13 @@ def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] =
     """Pack prompts, each followed by its response, into flat buffers. `names` of the trajectories are used in error
     messages; default: numbers.
 
-    Raises: McoreRLError naming trajectories without routed experts if others have them.
+    Raises: McoreRLError naming trajectories without routed experts or sampling sets if others have them.
     """
     prompt_tokens = np.array([len(t.prompt_ids) for t in trajectories], np.int32)
     response_tokens = np.array([len(t.token_ids) for t in trajectories], np.int32)
     pieces = [piece for t in trajectories for piece in (t.prompt_ids, t.token_ids)]
     images, image_rows = distinct_images([t.images for t in trajectories])
+    kept = _kept(trajectories, names)
     has_turns = any(t.rewards is not None for t in trajectories)
     return TrajectoryBuffers(
         tokens=_concatenate(pieces, np.int32),
@@ -41,6 +42,8 @@ def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] =
         ),
         images=images,
         image_rows=image_rows,
+        kept_words=None if kept is None else kept.words,
+        kept_offsets=None if kept is None else kept.offsets,
     )
 
 
@@ -91,6 +94,19 @@ def _routed_experts(trajectories: Sequence[Trajectory], names: Sequence[str]) ->
     for experts, end in zip(given, ends, strict=True):
         rows[end - 1 - len(experts) : end - 1] = experts
     return rows
+
+
+def _kept(trajectories: Sequence[Trajectory], names: Sequence[str]) -> TokenSets | None:
+    """Join the sets of all response tokens; None if none were recorded."""
+    given = [t.kept for t in trajectories if t.kept is not None]
+    if given and len(given) < len(trajectories):
+        called = names or [str(number) for number in range(len(trajectories))]
+        lacking = [name for name, t in zip(called, trajectories, strict=True) if t.kept is None]
+        raise McoreRLError(
+            f"rollout.keep_sampling_mask=true: {len(lacking)} of {len(trajectories)} responses ended without the sets "
+            f"that their tokens were sampled from: {', '.join(lacking[:MAX_NAMED])}"
+        )
+    return TokenSets.joined(given) if given else None
 
 
 def _concatenate(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:

@@ -23,6 +23,7 @@ import numpy as np
 
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 from mcore_rl.types.json import JsonValue
+from mcore_rl.types.token_sets import TokenSets
 from mcore_rl.types.vision import ImageSource, PromptImages
 
 
@@ -65,7 +66,8 @@ class Prompt:
 @dataclass(frozen=True)
 class SamplingOptions:
     """Sampling parameters. temperature 0 is greedy. A response ends with the token that completes one of the `stop`
-    strings. `min_p` and `repetition_penalty` are neutral for trained responses."""
+    strings. `repetition_penalty` is neutral for trained responses. Truncation (top_p, top_k, min_p) is neutral for
+    them, too, unless `keep_mask` is set: completions then contain the set that each token was sampled from."""
 
     max_response_tokens: int
     temperature: float = 1.0
@@ -74,6 +76,7 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    keep_mask: bool = False
 
 
 Spans = tuple[tuple[int, ...], ...]
@@ -118,7 +121,7 @@ class Completion:
     Shapes: token_ids int32 [T]; logp float32 [T], after temperature and truncation; versions int32 [T], weight version
     of each token; routed_experts uint8 or int16 [S - 1, layers with experts, k], the engine's choice for every prompt
     and response token but the last, None if not recorded; temperatures float32 [T], sampling temperature of each token,
-    None: the request's.
+    None: the request's; kept, the sets that the T tokens were sampled from, None without SamplingOptions.keep_mask.
     Units: logp in nats.
     """
 
@@ -129,6 +132,7 @@ class Completion:
     versions: np.ndarray
     routed_experts: np.ndarray | None = None
     temperatures: np.ndarray | None = None
+    kept: TokenSets | None = None
 
     def sampled_at(self, temperature: float) -> np.ndarray:
         """Return the sampling temperature of each token, float32 [T]; `temperature` is the request's."""
@@ -164,7 +168,9 @@ class TrajectoryBuffers:
     turn_rewards float32 [sum T], part of the response's reward, at the last token of each turn, None without turns;
     temperatures float32 [sum T], sampling temperature of each token, or a scalar [] if it is the same for all. NaN, or
     None for all tokens: not recorded (files of earlier versions, target texts); the run's temperature applies;
-    image_rows int32 [B], index in `images` of each response's prompt, -1 for a prompt without images; None: no images.
+    image_rows int32 [B], index in `images` of each response's prompt, -1 for a prompt without images; None: no images;
+    kept_words int32 [W], kept_offsets int64 [sum T + 1]: sets that response tokens were sampled from (TokenSets), None
+    if not recorded.
     """
 
     tokens: np.ndarray
@@ -179,6 +185,15 @@ class TrajectoryBuffers:
     temperatures: np.ndarray | None = None
     images: tuple[PromptImages, ...] = ()
     image_rows: np.ndarray | None = None
+    kept_words: np.ndarray | None = None
+    kept_offsets: np.ndarray | None = None
+
+    @property
+    def kept(self) -> TokenSets | None:
+        """Sets of all response tokens; None if not recorded."""
+        if self.kept_words is None or self.kept_offsets is None:
+            return None
+        return TokenSets(self.kept_words, self.kept_offsets)
 
 
 # A Ray ObjectRef in a run; this package does not import Ray.

@@ -13,6 +13,7 @@ import numpy as np
 from mcore_rl.types.chat import ChatMessage
 from mcore_rl.types.data import Batch, BuffersRef, RolloutScalars, SamplingOptions, Spans
 from mcore_rl.types.metrics import Metric
+from mcore_rl.types.token_sets import TokenSets
 from mcore_rl.types.vision import PromptImages
 
 RolloutResult = tuple[BuffersRef, RolloutScalars]
@@ -101,7 +102,7 @@ class Trajectory:
     rewards float32 [T], rewards of turns at the last token of each turn, None without turns;
     routed_experts [P + T - 1, layers, k], see Completion;
     temperatures float32 [T], sampling temperature of each token (NaN if not sampled), None: not recorded.
-    images: images of the prompt.
+    images: images of the prompt; kept: sets of the T tokens (empty if not sampled), None: not recorded.
     Units: logp in nats.
     """
 
@@ -114,6 +115,7 @@ class Trajectory:
     routed_experts: np.ndarray | None = None
     temperatures: np.ndarray | None = None
     images: PromptImages | None = None
+    kept: TokenSets | None = None
 
 
 def extra_of_turns(num_turns: int = 1, tool_rewards: Sequence[float] = ()) -> dict[str, object]:

@@ -32,6 +32,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 """MAX_STOPS and MAX_STOP_CHARACTERS bound the work per sampled token."""
 _TRUNCATES = "samples from fewer tokens than the full softmax that the trainer computes"
+_KEEP_MASK = "rollout.keep_sampling_mask=true"
 _PENALISES = "changes the probabilities of earlier tokens, unlike the softmax that the trainer computes"
 STARTUP_PLAN = "VLLM_ENABLE_STARTUP_PLAN"
 ASYNCHRONOUS_KEYS = ("max_staleness_hard", "swap", "partial_tokens", "replay_schedule")
@@ -106,15 +107,16 @@ def untrainable(
     top_k: int = -1,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
+    keeps_mask: bool = False,
 ) -> tuple[str, str] | None:
     """Return the option that makes the sampled distribution differ from the trained one, with the reason and remedy;
-    None if they are equal."""
-    if top_p < 1:
-        return "top_p", f"{_TRUNCATES}; set it to 1"
-    if top_k != -1:
-        return "top_k", f"{_TRUNCATES}; set it to -1"
-    if min_p > 0:
-        return "min_p", f"{_TRUNCATES}; set it to 0"
+    None if they are equal. keeps_mask: rollout.keep_sampling_mask, with which truncation can be trained."""
+    if top_p < 1 and not keeps_mask:
+        return "top_p", f"{_TRUNCATES}; set it to 1 or {_KEEP_MASK}"
+    if top_k != -1 and not keeps_mask:
+        return "top_k", f"{_TRUNCATES}; set it to -1 or {_KEEP_MASK}"
+    if min_p > 0 and not keeps_mask:
+        return "min_p", f"{_TRUNCATES}; set it to 0 or {_KEEP_MASK}"
     if repetition_penalty != 1:
         return "repetition_penalty", f"{_PENALISES}; set it to 1"
     if temperature == 0:
@@ -164,11 +166,33 @@ def check_sampling_keys(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> N
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty,
+        keeps_mask=rollout.keep_sampling_mask,
     )
     if found is not None:
         name, reason = found
         raise ConfigError(
             f"rollout.{name}={getattr(rollout, name):g} {reason}. Validation may use rollout.validation_{name}"
+        )
+    if rollout.keep_sampling_mask:
+        _check_mask(rollout)
+
+
+def truncates(rollout: RolloutConfig) -> bool:
+    """Return True if training samples from a part of the vocabulary."""
+    return rollout.top_p < 1 or rollout.top_k != -1 or rollout.min_p > 0
+
+
+def _check_mask(rollout: RolloutConfig) -> None:
+    if not truncates(rollout):
+        raise ConfigError(
+            f"{_KEEP_MASK} has no effect on sampling from all tokens; set rollout.top_p below 1, rollout.top_k or "
+            "rollout.min_p, or rollout.keep_sampling_mask=false"
+        )
+    if rollout.engine != "vllm":
+        raise ConfigError(
+            f"{_KEEP_MASK} needs rollout.engine=vllm: {rollout.engine} does not return the sets that its tokens are "
+            "sampled from; set rollout.engine=vllm, or sample from all tokens (top_p=1 top_k=-1 min_p=0) with "
+            "rollout.keep_sampling_mask=false"
         )
 
 

@@ -23,6 +23,8 @@ _DTYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("logp_rollout", "turn_rewards", "temperatures"), (np.float32,)),
     "trained": (np.uint8,),
     "routed_experts": (np.uint8, np.int16),
+    "kept_words": (np.int32,),
+    "kept_offsets": (np.int64,),
     **IMAGE_DTYPES,
 }
 """Allowed types of the arrays of TrajectoryBuffers and of their images."""
@@ -123,7 +125,20 @@ def _buffers(path: Path, arrays: Mapping[str, np.ndarray], count: int) -> Trajec
     for name, size in sizes.items():
         if (array := getattr(buffers, name)) is not None and array.shape[:1] != (size,):
             raise damaged(path, f"{name} has another length than its offsets")
+    _check_kept(path, buffers)
     lengths = buffers.prompt_tokens + np.diff(buffers.response_offsets)
     if not np.array_equal(lengths, np.diff(buffers.token_offsets)):
         raise damaged(path, "lengths of prompts and responses do not add up")
     return buffers
+
+
+def _check_kept(path: Path, buffers: TrajectoryBuffers) -> None:
+    """Check that the sets of kept tokens belong to the response tokens."""
+    words, offsets = buffers.kept_words, buffers.kept_offsets
+    if (words is None) != (offsets is None):
+        raise damaged(path, "it has only one of kept_words and kept_offsets")
+    if words is None or offsets is None:
+        return
+    tokens = int(buffers.response_offsets[-1])
+    if offsets.shape != (tokens + 1,) or offsets[0] or (np.diff(offsets) < 0).any() or words.shape != (offsets[-1],):
+        raise damaged(path, "kept_offsets are no offsets of its response tokens in kept_words")

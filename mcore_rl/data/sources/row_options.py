@@ -36,7 +36,12 @@ _DOMAINS = {field.name: field.metadata[DOMAIN] for field in fields(RolloutConfig
 
 
 def check_sampling(
-    given: Mapping[str, object], where: str, *, trained: bool, max_response_tokens: int | None = None
+    given: Mapping[str, object],
+    where: str,
+    *,
+    trained: bool,
+    max_response_tokens: int | None = None,
+    keeps_mask: bool = False,
 ) -> SamplingOverrides | None:
     """Check the sampling options of a row or call. Returns them (whole numbers as int, stop strings as a list) or None.
 
@@ -45,6 +50,7 @@ def check_sampling(
     trained: whether responses are trained on; their tokens must then come from the distribution that the trainer
     computes.
     max_response_tokens: the run's limit, which the row must not exceed; None: not checked.
+    keeps_mask: rollout.keep_sampling_mask, with which truncated sampling is trained.
 
     Raises: DataError for an unknown name, a value that the run's key does not allow, or a value above the run's limit.
     """
@@ -59,7 +65,8 @@ def check_sampling(
         )
     # An option that is not set has the run's value, which the rules of the configuration have checked.
     temperature, top_p, top_k = checked.get("temperature", 1.0), checked.get("top_p", 1.0), checked.get("top_k", -1)
-    if trained and (found := untrainable(temperature=temperature, top_p=top_p, top_k=top_k)) is not None:
+    found = untrainable(temperature=temperature, top_p=top_p, top_k=top_k, keeps_mask=keeps_mask)
+    if trained and found is not None:
         name, reason = found
         raise DataError(f"{where}: sampling.{name} is {given[name]}, which {reason}, or remove it")
     return checked or None

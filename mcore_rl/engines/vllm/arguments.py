@@ -163,7 +163,7 @@ def _draft_arguments(config: RolloutConfig) -> dict[str, object]:
 
 def sampling_arguments(options: SamplingOptions, eos_token_ids: Sequence[int]) -> dict[str, object]:
     """Return the arguments of vLLM's SamplingParams."""
-    return {
+    arguments: dict[str, object] = {
         "temperature": options.temperature,
         "top_p": options.top_p,
         "top_k": options.top_k,
@@ -174,3 +174,5 @@ def sampling_arguments(options: SamplingOptions, eos_token_ids: Sequence[int]) -
         "logprobs": 0,  # of the sampled token only
         "detokenize": False,
     }
+    # vLLM ignores extra_args; engines.vllm.sampler.KEEP_SET reads them. A greedy token has no distribution.
+    return arguments | ({"extra_args": {"keep_set": True}} if options.keep_mask and options.temperature > 0 else {})

@@ -24,7 +24,7 @@ from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.ports import Engine
 from mcore_rl.processes.large_imports import first_import
-from mcore_rl.types import DraftCounts, GenerationRequest, SamplingOptions
+from mcore_rl.types import DraftCounts, GenerationRequest, SamplingOptions, TokenSets
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -64,6 +64,9 @@ class VllmEngine(RankEngine):
         self._ranks.call("prepare_worker")
         if settings.capture_routing and not torch.cuda.is_available():
             self._ranks.call("start_routing_capture")
+        self._captures_sets = settings.rollout_config.keep_sampling_mask
+        if self._captures_sets:
+            self._ranks.call("start_set_capture")
         self._routed_layers = self._ranks.call("routed_layers")[0] if settings.capture_routing else None
         self.vocab_size = self._engine.model_config.get_vocab_size()
         vision = getattr(self._engine.model_config.hf_config, "vision_config", None)
@@ -168,6 +171,8 @@ class VllmEngine(RankEngine):
         self._core.abort_requests(list(engine_ids))
         for engine_id in engine_ids:
             self._routed.pop(engine_id, None)
+        if self._captures_sets and engine_ids:
+            self._ranks.call("forget_sets", list(engine_ids))
 
     def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:
         if torch.cuda.is_available():  # one array per step, with rows for layers without experts too
@@ -178,6 +183,10 @@ class VllmEngine(RankEngine):
         wanted = {i: self._running[i].num_routed for i in engine_ids if i not in preempted}
         routing: dict[str, np.ndarray] = self._ranks.call("routing_of_requests", wanted)[0]
         return routing
+
+    def _sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
+        sets: dict[str, TokenSets] = self._ranks.call("sets_of_requests", dict(wanted))[0]
+        return sets
 
 
 def _start(settings: EngineSettings) -> LLMEngine:

@@ -6,6 +6,8 @@ request, whose state an abort loses; here only the generator's initial seed is u
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import torch
 from vllm.v1.outputs import SamplerOutput
@@ -16,7 +18,15 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from mcore_rl.engines.drafts import row_requests
 from mcore_rl.engines.noise import noise_keys, sample_tokens
+from mcore_rl.engines.set_recorder import SetRecorder
+from mcore_rl.types import TokenSets
 
+KEEP_SET = "keep_set"
+"""Key of SamplingParams.extra_args: record the set that each token of the request is sampled from."""
+_recorder: SetRecorder | None = None
+"""Recorder of this rank; None unless start_set_capture was called."""
+_recorded: tuple[list[int], list[str], list[int]] = [], [], []
+"""Rows of the pass that is being sampled whose sets are recorded, with request and position."""
 _noise_keys: torch.Tensor | None = None
 """Noise keys of the rows of the pass that is being sampled."""
 
@@ -34,21 +44,34 @@ def request_seeds(batch: InputBatch) -> list[int]:
 def _sample(
     self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
 ) -> SamplerOutput:
-    """Wrap GPUModelRunner._sample to compute the noise keys of its rows."""
-    global _noise_keys
+    """Wrap GPUModelRunner._sample to compute the noise keys of its rows, and the rows to record."""
+    global _noise_keys, _recorded
     batch = self.input_batch
     seeds = request_seeds(batch)
     # The number of tokens so far is the position of the token to sample. It counts the drafts of this pass.
     positions = self.optimistic_seq_lens_cpu[: batch.num_reqs].numpy()
+    requests = np.arange(batch.num_reqs)
     if spec_decode_metadata is not None:
         requests, places = row_requests(spec_decode_metadata.num_draft_tokens)
         positions = (positions - spec_decode_metadata.num_draft_tokens)[requests] + places
         seeds = [seeds[request] for request in requests]
     _noise_keys = noise_keys(seeds, positions)
+    if _recorder is not None:
+        _recorded = _rows_to_record(self, requests, positions)
     try:
         return _upstream_sample(self, logits, spec_decode_metadata)
     finally:
-        _noise_keys = None
+        _noise_keys, _recorded = None, ([], [], [])
+
+
+def _rows_to_record(
+    runner: GPUModelRunner, requests: np.ndarray, positions: np.ndarray
+) -> tuple[list[int], list[str], list[int]]:
+    """Return the rows of requests with KEEP_SET, their requests and positions. Shapes: requests, positions [rows]."""
+    names = runner.input_batch.req_ids
+    extra = [runner.requests[name].sampling_params.extra_args for name in names]
+    rows = [row for row, request in enumerate(requests.tolist()) if extra[request] and KEEP_SET in extra[request]]
+    return rows, [names[requests[row]] for row in rows], positions[rows].tolist()
 
 
 def _forward(
@@ -66,6 +89,10 @@ def _forward(
     # sampling, and the kernel is compiled before the first request.
     keys = torch.zeros(len(logits), dtype=torch.int64) if _noise_keys is None else _noise_keys
     logp = apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
+    rows, requests, at = _recorded
+    if _recorder is not None and rows:
+        # Truncation, also by vLLM's min-p before this function, has set the logits of all other entries to -inf.
+        _recorder.record(requests, at, logp[rows] > -torch.inf)
     return sample_tokens(logp.exp(), keys.to(logp.device, non_blocking=True)), logp
 
 
@@ -85,6 +112,26 @@ def _bookkeeping_sync(self: GPUModelRunner, *args: object, **kwargs: object) -> 
         return _upstream_bookkeeping(self, *args, **kwargs)
     finally:
         generators.update(hidden)
+
+
+class SetExtension:
+    """Mixin for vLLM's Worker. All ranks of an engine sample the same tokens, so only rank 0 records their sets."""
+
+    rank: int
+
+    def start_set_capture(self) -> None:
+        """Record the sets of every later pass, for requests with KEEP_SET."""
+        global _recorder
+        _recorder = None if self.rank else SetRecorder()
+
+    def sets_of_requests(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
+        """Call SetRecorder.take on rank 0; {} on other ranks."""
+        return {} if _recorder is None else _recorder.take(wanted)
+
+    def forget_sets(self, requests: Sequence[str]) -> None:
+        """Call SetRecorder.forget."""
+        if _recorder is not None:
+            _recorder.forget(requests)
 
 
 GPUModelRunner._sample = _sample

@@ -23,10 +23,10 @@ from mcore_rl.engines.vllm import (  # noqa: F401  (importing them patches vLLM)
     cpu_routing,
     draft_layers,
     drafts,
-    sampler,
 )
 from mcore_rl.engines.vllm.ranks import RankMethods
 from mcore_rl.engines.vllm.routing import RoutingExtension
+from mcore_rl.engines.vllm.sampler import SetExtension
 from mcore_rl.engines.vllm.slice_loader import ReloadingLoader
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-class WeightReceiverExtension(RankMethods, RoutingExtension, RankMemory):
+class WeightReceiverExtension(RankMethods, RoutingExtension, SetExtension, RankMemory):
     """Mixin for vLLM's Worker; one instance per engine rank. Its names must not occur in Worker."""
 
     vllm_config: VllmConfig

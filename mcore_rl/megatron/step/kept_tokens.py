@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from mcore_rl.errors import McoreRLError
+from mcore_rl.types import RankShare, TrajectoryBuffers
 from mcore_rl.types.token_sets import WORD_BITS, TokenSets
 
 BIT_ELEMENTS = 1 << 22
@@ -16,8 +18,8 @@ BIT_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The sets of N tokens. Ids and bit sets are stored apart; offsets stay on the host, so that selecting the tokens of
-    a chunk waits for no device.
+    """The sets of N tokens. Ids and bit sets are stored apart; offsets stay on the host, so that the selection of a
+    chunk's tokens does not wait for the device.
 
     ids: members of the sets that are stored as ids, token by token; bits: the other sets, as in TokenSets.
     num_ids: size of all sets together.
@@ -84,6 +86,36 @@ class KeptTokens:
         unpacked = (self.bits[some, begin:end, None] >> places) & 1
         skipped = first - begin * WORD_BITS
         return unpacked.flatten(1)[:, skipped : skipped + count] > 0
+
+
+def trained_sets(
+    share: RankShare, members: np.ndarray, chunks: Sequence[TrajectoryBuffers], targets: np.ndarray
+) -> TokenSets | None:
+    """Join the sets of the trained tokens of the responses `members`; None if no response has recorded sets.
+
+    Shapes: targets int64 [M], the trained tokens in the same order.
+    Raises: McoreRLError naming a sample without sets beside others, or with a token outside its set.
+    """
+    parts, samples = [], []
+    for index in members.tolist():
+        buffers, row = chunks[share.chunk_ids[index]], int(share.rows[index])
+        first, end = (int(buffers.response_offsets[row + i]) for i in (0, 1))
+        rows = first + np.flatnonzero(buffers.trained[first:end])
+        parts.append(None if buffers.kept is None else buffers.kept.take(rows))
+        samples += [int(share.samples[index])] * len(rows)
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    if len(known) < len(parts):
+        lacking = [int(share.samples[i]) for i, part in zip(members, parts, strict=True) if part is None]
+        raise McoreRLError(f"samples {lacking[:10]} have no record of the sets that their tokens were sampled from")
+    sets = TokenSets.joined(known)
+    if len(outside := np.flatnonzero(~sets.contain(targets))):
+        raise McoreRLError(
+            f"sample {samples[outside[0]]}: the trained token {targets[outside[0]]} is not in the set that it was "
+            "sampled from (rollout.keep_sampling_mask=true); its log-probability would be -inf"
+        )
+    return sets
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

@@ -32,6 +32,7 @@ from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.attention.packed import PackedRow, pack_sequences, upload
 from mcore_rl.megatron.model.vision.tower import RowImages
 from mcore_rl.megatron.step.images import image_inputs
+from mcore_rl.megatron.step.kept_tokens import KeptTokens, trained_sets
 from mcore_rl.types import RankShare, TrajectoryBuffers
 from model_converters.families.parts.vision import VisionArguments
 
@@ -47,6 +48,7 @@ class MicroBatch:
     staleness: version that the updates produce minus version that sampled the token; 1 if the updates start from the
         weights that sampled it, as always in synchronous runs.
     owners: with context parallelism, the rank of each of the M trained tokens of all ranks.
+    kept: sets that the trained tokens were sampled from; None: all tokens of the vocabulary.
     positions, images: of a row with images: the positions of all ranks' tokens in time, height and width, and the
         images; else None.
 
@@ -74,6 +76,7 @@ class MicroBatch:
     temperatures: torch.Tensor | float | None = None
     positions: torch.Tensor | None = None
     images: RowImages | None = None
+    kept: KeptTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ def build_microbatches(share: RankShare, chunks: Sequence[TrajectoryBuffers], pa
     """Build the micro-batches of a share.
 
     Raises: DataError for a trajectory without a prompt or longer than the budget; McoreRLError for a trajectory with
-    tokens of newer weights than the share's version.
+    tokens of newer weights than the share's version, or with a token outside the set that it was sampled from.
     Collective: all ranks of packing.group.
     """
     multiple = packing.context.multiple
@@ -227,6 +230,7 @@ def _microbatch(
     )
     whole_responses = np.repeat(np.arange(len(sequences)), [len(arrays["targets"]) for _, arrays in sequences])
     responses = whole_responses[mine]
+    sets = trained_sets(share, members, chunks, trained["targets"])
 
     def to_device(values: np.ndarray) -> torch.Tensor:
         return upload(torch.from_numpy(values), packing.device)
@@ -248,6 +252,7 @@ def _microbatch(
         temperatures=_compact_temperatures(trained["temperatures"][mine], to_device),
         positions=None if positions is None else to_device(positions),
         images=None if row_images is None else row_images.on(packing.device),
+        kept=None if sets is None else KeptTokens.of(sets.take(np.arange(len(sets))[mine]), to_device),
     )
 
 

@@ -18,7 +18,7 @@ def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
     kl and kl_low_var: k1 and k3 estimates of KL(rollout || policy), for the tokens that the engine sampled.
     kl_reverse and kl_reverse_low_var: the same for KL(policy || rollout), with the weights exp(logp - rollout_logp),
     limited to 20 nats, since the tokens are not samples of the policy. logp_diff_fresh_mean: only tokens that were
-    sampled with the current weights.
+    sampled with the current weights. kept_tokens_mean: size of the set that a token was sampled from, if recorded.
     """
     trainer, engine = logp.double(), batch.logp_rollout.double()
     difference = (trainer - engine).abs()
@@ -30,7 +30,8 @@ def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
     sums += [*reverse, trainer.sum(), engine.sum(), trainer @ trainer, engine @ engine, trainer @ engine]
     # One device-to-host transfer instead of one per number.
     total, fresh_total, num_fresh, low_var, most, reverse_k1, reverse_low_var, *moments = torch.stack(sums).tolist()
-    return {
+    kept = {} if batch.kept is None else {"rollout/kept_tokens_mean": Mean(batch.kept.num_ids, len(difference))}
+    return kept | {
         "rollout/kl": Mean(moments[1] - moments[0], len(difference)),
         "rollout/kl_low_var": Mean(low_var, len(difference)),
         "rollout/kl_reverse": Mean(reverse_k1, len(difference)),

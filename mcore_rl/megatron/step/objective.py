@@ -26,6 +26,7 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.distillation import Distillation, TeacherOutputs
+from mcore_rl.megatron.step.kept_tokens import KeptTokens
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens, samples_and_positions
 from mcore_rl.megatron.step.mismatch import mismatch
@@ -88,8 +89,9 @@ class Objective:
     the teacher; None without one.
 
     A loss that uses advantages refers to the distribution that the engine samples from: log-probabilities and entropies
-    use the temperature at which each token was sampled, which is `temperature` unless the batch has another one. Other
-    losses use the model's own distribution, at temperature 1.
+    use the temperature at which each token was sampled, which is `temperature` unless the batch has another one. With
+    `masked`, they cover the set of tokens that each token was sampled from. Other losses use the model's own
+    distribution, at temperature 1.
     """
 
     algorithm: AlgorithmConfig
@@ -101,6 +103,7 @@ class Objective:
     context: ContextPart = SINGLE_RANK
     stores_logp: bool = False
     distillation: Distillation | None = None
+    masked: bool = False
 
     @classmethod
     def from_config(
@@ -113,7 +116,10 @@ class Objective:
         stores_logp = config.observe.token_responses > 0 and loss.needs.advantages
         corrections = configured_corrections(config, loss)
         teacher = Distillation(config.teacher) if uses_teacher(config.teacher) else None
-        return cls(algorithm, config.actor, loss, corrections, temperature, group, context, stores_logp, teacher)
+        masked = config.rollout.keep_sampling_mask and loss.needs.advantages
+        return cls(
+            algorithm, config.actor, loss, corrections, temperature, group, context, stores_logp, teacher, masked
+        )
 
     @property
     def needs_old_logp(self) -> bool:
@@ -142,6 +148,7 @@ class Objective:
             group=self.group,
             compute_entropy=compute_entropy,
             vocab_size=unwrap(chunk).unpadded_vocab_size,
+            kept=self._kept(batch),
         )
 
     def logp_of(
@@ -186,6 +193,17 @@ class Objective:
             self.group,
             unwrap(chunk).unpadded_vocab_size,
         )
+
+    def _kept(self, batch: MicroBatch) -> KeptTokens | None:
+        """Return the sets that the softmax covers. Raises: McoreRLError if they are needed but not recorded."""
+        if not self.masked:
+            return None
+        if batch.kept is None and len(batch.targets):
+            raise McoreRLError(
+                f"rollout.keep_sampling_mask=true, but samples {list(batch.samples[:10])} have no record of the sets "
+                "that their tokens were sampled from"
+            )
+        return batch.kept
 
     def _temperature(self, batch: MicroBatch) -> torch.Tensor | float:
         """Return the temperature of all trained tokens, a number or [N]."""

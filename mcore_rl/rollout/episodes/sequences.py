@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mcore_rl.types import NOT_SAMPLED, Completion, PromptImages, Trajectory
+from mcore_rl.types import NOT_SAMPLED, Completion, PromptImages, TokenSets, Trajectory
 
 
 class TokenSequence:
@@ -27,6 +27,8 @@ class TokenSequence:
         self._pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         """Log-probabilities, versions, temperatures, and 1 for sampled tokens, in the order of the response."""
         self._experts: np.ndarray | None = None
+        self._kept: list[TokenSets | None] = []
+        """Sets of the tokens of each piece."""
         self._rewards: dict[int, float] = {}
         """Rewards of turns, by the position of the turn's last token in the response."""
 
@@ -42,8 +44,10 @@ class TokenSequence:
         if len(said):
             zeros, unknown = np.zeros(len(said), np.uint8), np.full(len(said), np.nan, np.float32)
             self._pieces.append((zeros, np.full(len(said), NOT_SAMPLED), unknown, zeros))
+            self._kept.append(TokenSets.empty(len(said)))
         ones, temperatures = np.ones(len(completion.logp), np.uint8), completion.sampled_at(temperature)
         self._pieces.append((completion.logp, completion.versions, temperatures, ones))
+        self._kept.append(completion.kept)
         if completion.routed_experts is not None:
             # Keep the experts recorded when a token was sampled: the prefix may have been computed again with newer
             # weights.
@@ -65,8 +69,11 @@ class TokenSequence:
         response = self.tokens[len(self.prompt_ids) :]
         logp, versions = logp.astype(np.float32, copy=False), versions.astype(np.int32, copy=False)
         mask = sampled if trained else np.zeros_like(sampled)
+        kept = [sets for sets in self._kept if sets is not None]
         return Trajectory(
-            self.prompt_ids, response, logp, versions, mask, rewards, self._experts, temperatures, self.images
+            *(self.prompt_ids, response, logp, versions, mask, rewards, self._experts, temperatures, self.images),
+            # All calls of an episode keep their sets, or none does.
+            kept=TokenSets.joined(kept) if len(kept) == len(self._kept) else None,
         )
 
 

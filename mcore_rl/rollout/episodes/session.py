@@ -294,8 +294,9 @@ class Session:
         """Apply overrides. Raises: DataError for invalid options, or options that cannot be trained."""
         options = self._request.sampling
         if given is not None:
-            named = vars(given) if isinstance(given, SamplingOptions) else given
-            wanted = check_sampling(named, "session.generate", trained=self._trained)
+            named = _changes(given, options) if isinstance(given, SamplingOptions) else given
+            keeps = options.keep_mask
+            wanted = check_sampling(named, "session.generate", trained=self._trained, keeps_mask=keeps)
             options = with_overrides(options, wanted or {})
         return options if options.max_response_tokens <= room else replace(options, max_response_tokens=room)
 
@@ -340,3 +341,10 @@ class Session:
             yield
         finally:
             self.seconds[state] += time.perf_counter() - began
+
+
+def _changes(given: SamplingOptions, options: SamplingOptions) -> dict[str, object]:
+    """Return the options of `given` that differ from the request's. Whether sets are recorded is not the caller's
+    choice."""
+    current = vars(options)
+    return {name: value for name, value in vars(given).items() if value != current[name] and name != "keep_mask"}

@@ -98,7 +98,12 @@ class SingleTurnPlayer:
         sampled = completion.token_ids, completion.logp, completion.versions
         experts, temperatures = completion.routed_experts, completion.sampled_at(request.sampling.temperature)
         trajectory = Trajectory(
-            request.token_ids, *sampled, routed_experts=experts, temperatures=temperatures, images=request.images
+            request.token_ids,
+            *sampled,
+            routed_experts=experts,
+            temperatures=temperatures,
+            images=request.images,
+            kept=completion.kept,
         )
         text = response_text(self._decoder, completion.token_ids.tolist(), request.sampling.stop)
         taken_over = 0 if before is None else len(before.completion.token_ids)

@@ -21,7 +21,7 @@ def measured(cuts: list[int]) -> dict[str, float]:
     parts: list[Any] = []
     for rows in np.split(np.arange(50), cuts):
         ages = torch.from_numpy(staleness[rows])
-        batch: Any = SimpleNamespace(logp_rollout=torch.from_numpy(theirs[rows]), staleness=ages)
+        batch: Any = SimpleNamespace(logp_rollout=torch.from_numpy(theirs[rows]), staleness=ages, kept=None)
         parts.append(mismatch(batch, torch.from_numpy(ours[rows])))
     found = {name: metric.value for name, metric in merge_metrics(parts).items()}
     difference = np.abs(ours.astype(float) - theirs)
@@ -63,5 +63,5 @@ def test_mismatch_metrics_merge_over_micro_batches(cuts: list[int]) -> None:
 
 
 def test_mismatch_without_tokens_is_zero() -> None:
-    batch: Any = SimpleNamespace(logp_rollout=torch.empty(0), staleness=torch.empty(0))
+    batch: Any = SimpleNamespace(logp_rollout=torch.empty(0), staleness=torch.empty(0), kept=None)
     assert {metric.value for metric in mismatch(batch, torch.empty(0)).values()} == {0.0}

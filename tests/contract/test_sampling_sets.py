@@ -1,0 +1,161 @@
+"""The sets of truncated sampling that vLLM records, against the trainer's kernel on the model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.errors import DataError
+from mcore_rl.megatron.step.kept_tokens import KeptTokens
+from mcore_rl.megatron.step.logprobs import linear_logp_entropy
+from mcore_rl.types import Completion, GenerationRequest, SamplingOptions, TokenSets
+from tests.contract.engines import DIVIDED_BY_TWO, PASS_TOKENS, RemoteEngine, start_engine
+from tests.tiny_models import VOCABULARY, tiny_model
+
+TOKENS = 24
+OPTIONS = {
+    "top-p": SamplingOptions(TOKENS, top_p=0.9, keep_mask=True),
+    "top-k": SamplingOptions(TOKENS, temperature=0.7, top_k=3, keep_mask=True),
+    "min-p": SamplingOptions(TOKENS, min_p=0.3, top_p=0.8, keep_mask=True),
+    "wide": SamplingOptions(TOKENS, temperature=2.0, top_p=0.99, keep_mask=True),
+    "all": SamplingOptions(TOKENS, keep_mask=True),
+    "unrecorded": SamplingOptions(TOKENS, top_p=0.9),
+    "greedy": SamplingOptions(TOKENS, temperature=0.0, top_p=0.9, keep_mask=True),
+}
+RECORDED = ("top-p", "top-k", "min-p", "wide", "all")
+# float32 on both sides, with another order of sums; divided by the temperature of 0.7
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("qwen3_moe", seed=3, **DIVIDED_BY_TWO)
+
+
+@pytest.fixture(scope="module", params=["none", "ngram"])
+def engine(
+    request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RemoteEngine]:
+    """vLLM with and without drafts; prompts are computed in pieces, whose last tokens are sampled and dropped."""
+    directory = tmp_path_factory.mktemp("model")
+    model.save_pretrained(directory)
+    # With drafts, a pass must hold the drafts of all drafting requests.
+    drafts = {} if request.param == "none" else {"draft": request.param, "draft_tokens": 2, "draft_below": 8}
+    started = start_engine(
+        "vllm", directory, top_p=0.9, keep_sampling_mask=True, max_batched_tokens=PASS_TOKENS, **drafts
+    )
+    yield started
+    started.shutdown()
+
+
+def make_requests() -> list[GenerationRequest]:
+    rng = np.random.default_rng(5)
+    prompts = {name: rng.integers(2, VOCABULARY, size=8 + 3 * n).astype(np.int32) for n, name in enumerate(OPTIONS)}
+    return [
+        GenerationRequest(f"{name} {i}", prompts[name], 10 * n + i, options)
+        for n, (name, options) in enumerate(OPTIONS.items())
+        for i in range(2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def done(engine: RemoteEngine) -> dict[str, Completion]:
+    return engine.generate(make_requests())
+
+
+def trainer_logp(model: Any, request: GenerationRequest, completion: Completion, kept: TokenSets | None) -> np.ndarray:
+    """Compute the log-probabilities of the response with the trainer's kernel. Shapes: [T]."""
+    ids = torch.from_numpy(np.concatenate([request.token_ids, completion.token_ids]).astype(np.int64))
+    first = len(request.token_ids)
+    with torch.no_grad():
+        hidden = model.model(ids[None]).last_hidden_state[0, first - 1 : -1]
+        logp, _ = linear_logp_entropy(
+            *(hidden, model.lm_head.weight, ids[first:]),
+            temperature=request.sampling.temperature,
+            kept=None if kept is None else KeptTokens.of(kept, torch.from_numpy),
+        )
+    return logp.numpy()
+
+
+def test_recorded_sets_give_the_engines_logp(model: Any, done: dict[str, Completion]) -> None:
+    apart = dict.fromkeys(RECORDED, 0.0)
+    for request in make_requests():
+        name, completion = request.request_id.split()[0], done[request.request_id]
+        if name not in RECORDED:
+            assert completion.kept is None
+            continue
+        assert completion.kept is not None
+        masked = trainer_logp(model, request, completion, completion.kept)
+        np.testing.assert_allclose(completion.logp, masked, rtol=0, atol=TOLERANCE)
+        # The control: over all tokens, the truncated mass is missing.
+        full = trainer_logp(model, request, completion, None)
+        apart[name] = max(apart[name], float(np.abs(completion.logp - full).max()))
+    assert apart.pop("all") < TOLERANCE
+    assert min(apart.values()) > 5e-3, apart
+
+
+def test_recorded_sets_have_the_sizes_of_their_options(done: dict[str, Completion]) -> None:
+    sizes = {
+        name: np.concatenate([done[f"{name} {i}"].kept.sizes() for i in range(2)])  # type: ignore[union-attr]
+        for name in RECORDED
+    }
+    assert (sizes["top-k"] == 3).all()
+    assert (sizes["all"] == VOCABULARY).all()
+    assert (sizes["wide"] < VOCABULARY).all()
+    assert sizes["min-p"].mean() < sizes["top-p"].mean() < sizes["wide"].mean()
+
+
+def test_aborted_response_keeps_sets_and_continues(engine: RemoteEngine, done: dict[str, Completion]) -> None:
+    requests = [request for request in make_requests() if request.request_id.split()[0] in RECORDED]
+    engine.call("submit", requests)
+    for _ in range(14):
+        engine.call("step")
+    partial = {each.request_id: each for each in engine.call("abort", [r.request_id for r in requests])}
+    begun = [
+        request for request in requests if request.request_id in partial and partial[request.request_id].token_ids.size
+    ]
+    assert begun
+    for request in begun:
+        part = partial[request.request_id]
+        assert part.kept is not None
+        assert len(part.kept) == len(part.token_ids)
+    again = engine.generate([replace(r, partial=partial[r.request_id]) for r in begun])
+    for request_id, completion in again.items():
+        whole = done[request_id]
+        assert completion.token_ids.tolist() == whole.token_ids.tolist()
+        assert completion.kept is not None
+        assert whole.kept is not None
+        np.testing.assert_array_equal(completion.kept.words, whole.kept.words)
+        np.testing.assert_array_equal(completion.kept.offsets, whole.kept.offsets)
+
+
+def test_partial_response_without_sets_is_rejected(engine: RemoteEngine, done: dict[str, Completion]) -> None:
+    request = make_requests()[0]
+    whole = done[request.request_id]
+    lost = replace(
+        *(whole,), token_ids=whole.token_ids[:2], logp=whole.logp[:2], versions=whole.versions[:2], kept=None
+    )
+    with pytest.raises(DataError, match="is continued without the sampling sets of its tokens"):
+        engine.generate([replace(request, partial=lost)])
+
+
+def _recorded_requests(engine: Any) -> int:
+    from mcore_rl.engines.vllm import sampler
+
+    return len(sampler._recorder._runs)
+
+
+def test_engine_forgets_sets_of_ended_requests(engine: RemoteEngine, done: dict[str, Completion]) -> None:
+    assert done
+    requests = make_requests()
+    engine.call("submit", requests)
+    for _ in range(6):
+        engine.call("step")
+    assert engine.call(_recorded_requests) > 0
+    engine.call("abort", [request.request_id for request in requests])
+    assert engine.call(_recorded_requests) == 0
