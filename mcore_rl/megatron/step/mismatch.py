@@ -30,7 +30,9 @@ def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
     sums += [*reverse, trainer.sum(), engine.sum(), trainer @ trainer, engine @ engine, trainer @ engine]
     # One device-to-host transfer instead of one per number.
     total, fresh_total, num_fresh, low_var, most, reverse_k1, reverse_low_var, *moments = torch.stack(sums).tolist()
-    kept = {} if batch.kept is None else {"rollout/kept_tokens_mean": Mean(batch.kept.num_ids, len(difference))}
+    kept: dict[str, Metric] = {}
+    if batch.kept is not None:
+        kept["rollout/kept_tokens_mean"] = Mean(batch.kept.num_ids, len(difference))
     return kept | {
         "rollout/kl": Mean(moments[1] - moments[0], len(difference)),
         "rollout/kl_low_var": Mean(low_var, len(difference)),
