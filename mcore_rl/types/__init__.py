@@ -16,7 +16,6 @@ from mcore_rl.types.data import (
     Score,
     Span,
     Spans,
-    TokenColumn,
     TrajectoryBuffers,
 )
 from mcore_rl.types.device import DeviceMemory
@@ -49,5 +48,6 @@ from mcore_rl.types.rollout import (
 )
 from mcore_rl.types.saved import SavedFile, SavedState
 from mcore_rl.types.sequences import SequenceLogp, SequenceSums
+from mcore_rl.types.token_column import TokenColumn
 from mcore_rl.types.token_sets import TokenSets
 from mcore_rl.types.vision import ImageSource, PromptImages

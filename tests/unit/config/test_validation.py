@@ -194,6 +194,8 @@ def test_validate_invalid_settings_name_the_key(base: str, overrides: list[str],
         [ENGINE_REPLAY, "rollout.draft=mtp", "actor.mtp_loss_coefficient=0.1"],
         ["rollout.temperature=0", "rollout.top_p=0.5", "rollout.min_p=0.1", "algorithm.policy_loss.name=sft"],
         ["rollout.overlap_schedule=true", "rollout.engine=sglang"],
+        ["rollout.keep_sampling_mask=true", "rollout.top_p=0.9", "rollout.draft=ngram", "rollout.draft_below=8"],
+        ["rollout.keep_sampling_mask=true", "rollout.top_k=50", "rollout.min_p=0.1"],
         [
             *("rollout.validation_samples=32", "rollout.validation_temperature=1", "rollout.validation_top_p=0.7"),
             *("rollout.validation_top_k=40", "rollout.validation_min_p=0.1"),
@@ -273,7 +275,14 @@ def test_check_engine_sizes_expert_parallel_needs_experts(base: str, tmp_path: P
         ("rollout.temperature=2.5", "rollout.temperature=2.5 must be at most 2"),
         ("rollout.validation_temperature=2.5", "rollout.validation_temperature=2.5 must be at most 2"),
         ("rollout.top_p=0.99", "rollout.top_p=0.99 samples from fewer tokens than the full softmax"),
-        ("rollout.top_k=50", "rollout.top_k=50 samples from fewer tokens than the full softmax"),
+        (
+            "rollout.top_k=50",
+            "that the trainer computes; set it to -1 or rollout.keep_sampling_mask=true. Validation may use rollout.",
+        ),
+        (
+            "rollout.keep_sampling_mask=true",
+            "rollout.keep_sampling_mask=true has no effect on sampling from all tokens; set rollout.top_p below 1",
+        ),
         ("rollout.min_p=0.05", "rollout.min_p=0.05 samples from fewer tokens than the full softmax"),
         (
             "rollout.repetition_penalty=1.1",
@@ -289,6 +298,22 @@ def test_check_engine_sizes_expert_parallel_needs_experts(base: str, tmp_path: P
 def test_check_sampling_untrained_distribution_is_rejected(base: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         validate(load_config(base, [override, "algorithm.advantage=reinforce_plus_plus"]))
+
+
+def test_keep_sampling_mask_on_sglang_is_rejected(base: str) -> None:
+    overrides = ["rollout.keep_sampling_mask=true", "rollout.top_p=0.9", "rollout.engine=sglang"]
+    with pytest.raises(
+        ConfigError, match=r"rollout\.keep_sampling_mask=true needs rollout\.engine=vllm: sglang does not"
+    ):
+        validate(load_config(base, overrides))
+
+
+def test_keep_sampling_mask_still_rejects_untrained_options(base: str) -> None:
+    """Penalties and greedy sampling are no truncation."""
+    kept = ["rollout.keep_sampling_mask=true", "rollout.top_p=0.9", "algorithm.advantage=reinforce_plus_plus"]
+    for override in ("rollout.repetition_penalty=1.1", "rollout.temperature=0"):
+        with pytest.raises(ConfigError, match=re.escape(override)):
+            validate(load_config(base, [*kept, override]))
 
 
 @pytest.mark.parametrize(

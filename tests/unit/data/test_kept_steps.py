@@ -173,6 +173,7 @@ def test_read_step_missing_trajectories_are_counted(written: Path) -> None:
         ("logp_rollout", np.zeros(2, np.float32), "logp_rollout has another length"),
         ("tokens", np.zeros(200, np.int64), "tokens is unknown or has another type"),
         ("prompt_tokens", np.array([9, 9, 9], np.int32), "do not add up"),
+        ("kept_words", np.zeros(3, np.int32), "it has only one of kept_words and kept_offsets"),
         ("samples", np.zeros((), np.int64), "samples is missing or has another type"),
         ("code", np.zeros(2, np.int32), "code is unknown"),
     ],

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.rollout.episodes.sequences import SequenceBook
-from mcore_rl.types import NOT_SAMPLED, Completion, Trajectory
+from mcore_rl.types import NOT_SAMPLED, Completion, TokenSets, Trajectory
 
 
 def sampled(*ids: int, version: int = 0, experts: int | None = None, before: int = 0) -> Completion:
@@ -65,6 +65,21 @@ def test_sequence_experts_stay_from_the_first_computation() -> None:
     assert trajectory.routed_experts is not None
     assert trajectory.routed_experts.ravel().tolist() == [7, 7, 7, 8, 8, 8]
     assert len(trajectory.routed_experts) == len(trajectory.prompt_ids) + len(trajectory.token_ids) - 1
+
+
+def test_sequence_sets_of_messages_are_empty() -> None:
+    def with_sets(*tokens: int) -> Completion:
+        return replace(sampled(*tokens), kept=TokenSets.of([ids(token) for token in tokens]))
+
+    book = SequenceBook()
+    book.add(ids(1, 2), with_sets(3, 4), 1.0)
+    book.add(ids(1, 2, 3, 4, 9, 8), with_sets(5), 1.0)
+    (trajectory,) = trajectories(book)
+    assert trajectory.kept is not None
+    assert trajectory.kept.offsets.tolist() == [0, 1, 2, 2, 2, 3]
+    assert trajectory.kept.words.tolist() == [3, 4, 5]
+    book.add(ids(1, 2, 3, 4, 9, 8, 5), sampled(6), 1.0)
+    assert trajectories(book)[0].kept is None
 
 
 @settings(max_examples=300, deadline=None)
