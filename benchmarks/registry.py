@@ -27,6 +27,9 @@ BENCHMARKS = {
     "advantages": Benchmark("benchmarks.training.advantages", 300, "GRPO vs scatter, GAE vs reading its inputs"),
     "losses": Benchmark("benchmarks.training.losses", 300, "every policy loss on 2^20 tokens vs ppo_clip"),
     "logprobs": Benchmark("benchmarks.training.logprobs", 900, "chunked log-probs and entropy vs the matrix product"),
+    "masked_logprobs": Benchmark(
+        "benchmarks.training.masked_logprobs", 900, "log-probs over kept tokens vs all tokens"
+    ),
     "actor": Benchmark("benchmarks.training.actor", 900, "update and log-prob pass of one rank vs PyTorch"),
     "pipeline": Benchmark("benchmarks.training.pipeline", 600, "bubble of a two-stage pipeline vs the formula"),
     "convert": Benchmark("benchmarks.conversion.convert", 600, "HF to Megatron and back vs safetensors and memcpy"),

@@ -39,7 +39,8 @@ Micro-batches in flight: 1F1B has min(pp - stage, m) of m micro-batches. The int
 one, in units of chunks: 2 (pp - stage - 1) + (vpp - 1) pp + 1. Stages also save their outputs (h / s). Added once: the
 tensors that one layer recomputes, the gradients of the widest component, the gradient of the largest weight before it
 is added to the buffer, and on the last stage the output projection: hidden states and statistics of the trained tokens,
-two tiles of logits, and float32 gradients of the hidden states and of the weight (megatron/step/logprobs.py).
+two tiles of logits, and float32 gradients of the hidden states and of the weight (megatron/step/logprobs.py). With
+rollout.keep_sampling_mask, also the mask of a chunk and the largest sets of one row (megatron/step/kept_tokens.py).
 
 The first stage of a model with a vision tower has its tensors, too (layers/vision.py).
 
@@ -59,6 +60,7 @@ from mcore_rl.planner.layers.execution import ALWAYS, Execution, SavedTensor, co
 from mcore_rl.planner.layers.linear_attention import linear_attention
 from mcore_rl.planner.layers.transformers import transformers_layer
 from mcore_rl.planner.layers.vision import feature_bytes, tower_bytes
+from mcore_rl.types.token_sets import max_set_words
 from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.mapping.layout import TrainLayout
 
@@ -370,4 +372,8 @@ def _output_projection_bytes(arguments: ModelArguments, run: Execution) -> float
     tile = min(chunk * vocabulary, max(TILE_ELEMENTS["cuda" if run.cuda else "cpu"], chunk))
     row = tokens * hidden * b * 2 + tokens * 4 * 6  # gathered and selected hidden states, statistics
     gradients = tokens * hidden * 4 + vocabulary * hidden * (4 + (b if b < 4 else 0))
-    return row + gradients + 2 * 4 * tile
+    masks = 0.0
+    if run.masked:
+        # A chunk's mask, and the largest sets of the row's tokens with the number of each word's token.
+        masks = chunk * (vocabulary + 1) + tokens * 8 * max_set_words(arguments.vocab_size)
+    return row + gradients + 2 * 4 * tile + masks

@@ -161,6 +161,7 @@ class Job:
         implementation = spec.implementation(config.cluster.gpus_per_node, planned_machine(cuda=cuda))
         longest, dtype = longest_sequence(config.rollout), DTYPES[config.model.dtype]
         run = execution_of(spec, implementation, config.plan, longest=longest, cuda=cuda)
+        run = replace(run, masked=config.rollout.keep_sampling_mask)
         # The search for layouts starts from the resolved modules of recomputation.
         config = replace(config, actor=run.section)
         rows = bound_rows(spec.hf_config, dtype, layout=spec.layout)

@@ -15,6 +15,9 @@ from mcore_rl.planner.sync import WeightSync
 from mcore_rl.planner.workload import BatchArithmetic
 from model_converters.mapping.layout import TrainLayout
 
+SET_TOKENS = 20
+"""Tokens of a sampling set in the warning about their memory."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -59,7 +62,8 @@ def compare_with_cluster(
             f"cluster.host_memory_gib={limit:g}: a node needs {host.total / GIB:.0f} GiB of host memory "
             f"({host.describe()}); {_host_remedy(config, host)}"
         )
-    return Verdict(tuple(errors), tuple(_warnings(rollout, cluster, layout, engine, batch, cuda=cuda)), host)
+    warnings = [*_warnings(rollout, cluster, layout, engine, batch, cuda=cuda), *_mask_warnings(config)]
+    return Verdict(tuple(errors), tuple(warnings), host)
 
 
 def _host_remedy(config: Config, host: HostMemory) -> str:
@@ -142,6 +146,19 @@ def _engine_errors(
             f"engine rank needs {fixed / GIB:.1f} GiB for weights{'' if sglang else ', workspace and buffers'} and "
             f"{longest / GIB:.2f} GiB of KV cache; raise rollout.tp or rollout.gpu_memory_fraction"
         )
+
+
+def _mask_warnings(config: Config) -> Iterator[str]:
+    """State the memory of sampling sets, whose size depends on the policy."""
+    rollout = config.rollout
+    if not rollout.keep_sampling_mask or is_supervised(config.algorithm):
+        return
+    tokens = config.trainer.prompts_per_step * rollout.samples_per_prompt * rollout.max_response_tokens
+    yield (
+        f"rollout.keep_sampling_mask=true: the sets of a step's {tokens:,} tokens are not counted, because their size "
+        f"depends on the policy; sets of {SET_TOKENS} tokens take {4 * SET_TOKENS * tokens / GIB:.2f} GiB of host "
+        "memory on all nodes together (rollout/kept_tokens_mean has the real size)"
+    )
 
 
 def _warnings(

@@ -24,7 +24,7 @@ class KeptTokens:
     ids: members of the sets that are stored as ids, token by token; bits: the other sets, as in TokenSets.
     num_ids: size of all sets together.
 
-    Shapes: id_rows int64 [I], token of each id; ids int32 [I]; id_offsets int64 [N + 1], host; bit_rows int64 [D],
+    Shapes: id_rows int32 [I], token of each id; ids int32 [I]; id_offsets int64 [N + 1], host; bit_rows int64 [D],
     token of each bit set; bits int32 [D, words]; bit_offsets int64 [N + 1], host.
     """
 
@@ -47,7 +47,7 @@ class KeptTokens:
         if len(widths) > 1:
             raise ValueError(f"bit sets of one vocabulary have {sorted(widths)} words")
         return cls(
-            id_rows=to_device(np.repeat(np.arange(len(sets)), id_lengths)),
+            id_rows=to_device(np.repeat(np.arange(len(sets), dtype=np.int32), id_lengths)),
             ids=to_device(sets.words[~words]),
             id_offsets=_offsets(id_lengths),
             bit_rows=to_device(bit_rows),
@@ -71,7 +71,7 @@ class KeptTokens:
         part = slice(int(self.id_offsets[rows.start]), int(self.id_offsets[rows.stop]))
         columns = self.ids[part].to(torch.int64) - first
         columns = torch.where((columns >= 0) & (columns < count), columns, count)
-        dropped.view(-1).index_fill_(0, (self.id_rows[part] - start) * (count + 1) + columns, False)
+        dropped.view(-1).index_fill_(0, (self.id_rows[part].to(torch.int64) - start) * (count + 1) + columns, False)
         begin, end = int(self.bit_offsets[rows.start]), int(self.bit_offsets[rows.stop])
         step = max(BIT_ELEMENTS // (count + 2 * WORD_BITS), 1)
         for at in range(begin, end, step):

@@ -29,7 +29,8 @@ class Execution:
 
     `section`: the model's configuration, with resolved recompute_modules. `fused`: the layers are TransformerEngine's.
     `cuda`: the ranks are on GPUs. `imbalance`: plan.moe_imbalance. `square_length`: mean square over mean length of
-    sequences, in tokens. `unfused_rotation`: rotary embeddings do not use TransformerEngine's kernel.
+    sequences, in tokens. `unfused_rotation`: rotary embeddings do not use TransformerEngine's kernel. `masked`:
+    rollout.keep_sampling_mask, for the policy.
     """
 
     section: ActorConfig
@@ -40,6 +41,7 @@ class Execution:
     imbalance: float
     square_length: float
     unfused_rotation: bool = False
+    masked: bool = False
 
     @property
     def scatter(self) -> int:

@@ -12,7 +12,7 @@ from mcore_rl.config import load_config
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
-from mcore_rl.planner.activations import in_flight, layer_table
+from mcore_rl.planner.activations import _output_projection_bytes, in_flight, layer_table
 from mcore_rl.planner.engine import GIB, EngineRank, engine_rank, kv_bytes_per_token, tensor_bytes
 from mcore_rl.planner.layers.execution import Execution
 from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank
@@ -188,3 +188,12 @@ def test_old_logp_of_rollout_saves_the_pass_that_nothing_else_needs(overrides: d
     config.algorithm.kl.in_reward = overrides.get("in_reward", 0.0)
     config.actor.moe.router_replay = overrides.get("router_replay", config.actor.moe.router_replay)
     assert computes_old_logp(config) is computes
+
+
+def test_output_projection_of_sampling_masks_counts_mask_and_sets(deepseek: Config) -> None:
+    arguments = model_arguments(policy_config(ModelRole.policy(deepseek.actor, deepseek.model))[0])
+    section = ActorConfig(tokens_per_microbatch=4096, logprob_chunk_tokens=512)
+    run = Execution(section, TrainLayout(2, tp=2), 2, fused=False, cuda=True, imbalance=1.0, square_length=1)
+    plain, masked = (_output_projection_bytes(arguments, replace(run, masked=masked)) for masked in (False, True))
+    # 129,280 tokens: 4,040 words of bits and one that marks them; 8 bytes for each word.
+    assert masked - plain == 512 * (129_280 // 2 + 1) + 4096 * 8 * 4041
