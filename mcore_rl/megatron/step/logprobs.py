@@ -92,6 +92,12 @@ class _Tile:
     rows: slice
     columns: slice
     first_column: bool
+    dropped: torch.Tensor | None = None
+
+    def clear(self, values: torch.Tensor) -> torch.Tensor:
+        """Set the entries outside the sets to 0 in place. Before exp, too: on a CPU, exp of a number that underflows
+        takes 50 times as long."""
+        return values if self.dropped is None else values.masked_fill_(self.dropped, 0.0)
 
 
 class _LinearLogpEntropy(torch.autograd.Function):
@@ -128,8 +134,9 @@ class _LinearLogpEntropy(torch.autograd.Function):
         for tile, logits in _tiles(hidden, weight, ctx.options):
             rows = tile.rows
             grad_logits = _softmax_gradient(
-                logits.sub_(log_sum[rows, None]), None if slope is None else slope[rows], offset[rows]
+                tile.clear(logits.sub_(log_sum[rows, None])), None if slope is None else slope[rows], offset[rows]
             )
+            tile.clear(grad_logits)
             if at_target is not None:
                 index, inside = _targets_in_tile(local_targets, tile)
                 grad_logits.scatter_add_(1, index, (at_target[rows] * inside)[:, None])
@@ -170,7 +177,7 @@ def _tiles(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> Ite
                 _product(logits, hidden[rows], weight[columns].t(), 1.0 / options.temperature)
             if dropped is not None:
                 logits.masked_fill_(dropped[:, columns], DROPPED)
-            yield _Tile(rows, columns, entry == 0), logits
+            yield _Tile(rows, columns, entry == 0, None if dropped is None else dropped[:, columns]), logits
 
 
 def _local_statistics(
@@ -191,14 +198,14 @@ def _local_statistics(
             new_maximum = torch.maximum(new_maximum, maximum)
             _shift(maximum, total, weighted, new_maximum)
         maximum.copy_(new_maximum)
-        logits.sub_(new_maximum[:, None])
+        tile.clear(logits.sub_(new_maximum[:, None]))
         if options.compute_entropy:
             if scratch is None:
                 scratch = torch.empty(logits.numel(), dtype=logits.dtype, device=logits.device)
-            exponentials = torch.exp(logits, out=scratch[: logits.numel()].view(logits.shape))
+            exponentials = tile.clear(torch.exp(logits, out=scratch[: logits.numel()].view(logits.shape)))
             weighted += logits.mul_(exponentials).sum(1)
         else:
-            exponentials = logits.exp_()
+            exponentials = tile.clear(logits.exp_())
         total += exponentials.sum(1)
     return statistics
 
