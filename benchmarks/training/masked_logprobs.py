@@ -6,6 +6,8 @@ The aim is at most 1.15 times the time of the pass without sets. The sets are th
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -43,7 +45,7 @@ def _rows(name: str, tokens: int, vocabulary: int, *, backward: bool) -> list[Re
     for kept_tokens in SIZES:
         count = kept_tokens or vocabulary // 2
         kept = _sets(targets.numpy(), vocabulary, count)
-        masked, plain = map(min, alternating([lambda kept=kept: measured(kept), lambda: measured(None)], REPEATS))
+        masked, plain = map(min, alternating([partial(measured, kept), partial(measured, None)], REPEATS))
         label = f"{name}, {tokens:,} x {vocabulary:,}, sets of {count:,}"
         note = f"hidden {HIDDEN}, {torch.get_num_threads()} threads; the peer is the same pass without sets"
         rows.append(Result(label, masked, plain, "s", masked / plain, aim=AIM, note=note))
