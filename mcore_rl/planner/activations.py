@@ -55,12 +55,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from mcore_rl.megatron.step.kept_tokens import max_device_bytes
 from mcore_rl.megatron.step.logprobs import TILE_ELEMENTS
 from mcore_rl.planner.layers.execution import ALWAYS, Execution, SavedTensor, core_attention
 from mcore_rl.planner.layers.linear_attention import linear_attention
 from mcore_rl.planner.layers.transformers import transformers_layer
 from mcore_rl.planner.layers.vision import feature_bytes, tower_bytes
-from mcore_rl.types.token_sets import max_set_words
 from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.mapping.layout import TrainLayout
 
@@ -374,6 +374,6 @@ def _output_projection_bytes(arguments: ModelArguments, run: Execution) -> float
     gradients = tokens * hidden * 4 + vocabulary * hidden * (4 + (b if b < 4 else 0))
     masks = 0.0
     if run.masked:
-        # A chunk's mask, and the largest sets of the row's tokens with the number of each word's token.
-        masks = chunk * (vocabulary + 1) + tokens * 8 * max_set_words(arguments.vocab_size)
+        # A chunk's mask, and the largest sets of the row's tokens.
+        masks = chunk * (vocabulary + 1) + tokens * max_device_bytes(arguments.vocab_size)
     return row + gradients + 2 * 4 * tile + masks

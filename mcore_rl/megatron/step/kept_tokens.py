@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.types import RankShare, TrajectoryBuffers
-from mcore_rl.types.token_sets import WORD_BITS, TokenSets
+from mcore_rl.types.token_sets import WORD_BITS, TokenSets, max_set_words
 
 BIT_ELEMENTS = 1 << 22
 """Number of bits that are unpacked at a time, as one int32 each: 16 MiB."""
@@ -116,6 +116,11 @@ def trained_sets(
             "sampled from (rollout.keep_sampling_mask=true); its log-probability would be -inf"
         )
     return sets
+
+
+def max_device_bytes(vocab_size: int) -> int:
+    """Return the bytes of the largest set of a token: each id has 4 bytes, and 4 for the number of its token."""
+    return 8 * max_set_words(vocab_size)
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:
