@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import UpdateSchedule, build_batch, gather
+from mcore_rl.data.batching import LossWeights, UpdateSchedule, build_batch, gather
 from mcore_rl.data.prompts import supervised_chunk
 from mcore_rl.data.supervised.targets import conversation_chunk, pair_chunk
 from mcore_rl.preparation.prepare import Prepared
@@ -61,7 +61,7 @@ class _Batches:
         weights_of = response_weights(self.config.algorithm, self.config.rollout.max_response_tokens)
         return self._batch(chunk, self.config.trainer.prompts_per_update, weights_of)
 
-    def whole(self, chunk: Chunk, weights_of: Callable[[np.ndarray], np.ndarray] | None = None) -> Batch:
+    def whole(self, chunk: Chunk, weights_of: LossWeights | None = None) -> Batch:
         """Build a batch with one update. weights_of: see build_batch."""
         return self._batch(chunk, len(np.unique(chunk[1].group_ids)), weights_of)
 
@@ -71,9 +71,7 @@ class _Batches:
         for first in range(0, size, step):
             yield self.whole(chunk_of(np.arange(first, min(first + step, size))))
 
-    def _batch(
-        self, chunk: Chunk, prompts_per_update: int, weights_of: Callable[[np.ndarray], np.ndarray] | None
-    ) -> Batch:
+    def _batch(self, chunk: Chunk, prompts_per_update: int, weights_of: LossWeights | None) -> Batch:
         buffers, scalars = chunk
         # Without advantages: the objective computes the weights of pairs later.
         schedule = UpdateSchedule(
@@ -85,7 +83,7 @@ class _Batches:
         return build_batch([self.store(buffers)], gather([scalars]), schedule=schedule, weights_of=weights_of)
 
 
-def mean_over_pairs(trained_tokens: np.ndarray) -> np.ndarray:
+def mean_over_pairs(trained_tokens: np.ndarray, _group_ids: np.ndarray | None = None) -> np.ndarray:
     """Return the loss weights for the mean over pairs: the reciprocal of their number.
 
     Shapes: int32 [b], two responses per pair -> float32 [b].

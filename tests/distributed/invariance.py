@@ -125,7 +125,7 @@ def policy_values(actor: Any, share: Any, chunks: list[Any]) -> dict[int, tuple[
     entropies."""
 
     def evaluate(model: Any, batch: Any, hidden: torch.Tensor) -> Any:
-        return batch, actor.objective.logp(model, hidden, batch, compute_entropy=True)
+        return batch, actor.objective.outputs.logp(model, hidden, batch, compute_entropy=True)
 
     values = {}
     for batch, found in actor.infer(actor.microbatches(share, chunks), evaluate):

@@ -136,7 +136,7 @@ def _reference(actor: Any) -> tuple[dict[int, Any], dict[int, Any], dict[int, An
     def policy() -> dict[int, np.ndarray]:
         found = {}
         for share in shares:
-            for batch, logp in actor.infer(actor.microbatches(share, chunks), actor.objective.logp_of):
+            for batch, logp in actor.infer(actor.microbatches(share, chunks), actor.objective.outputs.logp_of):
                 found |= zip(batch.samples, (part.numpy() for part in logp.split(batch.trained_counts)), strict=True)
         return found
 

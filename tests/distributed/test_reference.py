@@ -127,7 +127,7 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
 
 
 def _own_logp(actor: Any, share: Any, chunks: list[Any]) -> dict[int, torch.Tensor]:
-    found = actor.infer(actor.microbatches(share, chunks), actor.objective.logp_of)
+    found = actor.infer(actor.microbatches(share, chunks), actor.objective.outputs.logp_of)
     return {
         s: part
         for batch, logp in found

@@ -91,7 +91,7 @@ def _whole_logp(actor: Any, batches: list[Any]) -> dict[int, np.ndarray]:
     """Log-probabilities of whole responses by sample; {} on ranks without them."""
     from mcore_rl.megatron.step.microbatches import whole_by_sample
 
-    found = actor.infer(batches, actor.objective.logp_of)
+    found = actor.infer(batches, actor.objective.outputs.logp_of)
     return {s: v for batch, logp in found for s, v in whole_by_sample(batch, logp, actor.context).items()}
 
 

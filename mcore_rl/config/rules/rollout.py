@@ -174,7 +174,7 @@ def check_sampling_keys(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> N
             f"rollout.{name}={getattr(rollout, name):g} {reason}. Validation may use rollout.validation_{name}"
         )
     if rollout.keep_sampling_mask:
-        _check_mask(rollout)
+        _check_mask(rollout, algorithm)
 
 
 def truncates(rollout: RolloutConfig) -> bool:
@@ -182,7 +182,7 @@ def truncates(rollout: RolloutConfig) -> bool:
     return rollout.top_p < 1 or rollout.top_k != -1 or rollout.min_p > 0
 
 
-def _check_mask(rollout: RolloutConfig) -> None:
+def _check_mask(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
     if not truncates(rollout):
         raise ConfigError(
             f"{_KEEP_MASK} has no effect on sampling from all tokens; set rollout.top_p below 1, rollout.top_k or "
@@ -193,6 +193,11 @@ def _check_mask(rollout: RolloutConfig) -> None:
             f"{_KEEP_MASK} needs rollout.engine=vllm: {rollout.engine} does not return the sets that its tokens are "
             "sampled from; set rollout.engine=vllm, or sample from all tokens (top_p=1 top_k=-1 min_p=0) with "
             "rollout.keep_sampling_mask=false"
+        )
+    if algorithm.advantage == "optimal_token_baseline":
+        raise ConfigError(
+            f"algorithm.advantage=optimal_token_baseline measures gradients over the whole vocabulary, and {_KEEP_MASK} "
+            "trains on the sampled sets; set another algorithm.advantage, or rollout.keep_sampling_mask=false"
         )
 
 

@@ -36,6 +36,12 @@ def check_teacher(config: Config) -> None:
             f"teacher.hf_path={teacher.hf_path} has no effect with teacher.in_advantage=0 and teacher.in_loss=0; set "
             "one of them above 0, or teacher.hf_path to null"
         )
+    if config.rollout.keep_sampling_mask:
+        raise ConfigError(
+            f"teacher.hf_path={teacher.hf_path}: the teacher's distribution covers the whole vocabulary, and "
+            "rollout.keep_sampling_mask=true trains on the sampled sets; sample from all tokens with "
+            "rollout.keep_sampling_mask=false, or set teacher.hf_path to null"
+        )
     if not teacher.in_loss:
         reject_unless_default("teacher", teacher, "set teacher.in_loss above 0", ("top_k",))
     if not teacher.top_k:

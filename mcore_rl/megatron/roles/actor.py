@@ -109,7 +109,7 @@ class MegatronActor(TrainedModel):
 
         Each token is compared at its recorded temperature, or at 1 if none is recorded.
         """
-        plain = replace(self.objective, temperature=1.0)
+        plain = replace(self.objective.outputs, temperature=1.0)
         return self._mismatch(self.infer(self.microbatches(share, chunks), plain.logp_of))
 
     def compare_logp(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> list[LogpGap]:
@@ -120,7 +120,7 @@ class MegatronActor(TrainedModel):
         replays = self.config.actor.moe.router_replay == "engine"
         if replays:
             self.routing.impose(engine_routing(shares, chunks))
-        passes = [self.infer(self.microbatches(share, chunks), self.objective.logp_of) for share in shares]
+        passes = [self.infer(self.microbatches(share, chunks), self.objective.outputs.logp_of) for share in shares]
         own_routing = self.routing.num_experts > 0 and not replays
         return [logp_gap(found if self.counts_tokens else [], own_routing=own_routing) for found in passes]
 
@@ -149,7 +149,7 @@ class MegatronActor(TrainedModel):
         share = distinct_samples(shares, first=1)
         microbatches = self.microbatches(share, chunks)
         rows = [self.routing.row(microbatch, records=replays) for microbatch in microbatches]
-        logp_by_batch = self.infer(microbatches, self.objective.logp_of, rows)
+        logp_by_batch = self.infer(microbatches, self.objective.outputs.logp_of, rows)
         self.routing.keep(microbatches, rows)
         bad = [sample for microbatch, logp in logp_by_batch for sample in non_finite_samples(microbatch, logp)]
         require_finite(describe_samples("log-probability", bad, share), self.device)
@@ -173,7 +173,7 @@ class MegatronActor(TrainedModel):
         microbatches = self.microbatches(distinct_samples(batch.shares), batch.chunks)
         # free: let the routers choose, and record the choice for the comparison.
         rows = [self.routing.row(microbatch, records=True, free=True) for microbatch in microbatches]
-        gap = self._mismatch(self.infer(microbatches, self.objective.logp_of, rows))
+        gap = self._mismatch(self.infer(microbatches, self.objective.outputs.logp_of, rows))
         metrics = self.routing.differences(microbatches, rows)
         if gap:
             metrics["routing/logp_diff_mean_without_replay"] = gap["rollout/logp_diff_mean"]
@@ -187,7 +187,7 @@ class MegatronActor(TrainedModel):
         """
         share = distinct_samples(shares)
         microbatches = self.microbatches(share, chunks)
-        found = self.infer(microbatches, self.objective.logp_of)
+        found = self.infer(microbatches, self.objective.outputs.logp_of)
         bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
         require_finite(describe_samples("log-probability", bad, share), self.device)
         reference = None
@@ -225,7 +225,7 @@ class MegatronActor(TrainedModel):
         Raises: NonFiniteError on every rank, naming the samples.
         """
         every, first = distinct_samples(batch.shares), distinct_samples(batch.shares[:1])
-        first_logp = self.infer(self.microbatches(first, batch.chunks), self.objective.logp_of)
+        first_logp = self.infer(self.microbatches(first, batch.chunks), self.objective.outputs.logp_of)
         microbatches = self.microbatches(every, batch.chunks)
         kl: dict[int, np.ndarray] = {}
         if self.place.pp == self.layout.pp - 1:
@@ -279,7 +279,7 @@ class MegatronActor(TrainedModel):
         """Compute the squared norms of the scores of all tokens, for the policy before the updates; empty on ranks of
         other stages than the last. Shapes: float32 [n] by sample."""
         every = distinct_samples(batch.shares)
-        found = self.infer(self.microbatches(every, batch.chunks), self.objective.score_norms_of)
+        found = self.infer(self.microbatches(every, batch.chunks), self.objective.outputs.score_norms_of)
         norms: dict[int, np.ndarray] = {}
         for microbatch, values in found:
             if microbatch.samples:
@@ -343,7 +343,7 @@ class MegatronActor(TrainedModel):
         Collective: all ranks.
         """
         rows = [self.routing.row(microbatch, replays=replays) for microbatch in microbatches]
-        found = self.infer(microbatches, self.objective.logp_and_entropy_of, rows)
+        found = self.infer(microbatches, self.objective.outputs.logp_and_entropy_of, rows)
         # Ranks of other stages have no log-probabilities and take no part in the reductions.
         if not found:
             return TokenChoice()

@@ -104,7 +104,9 @@ def _logp(
 ) -> dict[int, torch.Tensor]:
     batches = model.microbatches(share, chunks)
     # free: the policy's experts must not be imposed on the reference.
-    logp_by_batch = model.infer(batches, objective.logp_of, [model.routing.row(batch, free=True) for batch in batches])
+    logp_by_batch = model.infer(
+        batches, objective.outputs.logp_of, [model.routing.row(batch, free=True) for batch in batches]
+    )
     bad = [sample for batch, logp in logp_by_batch for sample in non_finite_samples(batch, logp)]
     require_finite(describe_samples("log-probability of the reference", bad, share), model.device)
     return by_sample(logp_by_batch)

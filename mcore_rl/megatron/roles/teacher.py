@@ -63,10 +63,10 @@ class FrozenTeacher(FrozenModel):
         states, terms = hidden.index_select(0, batch.predictors), self.terms
         fields: Fields = {}
         if terms.in_advantage:
-            fields["logp"] = self.objective.logp_of(chunk, batch, hidden)[1]
+            fields["logp"] = self.objective.outputs.logp_of(chunk, batch, hidden)[1]
         if not terms.in_loss:
             return batch, fields
-        projection = self.objective.projection(chunk, batch)
+        projection = self.objective.outputs.projection(chunk, batch)
         if self.section.top_k:
             fields["top_ids"], fields["top_logp"] = terms.top_tokens(states, projection)
         else:

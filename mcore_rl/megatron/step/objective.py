@@ -19,19 +19,16 @@ from mcore_rl.algorithms.registry import configured_corrections, configured_loss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, highest, mean_bound, token_keys
 from mcore_rl.algorithms.terms import add_terms, terms_need_old_logp
 from mcore_rl.config.algorithm import AlgorithmConfig
-from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.rules.teacher import uses_teacher
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.distillation import Distillation, TeacherOutputs
-from mcore_rl.megatron.step.kept_tokens import KeptTokens
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens, samples_and_positions
 from mcore_rl.megatron.step.mismatch import mismatch
-from mcore_rl.megatron.step.reverse_kl import Projection
-from mcore_rl.megatron.step.score_norms import linear_score_norms
+from mcore_rl.megatron.step.outputs import TokenOutputs
 from mcore_rl.megatron.step.token_choice import TokenChoice, joined_flags
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers
 
@@ -83,42 +80,45 @@ class MicroBatchReport:
 class Objective:
     """The configured loss, applied to micro-batches.
 
-    corrections: corrections of the mismatch between engine and trainer. group: tensor-parallel group; None for a single
-    rank. context: the rank's part of every row; it reports metrics of its own tokens only. stores_logp: keep the
-    log-probabilities before the first update in the batch even if no later update needs them. distillation: terms of
-    the teacher; None without one.
-
-    A loss that uses advantages refers to the distribution that the engine samples from: log-probabilities and entropies
-    use the temperature at which each token was sampled, which is `temperature` unless the batch has another one. With
-    `masked`, they cover the set of tokens that each token was sampled from. Other losses use the model's own
-    distribution, at temperature 1.
+    corrections: corrections of the mismatch between engine and trainer. outputs: log-probabilities; a loss that uses
+    advantages refers to the distribution that the engine samples from. context: the rank's part of every row; it
+    reports metrics of its own tokens only. stores_logp: keep the log-probabilities before the first update in the batch
+    even if no later update needs them. distillation: terms of the teacher; None without one.
     """
 
     algorithm: AlgorithmConfig
-    actor: ActorConfig
     loss: PolicyLoss
     corrections: tuple[Correction, ...]
-    temperature: float
-    group: dist.ProcessGroup | None
+    outputs: TokenOutputs
     context: ContextPart = SINGLE_RANK
     stores_logp: bool = False
     distillation: Distillation | None = None
-    masked: bool = False
+    mtp_loss_coefficient: float = 0.0
 
     @classmethod
     def from_config(
         cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = SINGLE_RANK
     ) -> Objective:
         """Build the configured objective. Raises: ConfigError like configured_loss."""
-        algorithm = config.algorithm
+        algorithm, rollout = config.algorithm, config.rollout
         loss = configured_loss(algorithm)
-        temperature = config.rollout.temperature if loss.needs.advantages else 1.0
-        stores_logp = config.observe.token_responses > 0 and loss.needs.advantages
-        corrections = configured_corrections(config, loss)
-        teacher = Distillation(config.teacher) if uses_teacher(config.teacher) else None
-        masked = config.rollout.keep_sampling_mask and loss.needs.advantages
+        sampled = loss.needs.advantages
+        outputs = TokenOutputs(
+            rollout.temperature if sampled else 1.0,
+            group,
+            config.actor.logprob_chunk_tokens,
+            sampled,
+            sampled and rollout.keep_sampling_mask,
+        )
         return cls(
-            algorithm, config.actor, loss, corrections, temperature, group, context, stores_logp, teacher, masked
+            algorithm,
+            loss,
+            configured_corrections(config, loss),
+            outputs,
+            context,
+            stores_logp=config.observe.token_responses > 0 and sampled,
+            distillation=Distillation(config.teacher) if uses_teacher(config.teacher) else None,
+            mtp_loss_coefficient=config.actor.mtp_loss_coefficient,
         )
 
     @property
@@ -131,89 +131,11 @@ class Objective:
             return True
         return self.loss.needs.old_logp or any(correction.needs_old_logp for correction in self.corrections)
 
-    def logp(
-        self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, *, compute_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probabilities and entropies of the trained tokens, [N] each.
-
-        Shapes: hidden [T, h], all tokens of the rank's row. Units: nats.
-        Collective: the tensor-parallel group.
-        """
-        return linear_logp_entropy(
-            hidden.index_select(0, batch.predictors),
-            output_weight(chunk),
-            batch.targets,
-            temperature=self._temperature(batch),
-            chunk_tokens=self.actor.logprob_chunk_tokens,
-            group=self.group,
-            compute_entropy=compute_entropy,
-            vocab_size=unwrap(chunk).unpadded_vocab_size,
-            kept=self._kept(batch),
-        )
-
-    def logp_of(
-        self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor
-    ) -> tuple[MicroBatch, torch.Tensor]:
-        """Compute log-probabilities only, for RankModel.infer. Returns them with their micro-batch."""
-        return batch, self.logp(chunk, hidden, batch, compute_entropy=False)[0]
-
-    def logp_and_entropy_of(
-        self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor
-    ) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
-        """Compute log-probabilities and entropies, for RankModel.infer. Returns them with their micro-batch."""
-        return batch, *self.logp(chunk, hidden, batch, compute_entropy=True)
-
     @property
     def chooses_tokens(self) -> bool:
         """True if an update needs the result of `choose_tokens`."""
         corrects = any(correction.chooses_tokens for correction in self.corrections)
         return self.loss.needs.selection or corrects or self.algorithm.high_entropy_share < 1
-
-    def score_norms_of(
-        self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor
-    ) -> tuple[MicroBatch, torch.Tensor]:
-        """Compute the squared norms of the scores of the trained tokens, [N], for RankModel.infer. Returns them with
-        their micro-batch."""
-        return batch, linear_score_norms(
-            hidden.index_select(0, batch.predictors),
-            output_weight(chunk),
-            batch.targets,
-            temperature=self._temperature(batch),
-            chunk_tokens=self.actor.logprob_chunk_tokens,
-            group=self.group,
-            vocab_size=unwrap(chunk).unpadded_vocab_size,
-        )
-
-    def projection(self, chunk: torch.nn.Module, batch: MicroBatch) -> Projection:
-        """Return the output projection of a model for the trained tokens of a micro-batch."""
-        return Projection(
-            output_weight(chunk),
-            self._temperature(batch),
-            self.actor.logprob_chunk_tokens,
-            self.group,
-            unwrap(chunk).unpadded_vocab_size,
-        )
-
-    def _kept(self, batch: MicroBatch) -> KeptTokens | None:
-        """Return the sets that the softmax covers. Raises: McoreRLError if they are needed but not recorded."""
-        if not self.masked:
-            return None
-        if batch.kept is None and len(batch.targets):
-            raise McoreRLError(
-                f"rollout.keep_sampling_mask=true, but samples {list(batch.samples[:10])} have no record of the sets "
-                "that their tokens were sampled from"
-            )
-        return batch.kept
-
-    def _temperature(self, batch: MicroBatch) -> torch.Tensor | float:
-        """Return the temperature of all trained tokens, a number or [N]."""
-        given = batch.temperatures
-        if given is None or not self.loss.needs.advantages:
-            return self.temperature
-        if isinstance(given, torch.Tensor):
-            return torch.where(given.isnan(), self.temperature, given)
-        # Recorded temperatures are float32; the configured one is float64.
-        return self.temperature if given == np.float32(self.temperature) else given
 
     def evaluate(
         self,
@@ -238,8 +160,8 @@ class Objective:
         """
         row = len(batch.tokens)
         # With MTP layers the hidden states of their depths follow the policy's (model/output.py).
-        own = hidden[:row] if self.actor.mtp_loss_coefficient else hidden
-        logp, entropy = self.logp(chunk, own, batch, compute_entropy=True)
+        own = hidden[:row] if self.mtp_loss_coefficient else hidden
+        logp, entropy = self.outputs.logp(chunk, own, batch, compute_entropy=True)
         if policy_is_old and (self.needs_old_logp or self.stores_logp):
             parts = logp.detach().split(list(batch.trained_counts))
             # In place: the later updates of the batch read it.
@@ -266,7 +188,9 @@ class Objective:
         )
         if self.distillation is not None:
             states, old = own.index_select(0, batch.predictors), inputs.old_logp if policy_is_old else None
-            terms = self.distillation.loss(states, self.projection(chunk, batch), batch, rank_batch.teacher, old)
+            terms = self.distillation.loss(
+                states, self.outputs.projection(chunk, batch), batch, rank_batch.teacher, old
+            )
             per_token, of_terms = per_token + terms[0], of_terms | terms[1]
         weighted = per_token * batch.loss_weights
         loss = weighted.sum()
@@ -276,7 +200,7 @@ class Objective:
             if policy_is_old and self.loss.needs.advantages:
                 metrics |= mismatch(batch, logp)
             report = _report(batch, loss, metrics, logp, weighted, entropy)
-        if not self.actor.mtp_loss_coefficient:
+        if not self.mtp_loss_coefficient:
             return loss, report
         ahead, of_mtp = self._mtp_loss(chunk, hidden[row:], batch, mtp_weight)
         return loss + ahead, replace(report, metrics=report.metrics | of_mtp)
@@ -304,13 +228,13 @@ class Objective:
                 # This loss must not train the output projection of the policy (see model/mtp.py).
                 output_weight(chunk).detach(),
                 labels[positions] - 1,
-                chunk_tokens=self.actor.logprob_chunk_tokens,
-                group=self.group,
+                chunk_tokens=self.outputs.chunk_tokens,
+                group=self.outputs.group,
                 compute_entropy=False,
                 vocab_size=model.unpadded_vocab_size,
             )
             total, count = total - logp.sum(), count + len(positions)
-        loss = total * (self.actor.mtp_loss_coefficient * token_weight / model.config.mtp_num_layers)
+        loss = total * (self.mtp_loss_coefficient * token_weight / model.config.mtp_num_layers)
         return loss, {"actor/mtp_loss": Mean(float(total.detach()), count)}
 
     def choose_tokens(

@@ -37,7 +37,7 @@ class Projection:
         temperature = self.temperature
         if isinstance(temperature, torch.Tensor):
             temperature = temperature.detach().to(_compute_dtype(hidden))
-        return _Options(temperature, self.chunk_tokens, self.group, False, self.vocab_size)
+        return _Options(temperature, self.chunk_tokens, self.group, False, self.vocab_size, None)
 
     def reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> None:
         """Add a tensor over the ranks of the group, in place, or take the largest value."""

@@ -37,7 +37,7 @@ def linear_score_norms(
     """
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.to(_compute_dtype(hidden))
-    options = _Options(temperature, chunk_tokens, group, False, vocab_size)
+    options = _Options(temperature, chunk_tokens, group, False, vocab_size, None)
     statistics = _statistics(hidden, weight, targets - options.first_entry(weight), options)
     maximum, total, squares, target_logit = statistics
     if group is not None and dist.get_world_size(group) > 1:
