@@ -308,6 +308,15 @@ def test_keep_sampling_mask_on_sglang_is_rejected(base: str) -> None:
         validate(load_config(base, overrides))
 
 
+def test_keep_sampling_mask_with_gradients_of_all_tokens_is_rejected(base: str) -> None:
+    kept = ["rollout.keep_sampling_mask=true", "rollout.top_p=0.9"]
+    with pytest.raises(ConfigError, match=r"^algorithm\.advantage=optimal_token_baseline .* the sampled sets; set"):
+        validate(load_config(base, [*kept, "algorithm.advantage=optimal_token_baseline"]))
+    teacher = ["teacher.hf_path=teacher", "teacher.in_loss=1"]
+    with pytest.raises(ConfigError, match=r"^teacher\.hf_path=teacher: the teacher's .* trains on the sampled sets;"):
+        validate(load_config(base, [*kept, *teacher, "algorithm.advantage=grpo"]))
+
+
 def test_keep_sampling_mask_still_rejects_untrained_options(base: str) -> None:
     """Penalties and greedy sampling are no truncation."""
     kept = ["rollout.keep_sampling_mask=true", "rollout.top_p=0.9", "algorithm.advantage=reinforce_plus_plus"]

@@ -49,7 +49,7 @@ def test_mismatch_estimates_are_unbiased_in_both_directions() -> None:
     }
     sums = dict.fromkeys([name + kind for name in exact for kind in ("", "_low_var")], 0.0)
     for ours, theirs in zip(trainer, engine, strict=True):
-        batch: Any = SimpleNamespace(logp_rollout=theirs[None], staleness=torch.ones(1))
+        batch: Any = SimpleNamespace(logp_rollout=theirs[None], staleness=torch.ones(1), kept=None)
         metrics = mismatch(batch, ours[None])
         for name in sums:
             sums[name] += metrics[name].value * theirs.exp().item()

@@ -113,12 +113,12 @@ def test_command_blockers_need_force(tmp_path: Path, capsys: pytest.CaptureFixtu
     script, target = tmp_path / "run.sh", tmp_path / "c.yaml"
     text = (SCRIPTS / "grpo_gsm8k.sh").read_text()
     script.write_text(
-        text.replace("adv_estimator=grpo", "adv_estimator=gdpo").replace("=vllm", "=vllm data.video_key=i")
+        text.replace("adv_estimator=grpo", "adv_estimator=another_one").replace("=vllm", "=vllm data.video_key=i")
     )
     words = ["import-verl", str(script), "--out", str(target)]
     assert cli.main(words) == 2
     message = capsys.readouterr().err
-    assert "algorithm.adv_estimator=gdpo (line 5): no counterpart" in message
+    assert "algorithm.adv_estimator=another_one (line 5): no counterpart" in message
     assert "data.video_key=i (line 22)" in message
     assert message.endswith("--force leaves such settings out (see docs/migration.md)\n")
     assert not target.exists()

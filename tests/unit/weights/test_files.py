@@ -226,7 +226,7 @@ def test_digests_cover_all_tensors_and_detect_changes(store: dist.TCPStore, tmp_
             check_update(processes, seed)
             checkpoint = checkpoint_of(plan, seed)
             whole = {name: value for name, value in checkpoint.items() if "rotary" not in name}
-            boxes = {name: ((0,) * value.dim(), tuple(value.shape)) for name, value in whole.items()}
+            boxes = {name: (((0,) * value.dim(), tuple(value.shape)),) for name, value in whole.items()}
             name = "model.layers.1.self_attn.k_proj.weight"
             changed = whole | {name: whole[name] + torch.nn.functional.pad(torch.ones(1, 1), (3, 28, 5, 26))}
             for of_rank in receive_digests(processes, held_by(plan, checkpoint)):
