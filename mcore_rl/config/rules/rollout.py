@@ -197,7 +197,8 @@ def _check_mask(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
     if algorithm.advantage == "optimal_token_baseline":
         raise ConfigError(
             "algorithm.advantage=optimal_token_baseline measures gradients over the whole vocabulary, and "
-            f"{_KEEP_MASK} trains on the sampled sets; set another algorithm.advantage, or rollout.keep_sampling_mask=false"
+            f"{_KEEP_MASK} trains on the sampled sets; set another algorithm.advantage, or "
+            "rollout.keep_sampling_mask=false"
         )
 
 
