@@ -35,7 +35,7 @@ def translate_rollout(run: SlimeRun) -> None:
     for key in ("rollout-top-p", "rollout-top-k"):
         value = source.number(key)
         if (key.endswith("p") and value < 1) or (key.endswith("k") and value > 0):
-            draft.block(source.effective(key), "training samples from the full softmax")
+            draft.block(source.effective(key), "training with SGLang samples from the full softmax")
     # Arguments of slime's forks.
     for key, name, neutral in (("rollout-min-p", "min_p", 0), ("rollout-repetition-penalty", "repetition_penalty", 1)):
         setting = source.find(key)

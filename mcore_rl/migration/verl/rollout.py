@@ -104,18 +104,38 @@ def _translate_engine(run: VerlRun) -> None:
 
 def _translate_sampling(run: VerlRun) -> None:
     source, draft = run.source, run.draft
+    _translate_truncation(run)
+    # Scripts add this key, which verl passes on to the engine.
+    setting = source.find(f"{ROLLOUT}.repetition_penalty")
+    if setting is not None and setting.value not in (None, 1):
+        remedy = "set it to 1; validation may use rollout.validation_repetition_penalty"
+        draft.block(setting, f"training samples from the unchanged softmax; {remedy}")
+
+
+def _translate_truncation(run: VerlRun) -> None:
+    """Translate sampling from a part of the vocabulary, whose sets the trainer then uses."""
+    source, draft = run.source, run.draft
     top_p, top_k = source.number(f"{ROLLOUT}.top_p"), source.integer(f"{ROLLOUT}.top_k")
-    if top_p < 1:
-        draft.block(source.effective(f"{ROLLOUT}.top_p"), "training samples from the full softmax; set it to 1")
-    # verl's Hugging Face rollout writes 0 for all tokens.
-    if top_k > 0:
-        draft.block(source.effective(f"{ROLLOUT}.top_k"), "training samples from the full softmax; set it to -1")
-    # Scripts add these keys, which verl passes on to the engine.
-    for name, neutral in (("min_p", 0), ("repetition_penalty", 1)):
-        setting = source.find(f"{ROLLOUT}.{name}")
-        if setting is not None and setting.value not in (None, neutral):
-            remedy = f"set it to {neutral}; validation may use rollout.validation_{name}"
-            draft.block(setting, f"training samples from the unchanged softmax; {remedy}")
+    # Scripts add min_p, which verl passes on to the engine. Its Hugging Face rollout writes top_k 0 for all tokens.
+    min_p = source.number(f"{ROLLOUT}.min_p") if source.find(f"{ROLLOUT}.min_p") is not None else 0
+    found = {"top_p": (top_p, top_p < 1), "top_k": (top_k, top_k > 0), "min_p": (min_p, min_p > 0)}
+    used = {name: value for name, (value, truncates) in found.items() if truncates}
+    if used and draft.values.get("rollout.engine") == "sglang":
+        for name in used:
+            reason = (
+                "training with SGLang samples from the full softmax; sample from all tokens, or use rollout.name=vllm"
+            )
+            draft.block(source.effective(f"{ROLLOUT}.{name}"), reason)
+        return
+    for name, value in used.items():
+        draft.take(source, f"rollout.{name}", value, f"{ROLLOUT}.{name}")
+    if used:
+        shown = source.effective(f"{ROLLOUT}.{next(iter(used))}").shown
+        draft.set("rollout.keep_sampling_mask", True, "for exact log-probabilities")
+        draft.changes.append(
+            f"{shown}: verl normalizes log-probabilities over the whole vocabulary; here the trainer normalizes over the "
+            "tokens that the engine sampled from (rollout.keep_sampling_mask)"
+        )
 
 
 def _translate_validation(run: VerlRun) -> None:

@@ -159,7 +159,7 @@ def test_import_weights_through_files_keep_their_directory(mode: str, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ("--rollout-top-p 0.9", "training samples from the full softmax"),
+        ("--rollout-top-p 0.9", "training with SGLang samples from the full softmax"),
         ("--rollout-repetition-penalty 1.1", "training samples from the unchanged softmax; set it to 1"),
         ("--use-opd", "distillation is not translated; set teacher.*"),
         ("--rm-type gpqa", "there is no such grader"),

@@ -285,9 +285,6 @@ def test_import_yaml_with_defaults_lists_only_what_differs() -> None:
             "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
             "no counterpart of this value for algorithm.policy_loss",
         ),
-        ("actor_rollout_ref.rollout.top_p=0.9", "training samples from the full softmax; set it to 1"),
-        ("actor_rollout_ref.rollout.top_k=50", "training samples from the full softmax; set it to -1"),
-        ("actor_rollout_ref.rollout.min_p=0.1", "set it to 0; validation may use rollout.validation_min_p"),
         ("actor_rollout_ref.rollout.repetition_penalty=1.05", "set it to 1; validation may use rollout.validation_rep"),
         ("data.video_key=clips", "videos and audio are not supported"),
         ("distillation.enabled=True", "distillation is not translated; set teacher.* (docs/distillation.md)"),
@@ -302,6 +299,18 @@ def test_import_setting_that_changes_training_is_a_blocker(override: str, reason
     _, draft, _ = translated(override, tmp_path)
     assert [line for line in draft.blockers if line.startswith(f"{override.replace('true', 'True')} (line 1): ")]
     assert reason in " ".join(draft.blockers)
+
+
+def test_import_truncated_sampling_keeps_the_sampled_sets(tmp_path: Path) -> None:
+    keys = "actor_rollout_ref.rollout"
+    _, draft, _ = translated(f"{keys}.top_p=0.9 {keys}.top_k=50 +{keys}.min_p=0.1", tmp_path)
+    assert draft.blockers == []
+    names = ("top_p", "top_k", "min_p", "keep_sampling_mask")
+    assert [draft.values[f"rollout.{name}"] for name in names] == [0.9, 50, 0.1, True]
+    assert any("normalizes over the tokens that the engine sampled from" in line for line in draft.changes)
+    _, draft, _ = translated(f"{keys}.top_p=0.9 {keys}.name=sglang", tmp_path)
+    assert any("training with SGLang samples from the full softmax" in line for line in draft.blockers)
+    assert "rollout.keep_sampling_mask" not in draft.values
 
 
 @pytest.mark.parametrize(
