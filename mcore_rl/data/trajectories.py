@@ -42,13 +42,20 @@ def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers
 
 def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
     """Concatenate the trajectories of buffers. Routed experts, turn rewards and kept sets must exist in all buffers
-    or in none."""
+    or in none.
+
+    Raises: ValueError naming a column that some buffers lack.
+    """
     names = {field.name for field in fields(TrajectoryBuffers)} - {"images", "image_rows"}
     columns = {name: [getattr(part, name) for part in parts] for name in names}
     # Temperatures may be scalar in one buffer and an array in another, so they need their own function.
     temperatures = _joined_temperatures(parts)
     del columns["temperatures"]
-    joined = {name: np.concatenate(arrays) for name, arrays in columns.items() if arrays[0] is not None}
+    absent = {name: sum(array is None for array in arrays) for name, arrays in columns.items()}
+    for name, count in absent.items():
+        if 0 < count < len(parts):
+            raise ValueError(f"{count} of {len(parts)} buffers have no {name}")
+    joined = {name: np.concatenate(arrays) for name, arrays in columns.items() if not absent[name]}
     # The offsets of every part begin at 0.
     for name in OFFSETS & joined.keys():
         lengths = np.concatenate([np.diff(offsets) for offsets in columns[name]])

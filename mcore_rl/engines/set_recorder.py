@@ -62,7 +62,7 @@ def encode_rows(kept: torch.Tensor) -> list[np.ndarray]:
     # nonzero lists the entries row by row in ascending order.
     ids = kept[torch.from_numpy(short).to(kept.device)].nonzero()[:, 1].to(torch.int32).cpu().numpy()
     for row, run in zip(short.tolist(), np.split(ids, np.cumsum(counts[short])[:-1]), strict=False):
-        runs[row] = run
+        runs[row] = run.copy()  # a view would keep the ids of all rows
     for row in np.flatnonzero(counts > max_set_words(kept.shape[1])).tolist():
         runs[row] = encode_ids(np.flatnonzero(kept[row].cpu().numpy()), kept.shape[1])
     return runs

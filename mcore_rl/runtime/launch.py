@@ -269,7 +269,7 @@ def _journals(run_dir: Path, rollout: RolloutConfig, router_replay: str) -> Iter
     of a lost engine from its journal.
 
     Yields None without restarts, or if routed experts or sampling sets are recorded: they are not in the journal, so
-    other engines could not continue the responses. They generate them again, with the same tokens.
+    other engines could not continue the responses. They generate them again.
     """
     if not rollout.max_engine_restarts or router_replay == "engine" or rollout.keep_sampling_mask:
         yield None

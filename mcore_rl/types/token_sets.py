@@ -54,11 +54,11 @@ class TokenSets:
 
     def take(self, rows: np.ndarray) -> TokenSets:
         """Copy the sets of the tokens `rows` (int64 [n]), in this order."""
-        lengths = np.diff(self.offsets)[rows]
+        lengths = self.offsets[rows + 1] - self.offsets[rows]
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         # Word k of a run moves from its old start + k to its new start + k.
-        places = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
+        places = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], lengths)
         return TokenSets(self.words[places], offsets)
 
     @property

@@ -144,6 +144,31 @@ def test_partial_response_without_sets_is_rejected(engine: RemoteEngine, done: d
         engine.generate([replace(request, partial=lost)])
 
 
+def _rows_to_record(engine: Any, discarded: list[bool]) -> Any:
+    """Return the rows that vLLM's sampler records of four rows: two drafts of `a`, one sample of `b` and `c`."""
+    from types import SimpleNamespace
+
+    from mcore_rl.engines.vllm import sampler
+
+    requests = {
+        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
+        for name, extra in (("a", {"keep_set": True}), ("b", None), ("c", {"keep_set": True}))
+    }
+    runner = SimpleNamespace(
+        input_batch=SimpleNamespace(req_ids=list(requests)),
+        requests=requests,
+        discard_request_mask=SimpleNamespace(np=np.array(discarded)),
+    )
+    return sampler._rows_to_record(runner, np.array([0, 0, 1, 2]), np.array([7, 8, 5, 3]))
+
+
+def test_sampler_records_no_sample_that_vllm_discards(engine: RemoteEngine) -> None:
+    """A pass over a piece of the known tokens, after a preemption, can end within the response: its set must stay."""
+    assert engine.call(_rows_to_record, [False] * 3) == ([0, 1, 3], ["a", "a", "c"], [7, 8, 3])
+    assert engine.call(_rows_to_record, [True, False, False]) == ([3], ["c"], [3])
+    assert engine.call(_rows_to_record, [False, False, True]) == ([0, 1], ["a", "a"], [7, 8])
+
+
 def _recorded_requests(engine: Any) -> int:
     from mcore_rl.engines.vllm import sampler
 

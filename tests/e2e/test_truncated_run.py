@@ -16,7 +16,9 @@ TRUNCATED = ("rollout.top_p=0.8", "rollout.min_p=0.01", "rollout.keep_sampling_m
 
 
 def test_run_on_truncated_sampling_agrees_with_the_engine(task: Path, tmp_path: Path) -> None:
-    train(task, tmp_path / "run", *TRUNCATED, "observe.keep_trajectories=1", "rollout.max_logp_gap=0.0001")
+    # The check of the model at the start computes logits of all tokens.
+    checked = ("model.check_logits=always", "rollout.max_logp_gap=0.0001")
+    train(task, tmp_path / "run", *TRUNCATED, *checked, "observe.keep_trajectories=1")
     rows = metrics(tmp_path / "run")
     for step in (1, 2, 3):
         # float32 on both sides; the truncated mass of 0.2 alone would give 0.22

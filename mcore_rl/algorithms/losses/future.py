@@ -59,7 +59,7 @@ class FIPO:
     decay_tokens: float = 32.0
     influence_low: float = 0.0
     influence_high: float = 0.2
-    safety_ratio: float = 4.0
+    safety_ratio: float = 10.0
 
     def __post_init__(self) -> None:
         check_bounds(self.clip_low, self.clip_high)

@@ -188,6 +188,11 @@ def _check_mask(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
             f"{_KEEP_MASK} has no effect on sampling from all tokens; set rollout.top_p below 1, rollout.top_k or "
             "rollout.min_p, or rollout.keep_sampling_mask=false"
         )
+    if rollout.top_k == 1:
+        raise ConfigError(
+            "rollout.top_k=1 leaves one token, whose log-probability is 0 and has no gradient; set it to at least 2, "
+            "or to -1 (all tokens)"
+        )
     if rollout.engine != "vllm":
         raise ConfigError(
             f"{_KEEP_MASK} needs rollout.engine=vllm: {rollout.engine} does not return the sets that its tokens are "

@@ -38,7 +38,7 @@ FORMAT = 5
 _DATA_KEYS = (
     "prompt_key answer_key image_key template plain_template system_prompt template_kwargs long_prompts".split()
 )
-_ROLLOUT_KEYS = ("max_prompt_tokens", "max_response_tokens")
+_ROLLOUT_KEYS = ("keep_sampling_mask", "max_prompt_tokens", "max_response_tokens")
 _PACKAGES = ("mcore-rl", "transformers", "tokenizers", "jinja2")
 _PATH_SETTINGS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file")
 

@@ -67,10 +67,15 @@ def _sample(
 def _rows_to_record(
     runner: GPUModelRunner, requests: np.ndarray, positions: np.ndarray
 ) -> tuple[list[int], list[str], list[int]]:
-    """Return the rows of requests with KEEP_SET, their requests and positions. Shapes: requests, positions [rows]."""
-    names = runner.input_batch.req_ids
-    extra = [runner.requests[name].sampling_params.extra_args for name in names]
-    rows = [row for row, request in enumerate(requests.tolist()) if extra[request] and KEEP_SET in extra[request]]
+    """Return the rows of requests with KEEP_SET, their requests and positions. Shapes: requests, positions [rows].
+
+    Samples that vLLM discards are left out: a pass over a piece of the known tokens, for example after a preemption,
+    can end within the response, whose sets must stay.
+    """
+    names, discarded = runner.input_batch.req_ids, runner.discard_request_mask.np
+    extra = [runner.requests[name].sampling_params.extra_args or {} for name in names]
+    records = [KEEP_SET in extra[number] and not discarded[number] for number in range(len(names))]
+    rows = [row for row, request in enumerate(requests.tolist()) if records[request]]
     return rows, [names[requests[row]] for row in rows], positions[rows].tolist()
 
 
@@ -92,7 +97,7 @@ def _forward(
     rows, requests, at = _recorded
     if _recorder is not None and rows:
         # Truncation, also by vLLM's min-p before this function, has set the logits of all other entries to -inf.
-        _recorder.record(requests, at, logp[rows] > -torch.inf)
+        _recorder.record(requests, at, (logp > -torch.inf)[rows])
     return sample_tokens(logp.exp(), keys.to(logp.device, non_blocking=True)), logp
 
 

@@ -107,9 +107,9 @@ class MegatronActor(TrainedModel):
     def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
         """Measure how much the policy's log-probabilities differ from the recorded ones. Nothing is changed.
 
-        Each token is compared at its recorded temperature, or at 1 if none is recorded.
+        Each token is compared at its recorded temperature, or at 1 if none is recorded, over the whole vocabulary.
         """
-        plain = replace(self.objective.outputs, temperature=1.0)
+        plain = replace(self.objective.outputs, temperature=1.0, masked=False)
         return self._mismatch(self.infer(self.microbatches(share, chunks), plain.logp_of))
 
     def compare_logp(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> list[LogpGap]:

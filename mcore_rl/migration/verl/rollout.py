@@ -133,8 +133,8 @@ def _translate_truncation(run: VerlRun) -> None:
         shown = source.effective(f"{ROLLOUT}.{next(iter(used))}").shown
         draft.set("rollout.keep_sampling_mask", True, "for exact log-probabilities")
         draft.changes.append(
-            f"{shown}: verl normalizes log-probabilities over the whole vocabulary; here the trainer normalizes over the "
-            "tokens that the engine sampled from (rollout.keep_sampling_mask)"
+            f"{shown}: verl normalizes log-probabilities over the whole vocabulary; here the trainer normalizes over "
+            "the tokens that the engine sampled from (rollout.keep_sampling_mask)"
         )
 
 

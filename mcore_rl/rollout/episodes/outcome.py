@@ -11,7 +11,7 @@ import numpy as np
 
 from mcore_rl.errors import DataError
 from mcore_rl.rollout.episodes.session import Sampled, Session
-from mcore_rl.types import NOT_SAMPLED, EpisodeOutcome, Trajectory, extra_of_turns
+from mcore_rl.types import NOT_SAMPLED, EpisodeOutcome, TokenSets, Trajectory, extra_of_turns
 
 STOP, LENGTH, ERROR = "stop", "length", "error"
 
@@ -58,7 +58,8 @@ def failed(session: Session, error: str, traceback: str | None, end_id: int, ver
     if not trajectories:
         prompt_ids, zero = np.asarray(session.prompt_ids, np.int32), np.zeros(1, np.float32)
         token, versions = np.array([end_id], np.int32), np.array([version], np.int32)
-        trajectories = [Trajectory(prompt_ids, token, zero, versions, np.zeros(1, np.uint8), zero)]
+        kept = TokenSets.empty(1) if session.keeps_sets else None
+        trajectories = [Trajectory(prompt_ids, token, zero, versions, np.zeros(1, np.uint8), zero, kept=kept)]
     return replace(_outcome(session, trajectories, ERROR), error=error, traceback=traceback)
 
 

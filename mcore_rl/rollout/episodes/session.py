@@ -247,6 +247,11 @@ class Session:
         return self._context.conversation.encode_plain(text)
 
     @property
+    def keeps_sets(self) -> bool:
+        """True if responses contain the sets that their tokens were sampled from."""
+        return self._request.sampling.keep_mask
+
+    @property
     def response_text(self) -> str:
         """Text of all the model's turns, for graders. Messages of tools and users are excluded, so that a tool's result
         is not graded as the model's answer."""

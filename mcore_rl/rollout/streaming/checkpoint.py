@@ -50,17 +50,19 @@ class SavedGroup:
 @dataclass(frozen=True)
 class Bounds:
     """Configuration under which groups were submitted: rollout.max_staleness, max_staleness_hard,
-    trainer.prompts_per_step and rollout.samples_per_prompt."""
+    trainer.prompts_per_step, rollout.samples_per_prompt and rollout.keep_sampling_mask."""
 
     max_staleness: int
     max_staleness_hard: int
     prompts_per_step: int
     samples_per_prompt: int
+    keep_sampling_mask: bool = False
 
     def require(self, saved: Bounds) -> None:
         """Check that groups of `saved` can be trained under these bounds.
 
-        Raises: CheckpointError naming a key that was lowered: existing groups could no longer be trained in time.
+        Raises: CheckpointError naming a key that was lowered, because existing groups could no longer be trained in
+        time, or that must be equal.
         """
         for name, key in (
             ("max_staleness", "rollout.max_staleness"),
@@ -72,11 +74,12 @@ class Bounds:
                     f"the checkpoint has groups that were submitted with {key}={getattr(saved, name)}, but this run "
                     f"has {getattr(self, name)}, with which they could become too old: restore the value or raise it"
                 )
-        if self.samples_per_prompt != saved.samples_per_prompt:
-            raise CheckpointError(
-                f"the checkpoint has groups with rollout.samples_per_prompt={saved.samples_per_prompt}, but this run "
-                f"has {self.samples_per_prompt}: restore the value"
-            )
+        for name in ("samples_per_prompt", "keep_sampling_mask"):
+            before, now = (str(getattr(bounds, name)).lower() for bounds in (saved, self))
+            if before != now:
+                raise CheckpointError(
+                    f"the checkpoint has groups with rollout.{name}={before}, but this run has {now}: restore the value"
+                )
 
 
 def write_groups(path: Path, bounds: Bounds, groups: Sequence[SavedGroup]) -> None:

@@ -185,7 +185,13 @@ class StreamingCollector:
     @property
     def _bounds(self) -> Bounds:
         rollout, size = self.source.rollout, self.source.prompts_per_step
-        return Bounds(rollout.max_staleness, rollout.hard_staleness, size, rollout.samples_per_prompt)
+        return Bounds(
+            rollout.max_staleness,
+            rollout.hard_staleness,
+            size,
+            rollout.samples_per_prompt,
+            rollout.keep_sampling_mask,
+        )
 
     def _advance(self) -> None:
         """Process finished groups and submit new ones, without waiting."""

@@ -120,7 +120,7 @@ def dro(logp, given, mask, beta=0.05, anchor="rollout"):
 
 def fipo(
     logp, given, mask, clip_low=0.2, clip_high=0.28, dual_clip=10.0, decay_tokens=32.0,
-    influence_low=0.0, influence_high=0.2, safety_ratio=4.0,
+    influence_low=0.0, influence_high=0.2, safety_ratio=10.0,
 ):  # fmt: skip
     losses = {}
     for i, row in enumerate(logp):

@@ -308,6 +308,11 @@ def test_keep_sampling_mask_on_sglang_is_rejected(base: str) -> None:
         validate(load_config(base, overrides))
 
 
+def test_keep_sampling_mask_with_one_token_is_rejected(base: str) -> None:
+    with pytest.raises(ConfigError, match=r"^rollout\.top_k=1 leaves one token, .* at least 2"):
+        validate(load_config(base, ["rollout.keep_sampling_mask=true", "rollout.top_k=1"]))
+
+
 def test_keep_sampling_mask_with_gradients_of_all_tokens_is_rejected(base: str) -> None:
     kept = ["rollout.keep_sampling_mask=true", "rollout.top_p=0.9"]
     with pytest.raises(ConfigError, match=r"^algorithm\.advantage=optimal_token_baseline .* the sampled sets; set"):

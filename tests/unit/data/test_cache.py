@@ -42,8 +42,9 @@ def rows_file(tmp_path: Path) -> Path:
 def load(tmp_path: Path, tokenizer: Any) -> Any:
     def loaded(path: Any, limit: int = 30, *, tokenizer: Any = tokenizer, cached: bool = True, **data: Any) -> Any:
         options = {name: data.pop(name) for name in ("max_prompts", "runs_tools") if name in data}
+        rollout = RolloutConfig(max_prompt_tokens=limit, keep_sampling_mask=data.pop("keep_sampling_mask", False))
         config = DataConfig(cache_dir=str(tmp_path / "cache") if cached else None, **data)
-        return load_prompts(path, tokenizer, config, RolloutConfig(max_prompt_tokens=limit), **options)
+        return load_prompts(path, tokenizer, config, rollout, **options)
 
     loaded.tokenizer = tokenizer
     return loaded
@@ -107,6 +108,7 @@ def test_changed_key_misses_the_cache(rows_file: Path, load: Any) -> None:
         {"answer_key": "answer"},
         {"max_prompts": 2},
         {"runs_tools": True},
+        {"keep_sampling_mask": True},
     ):
         prompts, report = load(rows_file, **changed)
         assert HIT not in report.notes

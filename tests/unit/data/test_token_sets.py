@@ -81,6 +81,13 @@ def test_trajectories_carry_their_sets() -> None:
     assert plain.kept is take_rows(plain, np.array([0])).kept is None
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_join_rows_does_not_drop_the_sets_of_some_buffers(first: int) -> None:
+    parts = [pack_trajectories([trajectory(0, encoded(python_sets()))]), pack_trajectories([trajectory(1, None)])]
+    with pytest.raises(ValueError, match="1 of 2 buffers have no kept_words"):
+        join_rows([parts[first], parts[1 - first]])
+
+
 def test_trajectories_without_sets_beside_others_are_named() -> None:
     given = [trajectory(0, encoded(python_sets())), trajectory(1, None)]
     message = r"keep_sampling_mask=true: 1 of 2 responses ended without the sets .*: 8\.1"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.megatron.step.mismatch import mismatch
+from mcore_rl.megatron.step.mismatch import logp_gap, mismatch
 from mcore_rl.types import merge_metrics
 
 
@@ -60,6 +60,18 @@ def test_mismatch_estimates_are_unbiased_in_both_directions() -> None:
 @pytest.mark.parametrize("cuts", [[], [20], [0, 3, 3, 49]], ids=["whole", "two", "with empty ones"])
 def test_mismatch_metrics_merge_over_micro_batches(cuts: list[int]) -> None:
     assert measured(cuts) == pytest.approx(measured([]), rel=1e-9)
+
+
+def test_logp_gap_leaves_out_tokens_of_which_the_engine_was_certain() -> None:
+    """Most tokens of a truncated distribution can be certain; they must not hide a wrong model in the median."""
+    batch: Any = SimpleNamespace(logp_rollout=torch.tensor([0.0, 0.0, -1.0, 0.0, -2.0, 0.0]))
+    gap = logp_gap([(batch, torch.tensor([0.0, 0.0, -1.5, 0.0, -2.5, 0.0]))], own_routing=True)
+    assert gap == logp_gap([(only(batch, [2, 4]), torch.tensor([-1.5, -2.5]))], own_routing=True)
+    assert gap.typical == pytest.approx(0.5)
+
+
+def only(batch: Any, rows: list[int]) -> Any:
+    return SimpleNamespace(logp_rollout=batch.logp_rollout[rows])
 
 
 def test_mismatch_without_tokens_is_zero() -> None:

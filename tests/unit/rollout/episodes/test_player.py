@@ -291,6 +291,22 @@ def test_session_generate_validation_may_truncate(stage: SetUp) -> None:
     assert set(outcome.trajectories[0].temperatures.tolist()) == {0.0}
 
 
+def test_player_episode_that_sampled_nothing_has_empty_sets(stage: SetUp) -> None:
+    """A group's other responses have sets, and buffers have them for all responses or for none."""
+
+    async def run(session: Session, prompt: EpisodePrompt) -> float:
+        raise KeyError("before the first turn")
+
+    on = stage(lambda text: f"hello{END}", run)
+    (attempt,) = on.attempts()
+    for keeps in (True, False):
+        request = replace(attempt.request, sampling=replace(attempt.request.sampling, keep_mask=keeps))
+        (outcome,) = on.play(attempts=[replace(attempt, request=request)])
+        (trajectory,) = outcome.trajectories
+        assert (trajectory.kept is not None) == keeps
+        assert trajectory.kept is None or trajectory.kept.sizes().tolist() == [0]
+
+
 def test_session_generate_temperature_per_turn(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> float:
         first = await session.generate(prompt.token_ids, {"temperature": 0.5})

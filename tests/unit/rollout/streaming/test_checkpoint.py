@@ -147,6 +147,15 @@ def test_load_lowered_bounds_are_rejected(name: str, key: str) -> None:
         replace(saved, **{name: getattr(saved, name) + 1}).require(saved)
 
 
+def test_load_with_another_rule_for_sets_is_rejected() -> None:
+    saved, now = Bounds(2, 4, 8, 4, True), Bounds(2, 4, 8, 4)
+    with pytest.raises(CheckpointError, match=r"rollout\.keep_sampling_mask=true, but this run has false: restore"):
+        now.require(saved)
+    with pytest.raises(CheckpointError, match=r"rollout\.keep_sampling_mask=false, but this run has true: restore"):
+        saved.require(now)
+    saved.require(saved)
+
+
 def test_write_groups_scalars_round_trip_exactly(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     floats = generator.normal(size=3).astype(np.float32)
