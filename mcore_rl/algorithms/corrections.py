@@ -25,7 +25,8 @@ et al. (2025), "When speed kills stability" (sequence and geometric, mask and re
 mask with 0.5 and 5), and (2026), KPop (bernoulli_kl above 2); DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence mask
 (geometric, reject, negative_only, policy current, low = exp(-delta), no upper bound: its mean of log(Q / P) above delta
 drops a response); M2PO, arXiv 2510.01161 (second_moment, policy current, high = 0.04; the authors' code instead
-considers only tokens that the update would move further away, and clips them); effective sample size: L. Kish (1965).
+considers only tokens that the update would move further away, and clips their ratios, with bounds of at most 0.7 and at
+least 1.5); effective sample size: L. Kish (1965).
 """
 
 from __future__ import annotations

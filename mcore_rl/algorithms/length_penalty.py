@@ -7,7 +7,8 @@ whose accuracy is above 0.5. Tokens are expensive where the prompt is easy; 1 / 
 is right. The penalty changes the rewards from which advantages are computed, after dynamic sampling; reward/mean is the
 mean without it.
 
-Source: Adaptive Length Penalty, arXiv 2506.05256. c is the paper's beta with its normalization of the length.
+Source: Adaptive Length Penalty, arXiv 2506.05256, with the penalty beta N max(p, 1 / K). Here N is the number of
+trained tokens, not normalized, so c is beta.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ The drift penalty pulls the policy back to the policy that sampled. Both terms h
 the policy loss clips, masks or corrects.
 
 Source: unbiased KL: DeepSeek-V3.2, arXiv 2512.02556, equation 7 (low_var); drift penalty: Kimi K2.5, arXiv 2602.02276,
-the term tau (log ratio)^2 of its objective.
+the term tau (log ratio)^2 of equation 1.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class GRPO(PerResponse):
     division, leave_one_out is rloo.
 
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783, section 3.2; ScaleRL, arXiv
-    2510.13786, the objective J_ScaleRL; Lite PPO, arXiv 2508.08221; leave-one-out: arXiv 2402.14740.
+    2510.13786, section 4; Lite PPO, arXiv 2508.08221; leave-one-out: arXiv 2402.14740.
     Shapes: token_rewards, mask [B, T], group_ids [B] -> [B, T].
     """
 
@@ -150,16 +150,18 @@ class RLOO(PerResponse):
 
 @dataclass(frozen=True)
 class MaxRL(PerResponse):
-    """MaxRL: the policy gradient of the log-likelihood of a correct response, truncated at the size of the group.
+    """MaxRL: the policy gradient of the log-likelihood of a correct response, a series truncated at k - 1 terms.
 
         A_i = (r_i - mean(r_G)) / mean(r_G)     0 if all rewards of group G are 0
 
     For rewards of 0 and 1, mean(r_G) is the pass rate of the group, so hard prompts get large advantages: with K
-    correct responses out of k, a correct one has (k - K) / K and a wrong one -1. Groups of equal rewards have advantage
-    exactly 0. Other rewards of at least 0 are weighted in the same way; the derivation is for 0 and 1.
+    correct responses out of k, a correct one has (k - K) / K and a wrong one -1. The expected gradient belongs to the
+    first k - 1 terms of log(p) as a series in 1 - p, for the probability p of a correct response. Groups of equal
+    rewards have advantage exactly 0. Other rewards of at least 0 are weighted in the same way; the derivation is for 0
+    and 1.
 
-    Source: Maximum Likelihood Reinforcement Learning, arXiv 2602.02710, the estimator with the control variate; the
-    authors' code adds 1e-6 to the denominator.
+    Source: Maximum Likelihood Reinforcement Learning, arXiv 2602.02710, algorithm 1; the authors' code adds 1e-6 to
+    the denominator.
     Shapes: token_rewards, mask [B, T], group_ids [B] -> [B, T].
     Raises: DataError naming responses with negative rewards.
     """

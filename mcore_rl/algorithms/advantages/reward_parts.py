@@ -31,7 +31,8 @@ class GDPO(PerResponse):
     part n (its grading failed) has A_ni = 0 and does not count in the mean and std of its group. std: sample standard
     deviation (n - 1). Advantages are exactly 0 for a group whose responses are equal in all parts.
 
-    Source: GDPO, arXiv 2601.05242, equations of the decoupled normalization and the batch-wise normalization.
+    Source: GDPO, arXiv 2601.05242, equations 4, 6 and 7. Mean and std of S count every response once, as in equation 6
+    and in the authors' code for TRL; their code for verl weighs responses by their number of tokens.
     Shapes: token_rewards, mask [B, T], group_ids [B], parts [B] each -> [B, T].
     Raises: ConfigError without weights, or for a part that no response has.
     """

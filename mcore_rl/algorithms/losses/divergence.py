@@ -93,8 +93,12 @@ class DPPOTV(DivergenceLoss):
     Metrics: ratio_metrics; clip fractions count tokens outside the region; divergence, the mean of D;
     ratio_cap_fraction (with ratio_cap only).
 
-    Source: arXiv 2602.04879, section 4 (objective, mask, binary approximation); the anchor: section 5.2; thresholds
-    of 0.15: the authors' example in verl. The paper aggregates by seq-mean-token-sum-norm (Dr. GRPO).
+    Source: arXiv 2602.04879, equation 12 (objective and mask) and section 4.4 (binary approximation); the anchor:
+    section 5.2, which finds the recomputed policy unstable. There only the mask uses the recomputed policy; here,
+    anchor=old uses it in r, too. Threshold: 0.15 in appendix C and the authors' example, mostly 0.2 in appendix E.
+    The paper's objective is a sum over tokens (seq-mean-token-sum); the authors' example in verl aggregates by
+    seq-mean-token-sum-norm. The paper's gradient has ratio_cap 5 in the scaling experiments, and none in the analysis;
+    section 5.4 warns of small caps.
     Shapes: any one shape for all inputs and the loss.
     """
 
@@ -127,8 +131,8 @@ class DPPOKL(DivergenceLoss):
 
     Metrics: see dppo_tv; divergence is in nats.
 
-    Source: arXiv 2602.04879, section 4 (objective, mask, binary approximation); the anchor: section 5.2; thresholds
-    of 0.05: the authors' example in verl. The paper aggregates by seq-mean-token-sum-norm (Dr. GRPO).
+    Source: arXiv 2602.04879, equations 12 and 14. Threshold: 0.05 in appendices C and E and the authors' example. The
+    rest: see dppo_tv.
     Shapes: any one shape for all inputs and the loss.
     """
 

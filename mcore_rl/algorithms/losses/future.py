@@ -46,8 +46,10 @@ class FIPO:
 
     Metrics: ratio_metrics; dual_clip_fraction; influence_weight, the mean of f; future_kl, the mean of F in nats.
 
-    Source: arXiv 2603.19835, section 3, with the values of the authors' 32B run (f between 1 and 1.2, half-life 32,
-    dual clip 10, safety ratio 4), as documented by ms-swift ("FIPO"). The paper aggregates by token-mean.
+    Source: arXiv 2603.19835, equations 5 to 8, with the values of the 32B run in table 2 (f between 1 and 1.2,
+    half-life 32, dual clip 10), but safety_ratio: 10 in table 2, 4 as the default of ms-swift ("FIPO"). The range 0.8
+    to 1 is from the authors' code; the paper sets f to 1. Their code also drops a response with more than one token
+    at the dual clip, and k - t counts all tokens. The paper aggregates by token-mean.
     Shapes: [B, T], one whole response per row.
     """
 

@@ -25,8 +25,8 @@ class DPO:
     Selected by trainer.objective=dpo. No options here: the keys are in section `preference`.
 
     Source: arXiv 2305.18290, equation 7 and the gradient in section 4; length normalization with a reference arXiv
-    2411.15124, section 5; without one, and target_margin, arXiv 2405.14734 (SimPO), section 2; label_smoothing E.
-    Mitchell, "A note on DPO with noisy preferences" (2023).
+    2411.15124, equation 6; without one, and target_margin, arXiv 2405.14734 (SimPO), equation 6; label_smoothing E.
+    Mitchell, "A note on DPO with noisy preferences" (2023), equation 3.
     Shapes: any one shape for all inputs and the loss.
     """
 

@@ -25,9 +25,9 @@ class DRO:
 
     Metrics: ratio_metrics without clip fractions, and penalty, the mean of (beta / 2) d^2.
 
-    Source: arXiv 2405.19107, section 3 (DRO, with one log ratio per response and a learned value); per token and with
-    an estimated advantage: documentation of Tinker, "DRO", whose beta is the default here. The Tinker form sums over
-    tokens (seq-mean-token-sum).
+    Source: arXiv 2405.19107 (DRO, with one log ratio per response to a fixed reference policy, and a learned value);
+    per token, to the sampling policy and with an estimated advantage: documentation of Tinker, "DRO", whose example
+    has the beta that is the default here. The Tinker form sums over tokens (seq-mean-token-sum).
     Shapes: any one shape for all inputs and the loss.
     """
 

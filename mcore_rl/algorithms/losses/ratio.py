@@ -170,7 +170,7 @@ class CISPO:
 
     Source: MiniMax-M1, arXiv 2506.13585, section 3.1, with the ratio to the old policy. The paper sets clip_low so high
     that there is no lower bound (here 1) and gives no value for clip_high. The default upper bound 1 + clip_high = 5 is
-    in the range 4 to 8, in which arXiv 2510.13786 found no difference.
+    one of 4, 5 and 8, between which ScaleRL, arXiv 2510.13786, found no difference; its ratio is anchor=rollout.
     Shapes: any one shape for all inputs and the loss.
     """
 

@@ -35,7 +35,7 @@ class SAPO:
 
     Metrics: ratio_metrics without clip fractions, and gate_weight, the mean of 4 p (1 - p).
 
-    Source: arXiv 2511.20347, equations 5 and 6; temperatures 1.0 and 1.05: section 5. The paper aggregates by
+    Source: arXiv 2511.20347, equations 5 and 6; temperatures 1.0 and 1.05: section 5.1. The paper aggregates by
     seq-mean-token-mean.
     Shapes: any one shape for all inputs and the loss.
     """
