@@ -272,7 +272,10 @@ def _evaluate_locked(config: Config, log: ThirdPartyLog, start: Start) -> int:
 
     prepared = prepare(config)
     if not prepared.data.prompts:
-        raise ConfigError(f"{chosen_objective(config)} generates no responses; eval needs reinforcement learning")
+        raise ConfigError(
+            f"{chosen_objective(config)} generates no responses; set trainer.objective=rl and "
+            "algorithm.policy_loss.name to another loss than sft"
+        )
     directory = open_run_dir(config.run)
     start.take_lock()
     check_newest(Path(config.run.dir))

@@ -1,4 +1,5 @@
-"""`make demo`: prepare a task, warm-start a tiny model on it, improve the model with DAPO (or DPO), show the accuracy.
+"""`make demo`: prepare a task, warm-start a tiny model on it, improve it with DAPO, distillation or DPO, and show
+the accuracy.
 
 A complete stage is skipped and an incomplete one resumed, so the command can always be repeated. Overrides `key=value`
 apply to the run after the warm start.
@@ -39,8 +40,9 @@ WARM_START_CONFIG = "configs/demo_warm_start_cpu.yaml"
 class Demo:
     """Task, its configuration with its engine, and its directories relative to the repository.
 
-    model: name of the warm-started model in the task's directory. teacher: model that is warm-started too, from which
-    the run learns; its configuration has no other use. measure: what val/accuracy is.
+    model: name of the warm-started model in the task's directory. teacher: task whose warm-started model is the teacher
+    of the run; only its warm start runs. method: name of the training after the warm start. measure: meaning
+    of val/accuracy.
     """
 
     task: str
@@ -293,7 +295,7 @@ def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str | None = 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Warm start, then DAPO or DPO, on a small task; a few minutes on 2 cores."
+        description="Warm start, then DAPO, distillation or DPO on a small task; a few minutes on 2 cores."
     )
     parser.add_argument("--task", choices=sorted(name for name in DEMOS if " " not in name), default="work3")
     parser.add_argument("--mode", choices=("sync", "async"), default="sync", help="async: only with --task work3")

@@ -12,7 +12,7 @@ P: prompts (groups) with a trained token; n_G(b): trained tokens of all response
 
 prompt-mean is the mean over prompts of the mean over all tokens of a prompt's responses. token-sum has no denominator,
 so its gradient is proportional to the number of tokens of an update: scale the learning rate or gradient clipping
-accordingly. Its constant is 1 for any number of ranks and micro-batches.
+accordingly. The number of ranks and micro-batches does not change it.
 
 The aggregate is sum_b weight_b sum_t loss_bt. Training uses the weights of the whole update (`loss_weights`), so that
 ranks and micro-batches add plain sums; `aggregate_loss` computes the same for one block of tokens.

@@ -11,8 +11,8 @@
                level any_token: f = 1 for a response of which every token is within the bounds, else 0
                measure bernoulli_kl: the bounds limit max(KL(p || q), KL(q || p)) instead of w, for p = (P, 1 - P) and
                q = (Q, 1 - Q), the probabilities P of the trainer and Q of the engine of the sampled token
-               measure second_moment: the tokens with the largest d_t^2 of the whole update are dropped, the fewest
-               such that the mean of d_t^2 over the kept tokens is at most high
+               measure second_moment: the tokens with the largest d_t^2 of the whole update are dropped, as few as
+               possible, so that the mean of d_t^2 over the kept tokens is at most high
                negative_only: f = 1 where the advantage (above level token: the sum over the response) is not negative
 
 The per-token loss is multiplied by f; no gradient flows through f. Several corrections multiply their factors; each is

@@ -1,4 +1,4 @@
-"""Controller of the coefficient of the entropy bonus: holds the entropy of the policy at a target.
+"""Controller of the coefficient of the entropy bonus, which keeps the entropy of the policy near a target.
 
     after a step with mean entropy e:   c <- c + step if e < target, else c - step;   then clipped to minimum .. maximum
     bonus of the next step:             c if e <= target, else 0
@@ -22,7 +22,7 @@ from mcore_rl.types.json import JsonObject
 
 @dataclass
 class EntropyController:
-    """Current entropy coefficient. target: nats per trained token. is_active: the next step has the bonus."""
+    """Current entropy coefficient. target: nats per trained token. is_active: the next step has the entropy bonus."""
 
     coefficient: float
     target: float

@@ -26,13 +26,13 @@ class Needs:
     whole_sequence: all tokens of a response must be in one call, one response per row. Other losses take any shape,
     for example tokens of many responses packed in one row.
     values: the values of a critic.
-    parts: the named parts of the rewards, such as the score of each reward function.
+    parts: the parts of the rewards by name, such as the score of each reward function.
     score_norms: squared norms of the score of each token with respect to the logits. The ranks compute them; estimators
     with this need implement GroupTokenEstimator (advantages/token_baseline.py).
     selection: the loss treats some tokens differently, chosen among all tokens of an update (see selection.py).
     staleness: per-token staleness in weight versions (see PolicyLossInputs).
-    pairs: its advantages are weights of pairs of responses, computed before the update from the sums of their
-    log-probabilities (see preference.py).
+    pairs: the advantages of the loss are weights of the responses of pairs, computed before the update from the sums
+    of their log-probabilities (see preference.py).
     """
 
     group_ids: bool = False

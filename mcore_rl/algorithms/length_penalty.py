@@ -3,9 +3,9 @@
     r'_i = r_i - c n_i max(p_G, 1 / K)
 
 c: algorithm.length_penalty, per token; n_i: trained tokens of response i; p_G: fraction of the K responses of its group
-whose accuracy is above 0.5. Tokens are expensive where the prompt is easy; 1 / K keeps a small cost where no response
-is right. The penalty changes the rewards from which advantages are computed, after dynamic sampling; reward/mean is the
-mean without it.
+whose accuracy is above 0.5. Tokens of responses to easy prompts cost more; 1 / K keeps a small cost if no response is
+right. The penalty changes the rewards from which advantages are computed. Dynamic sampling and reward/mean use the
+rewards without it.
 
 Source: Adaptive Length Penalty, arXiv 2506.05256, with the penalty beta N max(p, 1 / K). Here N is the number of
 trained tokens, not normalized, so c is beta.

@@ -70,8 +70,8 @@ def choose(
 
 @torch.no_grad()
 def highest(scores: Sequence[Tensor], share: float, all_reduce: AllReduce = one_rank) -> list[Tensor]:
-    """Choose the highest scores of all ranks: floor(share N) of N, but at least one if there is any, and all that tie
-    with the last of them. Returns one bool tensor per part, shaped like it.
+    """Choose the highest scores of all ranks: floor(share N) of N, but at least one if there is any, and all scores
+    that tie with the lowest chosen one. Returns one bool tensor per part, shaped like it.
 
     Collective: all ranks that all_reduce sums over.
     """
@@ -117,9 +117,8 @@ def threshold(scores: Tensor, count: int, all_reduce: AllReduce = one_rank) -> T
 
 @torch.no_grad()
 def mean_bound(values: Tensor, bound: float, all_reduce: AllReduce = one_rank) -> Tensor:
-    """Find the largest number such that the values of all ranks up to it have a mean of at most `bound`: dropping the
-    larger values is the least that brings the mean down to the bound. Values that are equal are kept or dropped
-    together.
+    """Find the largest limit such that the values of all ranks up to it have a mean of at most `bound`. Dropping the
+    larger values brings the mean down to the bound with the fewest drops. Equal values are kept or dropped together.
 
     Bisects like `threshold`: the mean of the values up to a limit does not fall if the limit rises.
 

@@ -1,18 +1,18 @@
 """Terms that are added to the policy loss of each token:
 
     - entropy_coefficient H                               H: entropy of the policy's distribution
-    + kl.in_loss k                                        k: kl.loss_kind (see kl.py) of KL(policy || reference)
+    + kl.in_loss k                                        k: estimator kl.loss_kind of KL(policy || reference)
     + kl.in_loss r k,    r = exp(logp - old_logp)         with kl.unbiased
     + drift_penalty.coefficient d^2,                      d = logp - rollout_logp with anchor rollout,
                                                               logp - old_logp with anchor old
 
-Tokens are samples of the old policy. The plain term is therefore unbiased only while the policy equals the old one, and
-its gradient never is, since it treats the tokens as fixed. With the ratio r, whose gradient counts, the mean of r k
-over tokens of the old policy is KL(policy || reference), in value and gradient, for the estimators k1 and low_var. The
-old policy is the trainer's or, with algorithm.old_logp=rollout, the engine's.
+Tokens are samples of the old policy. The plain KL term is therefore unbiased only while the policy equals the old one,
+and even then the gradients of k1 and low_var are biased, because they treat the tokens as fixed. With the ratio r,
+through which the gradient flows too, the mean of r k over tokens of the old policy is KL(policy || reference), in value
+and gradient, for k1 and low_var. The old policy is the trainer's or, with algorithm.old_logp=rollout, the engine's.
 
-The drift penalty pulls the policy back to the policy that sampled. Both terms have gradient in each token, whatever
-the policy loss clips, masks or corrects.
+The drift penalty pulls the policy back to the policy that sampled. KL term and drift penalty have a gradient for every
+token, even if the policy loss clips, masks or corrects it.
 
 Source: unbiased KL: DeepSeek-V3.2, arXiv 2512.02556, equation 7 (low_var); drift penalty: Kimi K2.5, arXiv 2602.02276,
 the term tau (log ratio)^2 of equation 1.

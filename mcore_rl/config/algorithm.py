@@ -45,7 +45,7 @@ class PolicyLossConfig:
 
     name: str = setting("ppo_clip", choices=POLICY_LOSSES, function=True)
     """Policy loss: a built-in name, `module_or_file.py:function`, or sft: supervised training on data.answer_key (warm
-    start) without rollout. trainer.objective=dpo selects dpo."""
+    start) without rollout. trainer.objective=sft and dpo set the loss of the same name."""
     clip_low: float | None = setting(None, minimum=0)
     """Lower clip range: probability ratios below 1 - clip_low get no gradient (gmpo: log ratios below -clip_low;
     dppo_tv, dppo_kl: less probable tokens with a divergence above clip_low)."""
@@ -120,7 +120,8 @@ class CorrectionConfig:
     """Quantity that the bounds limit: ratio, the weight; bernoulli_kl, for kind reject at level token or any_token: the
     larger of the two KL divergences between trainer and engine, whose two outcomes are the sampled token and any other
     token, in nats; second_moment, for kind reject at level token: the mean of the squared log weight over the kept
-    tokens of an update, of which those with the largest are dropped. It takes an additional forward pass."""
+    tokens of an update. Tokens with the largest squared log weights are dropped until it is at most high; each update
+    takes an additional forward pass."""
     negative_only: bool = False
     """Drop only tokens with a negative advantage; above level token, only responses whose advantages have a negative
     sum. Needs kind reject."""
@@ -204,7 +205,8 @@ class KLConfig:
 
 @dataclass
 class DriftPenaltyConfig:
-    """Penalty in the loss on the squared log ratio to the policy that sampled, for any policy loss."""
+    """Penalty in the loss on the squared log ratio between the policy and the policy that sampled, for any policy
+    loss."""
 
     coefficient: float = setting(0.0, minimum=0)
     """Coefficient of (logp - anchor)^2 in the loss, per nat squared; 0: none."""
@@ -218,8 +220,9 @@ class EntropyControlConfig:
     """Adaptive coefficient of the entropy bonus, which holds the entropy of the policy at a target."""
 
     target: float | None = setting(None, above=0, unit="nats")
-    """Target of the mean entropy per trained token: after a step below it, the coefficient rises by `step`, otherwise
-    it falls; steps that follow an entropy above it have no bonus. null: the coefficient is fixed."""
+    """Target of the mean entropy per trained token. After a step with a lower entropy, the coefficient rises by `step`,
+    otherwise it falls; after an entropy above the target, the next step has no bonus. null: the coefficient is
+    fixed."""
     step: float = setting(0.005, above=0)
     """Change of the coefficient per training step."""
     minimum: float = setting(0.0, minimum=0)
@@ -243,13 +246,13 @@ class DynamicSamplingConfig:
 
 @dataclass
 class SourceConfig:
-    """An entry of algorithm.per_source. Options of the estimator that are null have the values of section algorithm; if
-    the entry names an estimator, they have the estimator's defaults."""
+    """An entry of algorithm.per_source. Options that are null have the values of section algorithm or, if the entry
+    names an estimator, the estimator's defaults."""
 
     source: str = MISSING
     """data_source of the rows."""
     weight: float = setting(1.0, minimum=0)
-    """Factor of the loss of the source's responses. Denominators of the aggregation do not change."""
+    """Factor of the loss of the source's responses. The denominator of algorithm.loss_aggregation does not change."""
     advantage: str | None = setting(None, choices=ADVANTAGES)
     """Advantage estimator of the source's responses; null: algorithm.advantage."""
     normalize_by_std: bool | None = None
@@ -257,7 +260,7 @@ class SourceConfig:
     std_level: str | None = setting(None, choices=STD_LEVELS)
     """Standard deviation by which grpo divides, like algorithm.std_level, over the responses of the source."""
     leave_one_out: bool | None = None
-    """Baseline of grpo without the own reward, like algorithm.leave_one_out."""
+    """Exclude a response from its baseline, like algorithm.leave_one_out."""
 
     @property
     def has_estimator(self) -> bool:
@@ -275,13 +278,14 @@ class AlgorithmConfig:
     normalize_by_std: bool | None = None
     """Divide the advantages of grpo and grpo_passk by a standard deviation; null: true."""
     std_level: str | None = setting(None, choices=STD_LEVELS)
-    """Standard deviation by which grpo divides: of the rewards of the group (group; null), of the advantages of the
-    step before the division (batch), or of all rewards of the step (batch_rewards)."""
+    """Standard deviation by which grpo divides. group: of the rewards of the group; batch: of the undivided advantages
+    of the step; batch_rewards: of all rewards of the step. null: group."""
     leave_one_out: bool | None = None
-    """Baseline of grpo: the mean reward of the group's other responses instead of all of them; null: false."""
+    """Baseline of grpo: the mean reward of the other responses of the group, without the response itself; null:
+    false."""
     part_weights: dict[str, float] = field(default_factory=dict)
-    """Weights of the parts of the reward for gdpo, by name: numbers that reward functions return besides the score,
-    entries of reward.weighted, and reward models."""
+    """Weights of the parts of the reward for gdpo, by name. Parts are numbers that reward functions return besides the
+    score, the scores of entries of reward.weighted, and the scores of reward models."""
     gamma: float | None = setting(None, minimum=0, maximum=1)
     """Discount per trained token for gae and reinforce_plus_plus; null: 1."""
     lam: float | None = setting(None, minimum=0, maximum=1)
@@ -291,8 +295,8 @@ class AlgorithmConfig:
     advantage_kwargs: dict[str, Any] = field(default_factory=dict)
     """Additional keyword arguments of a user's estimator."""
     baseline: str = setting("prompt", choices=("prompt", "source"))
-    """Responses that an estimator compares with each other: all responses to a prompt, or all responses of a step to
-    prompts with the same data_source (source)."""
+    """Responses that an estimator compares with each other. prompt: all responses to a prompt; source: all responses of
+    a step to prompts with the same data_source."""
     per_source: list[SourceConfig] = field(default_factory=list)
     """List of loss weights and estimators by data_source. A source with its own estimator or options is estimated
     separately from the others: statistics of the step (std_level, whitening) cover its responses only."""
@@ -310,8 +314,8 @@ class AlgorithmConfig:
     loss_aggregation: str = setting("token-mean", choices=LOSS_AGGREGATIONS)
     """Reduction of per-token losses to the loss of an update."""
     high_entropy_share: float = setting(1.0, above=0, maximum=1)
-    """Share of the trained tokens of an update, those with the highest entropy, whose policy loss is kept; the others
-    have none, but still count in the loss's denominator. Below 1, an update takes an additional forward pass."""
+    """Share of the trained tokens of an update that keep their policy loss: those with the highest entropy. The others
+    have none, but still count in the loss's denominator. Below 1, each update takes an additional forward pass."""
     entropy_coefficient: float = 0.0
     """Coefficient of the entropy bonus in the loss; 0: none. With algorithm.entropy_control.target, the initial
     value."""
@@ -320,8 +324,8 @@ class AlgorithmConfig:
     drift_penalty: DriftPenaltyConfig = field(default_factory=DriftPenaltyConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     length_penalty: float = setting(0.0, minimum=0)
-    """Penalty of every trained token, subtracted from the rewards before advantages are computed and multiplied by the
-    pass rate of the response's group; 0: none."""
+    """Penalty per trained token, multiplied by the pass rate of the response's group (at least 1 / group size), and
+    subtracted from the reward before advantages are computed; 0: none."""
     overlong_filtering: bool = False
     """Exclude responses that reached their token limit from training; they still count in their group's baseline."""
     filter: str | None = setting(None, function=True)

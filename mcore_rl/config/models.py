@@ -213,24 +213,25 @@ class ReferenceConfig:
 
 @dataclass
 class TeacherConfig:
-    """Frozen model from which the policy learns (distillation), on the actor's ranks and in its layout. It computes
-    the probabilities of the policy's own responses."""
+    """Frozen model from which the policy learns (distillation): it computes the probabilities of the policy's own
+    responses, on the actor's ranks and in the actor's layout."""
 
     hf_path: str | None = setting(None, path=True, hub="model")
     """Hugging Face directory of the teacher, with the policy's tokenizer. Its family and sizes may differ from the
     policy's; null: no teacher."""
     in_advantage: float = setting(1.0, minimum=0)
-    """Weight of the term log p_teacher - log p_old of each sampled token, in nats, in the token's advantage. p_old is
-    the old policy of the loss (algorithm.old_logp). 0: no such term."""
+    """Weight of log p_teacher - log p_old (nats) of each sampled token, which is added to the token's advantage. p_old
+    is the old policy of the loss (algorithm.old_logp). 0: no such term."""
     in_loss: float = setting(0.0, minimum=0)
-    """Coefficient of the reverse KL, KL(policy || teacher), in the policy loss, over the vocabulary at each token."""
+    """Coefficient of the reverse KL, KL(policy || teacher) over the vocabulary at each trained token, in the policy
+    loss. 0: no such term."""
     alone: bool = False
-    """Train on the teacher alone: advantages without the term of in_advantage are 0, and rewards are metrics only."""
+    """Train on the teacher only: the advantages of the rewards are replaced by 0, and rewards are metrics only."""
     top_k: int = setting(0, minimum=0, unit="tokens")
-    """Number of the teacher's most probable tokens that the reverse KL of in_loss distinguishes; 0: the whole
+    """Number of the teacher's most probable tokens over which the reverse KL of in_loss is computed; 0: the whole
     vocabulary."""
     rest: str = setting("bucket", choices=("bucket", "renormalize"))
-    """Tokens outside top_k. bucket: together they are one more outcome. renormalize: they are left out, and both
-    distributions are divided by their sums over the top_k tokens."""
+    """Treatment of tokens outside top_k. bucket: together they are one more outcome of the KL. renormalize: they are
+    left out, and both distributions are divided by their sums over the top_k tokens."""
     offload: bool = True
     """Keep its weights in host memory except during its forward pass."""

@@ -13,12 +13,13 @@ OBJECTIVES = (RL, SFT, DPO)
 
 @dataclass
 class ObjectiveConfig:
-    """Key of TrainerConfig that selects what a run optimizes."""
+    """The objective of a run; a part of TrainerConfig."""
 
     objective: str = setting(RL, choices=OBJECTIVES)
     """Objective of the run. rl: reinforcement learning on generated responses, or a warm start with
-    algorithm.policy_loss.name=sft. sft: supervised training on conversations, with a validation loss. dpo: direct
-    preference optimization on pairs of a chosen and a rejected response. sft and dpo place no engines."""
+    algorithm.policy_loss.name=sft. sft: supervised training on conversations (docs/supervised.md). dpo: direct
+    preference optimization on pairs of a chosen and a rejected response (docs/preference.md). sft and dpo start no
+    engines."""
 
 
 @dataclass
@@ -32,9 +33,9 @@ class PreferenceConfig:
     length_normalized: bool = False
     """Divide the sum of each response by its number of trained tokens."""
     reference_free: bool = False
-    """Compare without a reference: the log-probabilities of the policy alone. With length_normalized and a
+    """Compute rewards without a reference, from the log-probabilities of the policy only. With length_normalized and a
     target_margin this is SimPO."""
     target_margin: float = setting(0.0, minimum=0)
-    """Margin that is subtracted from the difference of the rewards in the loss; 0: none."""
+    """Number that the loss subtracts from the margin of each pair; 0: none."""
     label_smoothing: float = setting(0.0, minimum=0, below=0.5)
     """Assumed fraction of pairs whose labels are swapped (conservative DPO)."""

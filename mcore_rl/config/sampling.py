@@ -17,19 +17,19 @@ class SamplingConfig:
     """Temperature of sampling for training, from 0.01 to vLLM's limit of 2. 0 is rejected: greedy sampling has no
     distribution to train."""
     top_p: float = setting(1.0, above=0, maximum=1)
-    """Top-p of sampling for training. Below 1 (all tokens) it needs rollout.keep_sampling_mask=true, since the trainer
-    otherwise computes the full softmax. rollout.validation_top_p may be lower."""
+    """Top-p of sampling for training; 1: all tokens. A value below 1 needs rollout.keep_sampling_mask=true, because the
+    trainer otherwise computes the full softmax. rollout.validation_top_p is independent."""
     top_k: int = setting(-1, minimum=-1, unit="tokens")
-    """Top-k of sampling for training. Any value but -1 (all tokens) needs rollout.keep_sampling_mask=true, since the
-    trainer otherwise computes the full softmax. rollout.validation_top_k may differ."""
+    """Top-k of sampling for training; -1: all tokens. Other values need rollout.keep_sampling_mask=true, because the
+    trainer otherwise computes the full softmax. rollout.validation_top_k is independent."""
     min_p: float = setting(0.0, minimum=0, maximum=1)
-    """Min-p of sampling for training. Above 0 (all tokens) it needs rollout.keep_sampling_mask=true, since the trainer
-    otherwise computes the full softmax. rollout.validation_min_p may be higher."""
+    """Min-p of sampling for training; 0: all tokens. A value above 0 needs rollout.keep_sampling_mask=true, because the
+    trainer otherwise computes the full softmax. rollout.validation_min_p is independent."""
     keep_sampling_mask: bool = setting(False)
     """Record the set of tokens that truncation (top_p, top_k, min_p) left for each sampled token, and normalize the
     trainer's softmax over the same set in every pass: policy, old policy and reference; entropies cover this set too
-    (keep sampling mask, DeepSeek-V3.2). A set takes 4 bytes per token in it, at most 1/8 byte per token of the
-    vocabulary. Responses of a lost engine are then sampled again, not continued. Needs rollout.engine=vllm."""
+    (keep sampling mask, DeepSeek-V3.2). A set takes 4 bytes for each of its tokens, at most 1/8 byte for each token of
+    the vocabulary. Responses of a lost engine are then sampled again, not continued. Needs rollout.engine=vllm."""
     repetition_penalty: float = setting(1.0, above=0, maximum=2)
     """Repetition penalty of sampling for training. Must be 1 (none), since the trainer computes the softmax without it.
     rollout.validation_repetition_penalty may differ."""

@@ -57,7 +57,10 @@ def _generate(config: Config, log: ThirdPartyLog, start: Start) -> int:
     check_supported(config)
     prepared = prepare(config)
     if not prepared.data.prompts:
-        raise ConfigError(f"{chosen_objective(config)} generates no responses; select reinforcement learning")
+        raise ConfigError(
+            f"{chosen_objective(config)} generates no responses; set trainer.objective=rl and "
+            "algorithm.policy_loss.name to another loss than sft"
+        )
     # First the run directory itself, so that it is private if it is new.
     open_run_dir(replace(config.run, dir=str(Path(config.run.dir).parent)))
     directory = open_run_dir(config.run)

@@ -157,7 +157,7 @@ def _mask_warnings(config: Config) -> Iterator[str]:
     yield (
         f"rollout.keep_sampling_mask=true: the sets of a step's {tokens:,} tokens are not counted, because their size "
         f"depends on the policy; sets of {SET_TOKENS} tokens take {4 * SET_TOKENS * tokens / GIB:.2f} GiB of host "
-        "memory on all nodes together (rollout/kept_tokens_mean has the real size)"
+        "memory on all nodes together (rollout/kept_tokens_mean shows the real size)"
     )
 
 

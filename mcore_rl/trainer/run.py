@@ -97,7 +97,7 @@ class TrainingRun:
 
 
 class TextObjective(Protocol):
-    """What a run without engines optimizes: it draws its batches from the data set."""
+    """Objective of a run without engines, which takes its batches from the data set."""
 
     @property
     def validates(self) -> bool:

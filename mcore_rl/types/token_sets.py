@@ -1,4 +1,4 @@
-"""Sets of token ids in compact form: the tokens that truncated sampling (top-p, top-k, min-p) could have drawn.
+"""Sets of token ids in compact form: the tokens that truncated sampling (top-p, top-k, min-p) left.
 
 The set of a token is a run of int32 words: its ids in ascending order or, if that is shorter, BITS and then a bit set
 whose word w has bit b for id 32 w + b. A token that was not sampled has an empty run. So a set takes at most 1 + V / 32

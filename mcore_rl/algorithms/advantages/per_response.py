@@ -66,8 +66,8 @@ class GRPO(PerResponse):
             batch_rewards    std of r_j over all responses j of the step (Lite PPO)
 
     r_i: sum of the token rewards of response i; std: sample standard deviation (n - 1). normalize_by_std=False skips
-    the division (Dr. GRPO). Advantages are exactly 0 for a group of equal rewards or of one response. Without the
-    division, leave_one_out is rloo.
+    the division (Dr. GRPO). Advantages are exactly 0 for a group of equal rewards or of one response.
+    leave_one_out without the division is rloo.
 
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783, section 3.2; ScaleRL, arXiv
     2510.13786, section 4; Lite PPO, arXiv 2508.08221; leave-one-out: arXiv 2402.14740.
@@ -95,7 +95,10 @@ class GRPO(PerResponse):
 
 
 def _without_own(centred: Tensor, groups: Segments) -> Tensor:
-    """Convert distances from the mean of the group to distances from the mean of its other responses. Shapes: [B]."""
+    """Convert distances from the mean of the group to distances from the mean of the group's other responses.
+
+    Shapes: [B].
+    """
     # r - mean of the others = k / (k - 1) (r - mean). A group of one has distance 0, so any finite factor gives 0.
     return centred * groups.expand(groups.sizes / (groups.sizes - 1).clamp(min=1).double())
 

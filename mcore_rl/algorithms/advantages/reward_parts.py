@@ -19,14 +19,14 @@ KEY = "algorithm.part_weights"
 
 @dataclass(frozen=True)
 class GDPO(PerResponse):
-    """GDPO: every part of the reward is normalized in its group, then their weighted sum over the batch.
+    """GDPO: normalizes every part of the reward in its group, then the weighted sum of the parts over the batch.
 
         A_ni = (r_ni - mean(r_nG)) / (std(r_nG) + eps)      part n of response i of group G
         S_i  = sum_n w_n A_ni
         A_i  = S_i / (std(S) + eps)                         over all responses of the batch
 
-    w_n: part_weights, with the names of the parts. A part is a number that graders return besides the score, the score
-    of an entry of reward.weighted, or the score of a reward model. The reward itself is not read. The paper also
+    w_n: part_weights, by the name of the part. A part is a number that graders return besides the score, the score
+    of an entry of reward.weighted, or the score of a reward model. The total reward is not used. The paper also
     subtracts the mean of S over the batch, which is 0, since every part is centered in its group. A response without
     part n (its grading failed) has A_ni = 0 and does not count in the mean and std of its group. std: sample standard
     deviation (n - 1). Advantages are exactly 0 for a group whose responses are equal in all parts.

@@ -1,4 +1,4 @@
-"""Estimator with a baseline per token that weighs the responses of a group by the norms of their scores.
+"""Estimator with a baseline per token that weights the responses of a group by the norms of their scores.
 
 The responses of a group may be on different ranks: each rank sums over its responses, and the ranks exchange the sums.
 """
@@ -31,12 +31,12 @@ class OptimalTokenBaseline:
         A_it = G_it - B_t,    B_t = sum_{j in G} W_jt G_jt / sum_{j in G} W_jt        over the responses that reach t
         W_it = sum_{s <= t} |d log p(y_is) / d z|^2,    |.|^2 = 1 - 2 p(y_is) + sum_k p_k^2
 
-    G_it: sum of the rewards of response i from token t on; W_it: norms of the score with respect to the logits z, which
-    stand for the norms of the gradient. t counts trained tokens only; a reward on another token is added to the
-    preceding trained token. p is the policy before the updates, at the sampling temperature. Advantages are exactly 0
-    for equal rewards, for a group of one response, and at positions that only one response of the group reaches; the
-    authors' code sets B to 0 in the last two cases. Where all W are 0 (tokens of probability 1), the baseline is the
-    smallest return. Returns are G.
+    G_it: sum of the rewards of response i from token t on; W_it: squared norms of the score with respect to the logits
+    z, summed up to token t, which replace the norms of the gradient. t counts trained tokens only; a reward on another
+    token is added to the preceding trained token. p is the policy before the updates, at the sampling temperature.
+    Advantages are exactly 0 for equal rewards, for a group of one response, and at positions that only one response of
+    the group reaches; the authors' code sets B to 0 in the last two cases. Where all W are 0 (tokens of probability 1),
+    the baseline is the smallest return. Returns are G.
 
     Source: The Optimal Token Baseline, arXiv 2602.07078: the optimal baseline and the Logit-Gradient Proxy.
     Shapes: token_rewards, mask, score_norms [B, T], group_ids [B] -> [B, T].

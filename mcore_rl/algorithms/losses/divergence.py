@@ -1,4 +1,4 @@
-"""Losses with a trust region in a divergence of the policies instead of the ratio of a token's probabilities."""
+"""Losses whose trust region bounds a divergence between two policies instead of the ratio of probabilities."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LARGEST_LOGP = -1e-12
 
 
 class DivergenceLoss:
-    """Base class of the losses whose trust region is a divergence between two outcomes: the sampled token, and any
-    other token."""
+    """Base class of losses whose trust region bounds a divergence between two distributions over two outcomes: the
+    sampled token, and any other token."""
 
     clip_low: float
     clip_high: float
@@ -48,7 +48,7 @@ class DivergenceLoss:
             raise ConfigError(f"{SECTION}.ratio_cap={self.ratio_cap} must be finite and greater than 1")
 
     def divergence(self, logp: Tensor, anchor_logp: Tensor) -> Tensor:
-        """Return the divergence of the two outcomes per token. Shapes: float64 [N] each. Units: see the loss."""
+        """Return the divergence over the two outcomes per token. Shapes: float64 [N] each. Units: see the loss."""
         raise NotImplementedError
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
@@ -77,14 +77,14 @@ class DivergenceLoss:
 
 @dataclass(frozen=True)
 class DPPOTV(DivergenceLoss):
-    """DPPO-Binary-TV: a trust region in the total variation of the sampled token's probability.
+    """DPPO-Binary-TV: a trust region that bounds the total variation of the sampled token's probability.
 
         r = exp(logp - rollout_logp)                    ratio to the engine's policy; anchor=old: to the old policy
-        D = |exp(logp) - exp(rollout_logp)|             total variation of the sampled token and any other token
+        D = |exp(logp) - exp(rollout_logp)|             total variation over the sampled token and any other token
         M = 0 if A > 0, r > 1 and D > clip_high;  0 if A < 0, r < 1 and D > clip_low;  else 1
         L = -M A r                                      ratio_cap = c: -M A sg[min(r, c)] exp(logp - sg[logp])
 
-    A token outside the region has no gradient, and no value.
+    A token outside the region has loss 0 and no gradient.
 
     clip_low, clip_high: largest divergence of tokens that become less or more probable. ratio_cap: upper bound of the
     ratio as a weight of the gradient; None: off. anchor: denominator of r and second policy of D: the engine at
@@ -117,14 +117,14 @@ class DPPOTV(DivergenceLoss):
 
 @dataclass(frozen=True)
 class DPPOKL(DivergenceLoss):
-    """DPPO-Binary-KL: a trust region in the KL divergence of the sampled token and any other token.
+    """DPPO-Binary-KL: a trust region that bounds the KL divergence over the sampled token and any other token.
 
         r = exp(logp - rollout_logp)                    ratio to the engine's policy; anchor=old: to the old policy
         D = Q log(Q / P) + (1 - Q) log((1 - Q) / (1 - P)),      P = exp(logp), Q = exp(rollout_logp)
         M = 0 if A > 0, r > 1 and D > clip_high;  0 if A < 0, r < 1 and D > clip_low;  else 1
         L = -M A r                                      ratio_cap = c: -M A sg[min(r, c)] exp(logp - sg[logp])
 
-    A token outside the region has no gradient, and no value.
+    A token outside the region has loss 0 and no gradient.
 
     clip_low, clip_high: largest divergence in nats, of tokens that become less or more probable. ratio_cap, anchor:
     see dppo_tv.

@@ -1,4 +1,4 @@
-"""Losses that weigh a token by the change of the policy on the tokens after it."""
+"""Losses that weight a token by the change of the policy on the tokens after it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SAFE_WEIGHTS = (0.8, 1.0)
 
 @dataclass(frozen=True)
 class FIPO:
-    """FIPO: weighs each token's advantage by the discounted log ratios of the response from that token on.
+    """FIPO: weights each token's advantage by the discounted log ratios of the response from that token on.
 
         d_t = logp_t - old_logp_t,   r_t = exp(d_t)                              ratio to the old policy
         F_t = sum_{k >= t} gamma^(k - t) [r_k <= dual_clip] d_k,   gamma = 2^(-1 / decay_tokens)
         f_t = sg[clip(exp(F_t), 1 - influence_low, 1 + influence_high)]         sg: stop-gradient
               A_t < 0 and r_t > safety_ratio:   clip(f_t, 0.8, 1)
-        L_t = PPO's clipped surrogate with dual clip (see ppo_clip), with f_t A_t in the place of A_t
+        L_t = PPO's clipped surrogate with dual clip (see ppo_clip), with f_t A_t instead of A_t
 
     Sums run over the trained tokens of a response, and k - t counts trained tokens. While the policy equals the old
     one, as in the first update of a batch, f is 1.
@@ -92,8 +92,8 @@ class FIPO:
 
 
 def discounted_future(values: Tensor, selected: Tensor, gamma: float) -> Tensor:
-    """Sum values from each selected entry of a row to its end, with the factor gamma^(number of selected entries
-    between them). 0 where not selected.
+    """Sum values from each selected entry to the end of its row, with the factor gamma^d for a distance of d selected
+    entries. 0 where not selected.
 
     Shapes: values, selected (bool) [B, T] -> [B, T].
     """

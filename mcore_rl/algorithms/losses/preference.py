@@ -12,7 +12,7 @@ from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossRes
 class DPO:
     """Direct preference optimization (DPO) on pairs of a chosen response w and a rejected response l.
 
-        r   = beta sum_t (log p_t - log p_ref,t)      reward of a response; with preference.length_normalized / tokens
+        r   = beta sum_t (log p_t - log p_ref,t)      reward of a response; length_normalized: / number of tokens
         h   = r_w - r_l - target_margin
         DPO = -(1 - e) log sigmoid(h) - e log sigmoid(-h)            e = preference.label_smoothing
         L_t = -A log p_t                               A_w = -A_l = beta ((1 - e) sigmoid(-h) - e sigmoid(h))
@@ -22,7 +22,7 @@ class DPO:
     of a pair therefore need not be in the same micro-batch or on the same rank. actor/loss reports DPO, not L.
     preference.reference_free drops log p_ref; preference.length_normalized also divides A by the number of tokens.
 
-    Selected by trainer.objective=dpo. No options here: the keys are in section `preference`.
+    Selected by trainer.objective=dpo. Its keys are in section `preference`.
 
     Source: arXiv 2305.18290, equation 7 and the gradient in section 4; length normalization with a reference arXiv
     2411.15124, equation 6; without one, and target_margin, arXiv 2405.14734 (SimPO), equation 6; label_smoothing E.

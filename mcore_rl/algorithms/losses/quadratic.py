@@ -17,8 +17,8 @@ class DRO:
         d = logp - rollout_logp                         log ratio to the engine's policy; anchor=old: to the old policy
         L = -A logp + (beta / 2) d^2
 
-    The loss needs no importance weight off the policy: it is the squared error (A - beta d)^2 / (2 beta) without the
-    terms that have no gradient.
+    The loss needs no importance weight for tokens of another policy: up to terms without gradient, it is the squared
+    error (A - beta d)^2 / (2 beta).
 
     beta: weight of the penalty, advantage per nat. anchor: second policy of d: the engine at sampling (rollout), or the
     trainer's policy before the first update of the batch (old).

@@ -70,8 +70,8 @@ class VESPO:
 
     phi is 1 at W = 1, and falls towards 0 for large W and for W near 0.
 
-    anchor: denominator of W. The paper's W is the ratio to the behavior policy, the engine at sampling (rollout). old
-    is the ratio to the trainer's policy before the first update, without the difference between engine and trainer.
+    anchor: denominator of W. In the paper it is the behavior policy: the engine at sampling (rollout). With old, it is
+    the trainer's policy before the first update, so W does not contain the difference between engine and trainer.
     The log of W is limited to 20 nats.
 
     Metrics: sequence_metrics of W without clip fractions, and gate_weight, the mean of phi over tokens.

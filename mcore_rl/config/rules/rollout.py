@@ -186,7 +186,7 @@ def _check_mask(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
     if not truncates(rollout):
         raise ConfigError(
             f"{_KEEP_MASK} has no effect on sampling from all tokens; set rollout.top_p below 1, rollout.top_k or "
-            "rollout.min_p, or rollout.keep_sampling_mask=false"
+            "rollout.min_p above 0, or rollout.keep_sampling_mask=false"
         )
     if rollout.top_k == 1:
         raise ConfigError(
@@ -195,9 +195,9 @@ def _check_mask(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
         )
     if rollout.engine != "vllm":
         raise ConfigError(
-            f"{_KEEP_MASK} needs rollout.engine=vllm: {rollout.engine} does not return the sets that its tokens are "
-            "sampled from; set rollout.engine=vllm, or sample from all tokens (top_p=1 top_k=-1 min_p=0) with "
-            "rollout.keep_sampling_mask=false"
+            f"{_KEEP_MASK} needs rollout.engine=vllm: {rollout.engine} does not return the sets that tokens are "
+            "sampled from; set rollout.engine=vllm, or rollout.keep_sampling_mask=false to sample from all tokens "
+            "(rollout.top_p=1 rollout.top_k=-1 rollout.min_p=0)"
         )
     if algorithm.advantage == "optimal_token_baseline":
         raise ConfigError(

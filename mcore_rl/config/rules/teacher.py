@@ -28,7 +28,7 @@ def check_teacher(config: Config) -> None:
         return
     if is_supervised(algorithm):
         raise ConfigError(
-            f"teacher.hf_path={teacher.hf_path}: the teacher scores responses of the policy, and "
+            f"teacher.hf_path={teacher.hf_path}: the teacher computes probabilities of sampled responses, and "
             f"algorithm.policy_loss.name={algorithm.policy_loss.name} samples none; set it to null"
         )
     if not teacher.in_advantage and not teacher.in_loss:

@@ -1,7 +1,7 @@
 """Rows for supervised training: conversations of several turns, or a prompt with a target.
 
 A conversation is a list of messages in OpenAI's format (`messages`) or ShareGPT's (`conversations`, with `from` and
-`value`). Its prompt are the messages before the first turn that is trained.
+`value`). The messages before the first trained turn are its prompt.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "
 def read_conversation(
     columns: Columns, place: str, row: Row, struct_nulls: bool
 ) -> tuple[Prompt, tuple[Response, ...]]:
-    """Extract the prompt of a row and what follows it, a text or messages. struct_nulls: see chat_messages.
+    """Extract the prompt of a row and its target, a text or messages. struct_nulls: see chat_messages.
 
-    Raises: DataError naming the row and what it lacks.
+    Raises: DataError naming the row and the missing part.
     """
     where = f"{columns.key}: {place}"
     column = next((name for name in MESSAGES_COLUMNS if row.get(name) is not None), None)

@@ -23,12 +23,15 @@ def read_pair(columns: Columns, place: str, row: Row, struct_nulls: bool) -> tup
     """Extract the prompt of a row, and its chosen and rejected response: texts, or the messages after the prompt's.
     struct_nulls: see chat_messages.
 
-    Raises: DataError naming the row and what it lacks.
+    Raises: DataError naming the row and the missing part.
     """
     where = f"{columns.key}: {place}"
     given = tuple(_response(row, column, where, struct_nulls=struct_nulls) for column in RESPONSE_COLUMNS)
     if isinstance(given[0], str) != isinstance(given[1], str):
-        raise DataError(f"{where}: one of chosen and rejected is a text and the other a list of messages")
+        raise DataError(
+            f"{where}: one of chosen and rejected is a text and the other a list of messages; "
+            "write both in the same form"
+        )
     shared = 0
     if not _has_prompt(columns, row):
         shared = _common(given, where)
@@ -75,12 +78,15 @@ def _common(given: Sequence[Response], where: str) -> int:
         count += 1
     # Equal lists: _after_prompt reports the empty response.
     if not count:
-        raise DataError(f"{where} has no prompt: chosen and rejected begin with different messages")
+        raise DataError(
+            f"{where} has no prompt: chosen and rejected begin with different messages; add a column prompt, or set "
+            "data.prompt_key"
+        )
     return count
 
 
 def _after_prompt(messages: list[ChatMessage], prompt: Prompt, where: str) -> list[ChatMessage]:
-    """Return the messages after the prompt, which some data sets repeat in their responses."""
+    """Return the messages after the prompt. Some data sets repeat the prompt in their responses."""
     asked = [message for message in prompt.messages if message["role"] not in ("system", "developer")]
     given = [message for message in messages if message["role"] not in ("system", "developer")]
     if asked and given[: len(asked)] == asked:

@@ -62,7 +62,7 @@ class PairSet:
 
 @dataclass(frozen=True)
 class ConversationSet:
-    """Prompts with what follows each of them. `targets`: turns of the assistant are trained, other messages not."""
+    """Prompts with the rest of each conversation. `targets`: only turns of the assistant are trained."""
 
     prompts: PromptSet
     targets: Targets

@@ -28,8 +28,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Turns:
-    """Text of a conversation as pieces; the first one opens the first trained turn. `skipped`: turns that were to be
-    trained, but that the template shows after another text once later messages follow."""
+    """Text of a conversation as pieces; the first one opens the first trained turn. `skipped`: number of turns that are
+    not trained, because the template changes the text before them once later messages follow."""
 
     pieces: tuple[Piece, ...]
     skipped: int = 0

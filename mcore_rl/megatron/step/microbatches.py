@@ -152,7 +152,10 @@ def whole_by_sample(batch: MicroBatch, values: torch.Tensor, context: ContextPar
 
 
 def samples_and_positions(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample of each trained token on this rank, and its position among the sample's trained tokens, int64 [N] each."""
+    """Return the sample of each trained token on this rank, and its position among the sample's trained tokens.
+
+    Shapes: int64 [N] each.
+    """
     device = batch.tokens.device
     counts = torch.tensor(batch.whole_counts, dtype=torch.int64, device=device)
     samples = torch.tensor(batch.samples, dtype=torch.int64, device=device).repeat_interleave(counts)

@@ -55,7 +55,7 @@ def block_unsupported(run: SlimeRun) -> None:
     source, draft = run.source, run.draft
     absent = {
         "use-opd": "distillation is not translated; set teacher.* (docs/distillation.md)",
-        "use-opsm": "off-policy sequence masking does not exist here; see algorithm.correction",
+        "use-opsm": "off-policy sequence masking is not translated; set algorithm.correction (docs/papers.md)",
         "multimodal-keys": "prompts are texts; images are not supported",
         "disable-rewards-normalization": "grpo subtracts the mean of a group; name another algorithm.advantage",
         "custom-loss-function-path": "write algorithm.policy_loss.name=module_or_file.py:function (docs/algorithms.md)",

@@ -15,7 +15,7 @@ TRAINERS = (
 OTHER_ALGORITHMS = {
     "main_prime": "PRIME trains an implicit process reward model",
     "main_sppo": "SPPO has a loss of its own",
-    "main_spin": "SPIN trains on preferences (algorithm.policy_loss.name=dpo)",
+    "main_spin": "SPIN trains on pairs of its own responses; trainer.objective=dpo reads pairs from files",
     "main_flowrl": "FlowRL has a loss of its own",
     "main_gkd": "distillation is not translated; set teacher.* (docs/distillation.md)",
     "main_dance": "images and videos are not generated here",

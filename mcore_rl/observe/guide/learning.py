@@ -119,7 +119,7 @@ GROUPS = (
 TEXTS = (
     MetricEntry(
         "val/loss",
-        "falls, then flattens (trainer.objective=sft or dpo)",
+        "falls, then flattens; only with trainer.objective=sft or trainer.objective=dpo",
         (
             Remedy("stop at the lowest value: more epochs only repeat the data"),
             Remedy("lower actor.optimizer.lr"),
@@ -128,12 +128,12 @@ TEXTS = (
     ),
     MetricEntry(
         "preference/accuracy",
-        "0.5 at the first step, then 0.6 to 0.9",
+        "0.5 at the first step if the reference is the initial policy, then 0.6 to 0.9",
         (
             Remedy("raise actor.optimizer.lr if it stays near 0.5"),
-            Remedy("look for pairs whose labels are noisy, or set preference.label_smoothing"),
+            Remedy("look for pairs with swapped labels, or set preference.label_smoothing"),
         ),
-        signs="near 1 while val/accuracy stays behind",
+        signs="near 1 while val/accuracy does not rise: the model memorizes the pairs",
     ),
     MetricEntry(
         "preference/chosen_reward",

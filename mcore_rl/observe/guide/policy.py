@@ -98,7 +98,7 @@ POLICY = (
         "distillation/kl_loss",
         "falls towards 0; only with teacher.in_loss",
         (Remedy("lower actor.optimizer.lr"), Remedy("raise teacher.in_loss, or lower algorithm.entropy_coefficient")),
-        signs="rises, or is far from distillation/kl: the sampled tokens are not from the policy",
+        signs="rises; far from distillation/kl without teacher.top_k: tokens were sampled from another distribution",
     ),
     MetricEntry(
         "actor/clip_fraction",

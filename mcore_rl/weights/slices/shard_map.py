@@ -1,7 +1,7 @@
 """Shard map: the part of every HF tensor that each rank of an inference engine keeps, computed from the weight table.
 
 A rank keeps runs of contiguous indices along the dimension that the trainer divides too, and all indices of the other
-dimensions. It is one run, except of a tensor with several sections, such as the queries, keys and values of a
+dimensions. There is one run, except for tensors with several sections, such as the queries, keys and values of a
 convolution. No engine is needed to compute this; the engine's own record is compared with it (verify.py).
 """
 
@@ -35,7 +35,7 @@ IntArray = npt.NDArray[np.int64]
 Box = tuple[Shape, Shape]
 """Part of a tensor: indices of its first element, and its shape."""
 Boxes = tuple[Box, ...]
-"""Parts of a tensor that a rank keeps one behind the other, in this order. They differ along one dim."""
+"""Parts of a tensor that a rank stores one after the other, in this order. They differ along one dim."""
 
 
 class Portion(NamedTuple):
