@@ -12,7 +12,6 @@ from mcore_rl.migration.verl.run import EXPERTS, VerlRun
 UNLIMITED_TURNS = 100
 MTP_KEYS = "actor_rollout_ref.model.mtp"
 DP_ATTENTION = f"{ROLLOUT}.engine_kwargs.sglang.enable_dp_attention"
-KEPT = ", or add rollout.top_p, rollout.top_k and rollout.keep_sampling_mask=true to the draft (docs/engines.md)"
 SHARES = {"left": "end", "right": "start", "middle": "both"}
 """verl names the side that it cuts off, we name the part that stays."""
 BUCKETS = tuple(f"{ROLLOUT}.{section}update_weights_bucket_megabytes" for section in ("checkpoint_engine.", ""))
