@@ -92,6 +92,8 @@ def batch_builder(
     def build(groups: Groups, step: int, version: int) -> Batch:
         kept = gather(groups.scalars, groups.keep)
         check_rewards(kept)
+        # Only the advantages change with the penalty: algorithm.filter gets the rewards of reward.function.
+        trained = is_trained(kept)
         kept = replace(kept, rewards=kept.rewards - penalties_of(kept))
         advantages = advantages_of(groups, kept.rewards) if per_response else np.zeros(len(kept), np.float32)
         schedule = UpdateSchedule(
@@ -103,7 +105,7 @@ def batch_builder(
             advantages=advantages,
             weights_of=weights_of,
             schedule=schedule,
-            trained=is_trained(kept),
+            trained=trained,
             loss_factors=rules.loss_weights(kept.prompt_rows),
             version=version,
         )

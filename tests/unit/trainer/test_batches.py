@@ -134,6 +134,17 @@ def test_batch_builder_filtered_responses_have_zero_weight(tmp_path):
     assert both.loss_weights.tolist() == pytest.approx([1 / 3, 0, 0])
 
 
+def test_response_filter_gets_rewards_without_length_penalty(tmp_path):
+    (tmp_path / "right.py").write_text(
+        "def right(*, rewards, accuracies, group_ids, lengths, clipped):\n    return rewards == 1\n"
+    )
+    algorithm = AlgorithmConfig(filter=f"{tmp_path / 'right.py'}:right", length_penalty=0.1)
+    settings = replace(config("grpo"), algorithm=algorithm)
+    batch = batch_builder(settings, 1)(one_group([1.0, 0.0], [4, 2]), 1, 0)
+    assert batch.rewards[0] < 1  # the penalty applies to the advantages
+    assert (batch.loss_weights > 0).tolist() == [True, False]
+
+
 def test_response_filter_unloadable_function_names_the_key():
     with pytest.raises(ConfigError, match=r"algorithm\.filter=nowhere\.py:f"):
         batch_builder(Config(algorithm=AlgorithmConfig(filter="nowhere.py:f")), 1)
