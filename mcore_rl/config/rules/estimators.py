@@ -40,11 +40,13 @@ def check_estimator(config: Config) -> None:
         )
     if algorithm.advantage == OF_TOKENS:
         _check_token_baseline(config)
-    if algorithm.advantage not in (*NON_NEGATIVE, OF_PARTS):
-        return
-    reason = "reads the parts of the reward" if algorithm.advantage == OF_PARTS else "needs rewards of at least 0"
-    for key, remedy in _changes(config):
-        raise ConfigError(f"{key} changes the reward, but {chosen} {reason}; {remedy}")
+    by_source = [(f"algorithm.per_source, {each.source}: advantage=", each.advantage) for each in algorithm.per_source]
+    for key_of_name, name in [("algorithm.advantage=", algorithm.advantage), *by_source]:
+        if name not in (*NON_NEGATIVE, OF_PARTS):
+            continue
+        reason = "reads the parts of the reward" if name == OF_PARTS else "needs rewards of at least 0"
+        for key, remedy in _changes(config, name):
+            raise ConfigError(f"{key} changes the reward, but {key_of_name}{name} {reason}; {remedy}")
 
 
 def _check_token_baseline(config: Config) -> None:
@@ -65,10 +67,10 @@ def _check_token_baseline(config: Config) -> None:
             )
 
 
-def _changes(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield keys, with the remedy, that subtract from the rewards outside of their parts."""
+def _changes(config: Config, name: str) -> Iterator[tuple[str, str]]:
+    """Yield keys, with the remedy, that subtract from the rewards of estimator `name` outside of their parts."""
     incorrect = config.reward.incorrect
-    if config.algorithm.advantage in NON_NEGATIVE and incorrect < 0:
+    if name in NON_NEGATIVE and incorrect < 0:
         yield f"reward.incorrect={incorrect:g}", "set it to 0"
     if config.reward.punishes_overlong:
         yield "reward.overlong (on by reward.overlong.enable or reward.manager)", "set reward.overlong.enable=false"

@@ -65,6 +65,18 @@ def _mixture_of_experts(base: str, tmp_path: Path) -> None:
         ),
         (["algorithm.advantage=maxrl", "reward.incorrect=-1"], "reward.incorrect=-1 changes the reward, but algorithm"),
         (["algorithm.advantage=maxrl", "reward.manager=dapo"], "reward.overlong (on by reward.overlong.enable or"),
+        *(
+            (
+                ["algorithm.per_source=[{source: a}, {source: b, advantage: maxrl}]", changed],
+                f"{named} changes the reward, but algorithm.per_source, b: advantage=maxrl needs rewards of at least 0",
+            )
+            for changed, named in (
+                ("algorithm.length_penalty=0.1", "algorithm.length_penalty=0.1"),
+                ("algorithm.kl.in_reward=0.1", "algorithm.kl.in_reward=0.1"),
+                ("reward.incorrect=-1", "reward.incorrect=-1"),
+                ("reward.manager=dapo", "reward.overlong (on by reward.overlong.enable or reward.manager)"),
+            )
+        ),
         (["algorithm.advantage=maxrl", "rollout.temperature=0"], "learns from their differences"),
         (
             ["algorithm.advantage=optimal_token_baseline", "algorithm.correction.kind=truncate"],
