@@ -5,6 +5,7 @@ from __future__ import annotations
 from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import reject_unless_default
 from mcore_rl.config.observe import ObserveConfig, ProfileConfig
+from mcore_rl.config.rules.estimators import OF_PARTS
 from mcore_rl.errors import ConfigError
 
 
@@ -40,4 +41,9 @@ def check_trajectories(observe: ObserveConfig, algorithm: AlgorithmConfig) -> No
         raise ConfigError(
             f"observe.keep_trajectories={observe.keep_trajectories} does not store the data_source of responses, which "
             "algorithm.per_source and algorithm.baseline=source need to repeat an update; set it to 0"
+        )
+    if observe.keep_trajectories and algorithm.advantage == OF_PARTS:
+        raise ConfigError(
+            f"observe.keep_trajectories={observe.keep_trajectories} does not store the parts of the rewards, which "
+            f"algorithm.advantage={OF_PARTS} needs to repeat an update; set it to 0"
         )

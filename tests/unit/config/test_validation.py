@@ -95,6 +95,10 @@ def _mixture_of_experts(base: str, tmp_path: Path) -> None:
             ["algorithm.baseline=source", "observe.keep_trajectories=2"],
             "observe.keep_trajectories=2 does not store the data_source of responses",
         ),
+        (
+            ["algorithm.advantage=gdpo", "algorithm.part_weights={a: 1}", "observe.keep_trajectories=2"],
+            "observe.keep_trajectories=2 does not store the parts of the rewards, which algorithm.advantage=gdpo needs",
+        ),
         (["algorithm.per_source=[{weight: 2}]"], "algorithm.per_source"),
         (["algorithm.per_source=[{source: a, weight: -2}]"], "weight=-2.0 must be 0 or more"),
         (["algorithm.policy_loss.name=sft", "algorithm.per_source=[{source: a}]"], "have no effect with algorithm.pol"),
