@@ -71,12 +71,13 @@ def choose(
 @torch.no_grad()
 def highest(scores: Sequence[Tensor], share: float, all_reduce: AllReduce = one_rank) -> list[Tensor]:
     """Choose the highest scores of all ranks: floor(share N) of N, but at least one if there is any, and all scores
-    that tie with the lowest chosen one. Returns one bool tensor per part, shaped like it.
+    that tie with the lowest chosen one. Scores of -inf are never chosen and not among the N. Returns one bool tensor
+    per part, shaped like it.
 
     Collective: all ranks that all_reduce sums over.
     """
     flat = torch.cat([score.flatten().float() for score in scores])
-    total = int(all_reduce(torch.tensor(flat.numel(), device=flat.device)))
+    total = int(all_reduce((flat > -torch.inf).count_nonzero()))
     limit = threshold(flat, min(total, max(1, int(share * total))), all_reduce)
     return [score.float() >= limit for score in scores]
 

@@ -176,7 +176,9 @@ class Objective:
         if choice.kept is not None:
             kept = joined_flags(batch, choice.kept)
             per_token = per_token.masked_fill(~kept, 0.0)
-            metrics["high_entropy_fraction"] = Mean(float(kept.count_nonzero()), len(kept))
+            metrics["high_entropy_fraction"] = Mean(
+                float(kept.count_nonzero()), int(batch.loss_weights.count_nonzero())
+            )
         has_kl, bonus = self.algorithm.kl.in_loss > 0, rank_batch.entropy_coefficient
         per_token, of_terms = add_terms(
             per_token,
@@ -245,7 +247,8 @@ class Objective:
         seed: int,
         all_reduce: AllReduce,
     ) -> TokenChoice:
-        """Choose tokens among all trained tokens of an update.
+        """Choose tokens among all trained tokens of an update. Tokens with a loss weight of 0, for example of filtered
+        responses, are not among them.
 
         parts: this rank's micro-batches with the current log-probabilities, used instead of missing old ones, and
             entropies.
@@ -260,16 +263,21 @@ class Objective:
         of_loss, within, kept = None, None, None
         current = by_sample(zip(batches, logp, strict=True))
         known = replace(rank_batch, old_logp=current | rank_batch.old_logp)
-        inputs = [self._inputs(values, batch, known) for batch, values, _ in parts]
+        trained = [batch.loss_weights != 0 for batch in batches]
+        inputs = [
+            replace(self._inputs(values, batch, known), mask=selected.to(values.dtype))
+            for (batch, values, _), selected in zip(parts, trained, strict=True)
+        ]
         for correction in (each for each in self.corrections if each.chooses_tokens):
             squares = [correction.second_moments(part) for part in inputs]
-            limit = mean_bound(torch.cat(squares), correction.config.bounds[1], all_reduce)
+            limit = mean_bound(torch.cat(squares)[torch.cat(trained)], correction.config.bounds[1], all_reduce)
             within = flags([squared <= limit for squared in squares])
         if self.loss.needs.selection:
             keys = [token_keys(*samples_and_positions(batch, self.context), seed) for batch in batches]
             of_loss = flags(choose(cast(SelectiveLoss, self.loss), inputs, keys, all_reduce))
         if self.algorithm.high_entropy_share < 1:
-            kept = flags(highest(entropies, self.algorithm.high_entropy_share, all_reduce))
+            of_trained = [each.masked_fill(~own, -torch.inf) for each, own in zip(entropies, trained, strict=True)]
+            kept = flags(highest(of_trained, self.algorithm.high_entropy_share, all_reduce))
         return TokenChoice(of_loss, within, kept)
 
     def _inputs(self, logp: torch.Tensor, batch: MicroBatch, rank_batch: RankBatch) -> PolicyLossInputs:

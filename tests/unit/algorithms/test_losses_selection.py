@@ -50,11 +50,12 @@ def test_threshold_on_ranks_equals_threshold_of_all_scores(values, cut, count):
 
 
 @settings(max_examples=50, deadline=None)
-@given_by(st.lists(FLOATS, min_size=0, max_size=20), st.integers(0, 20), st.floats(0.01, 1.0))
+@given_by(st.lists(FLOATS | st.just(-math.inf), max_size=20), st.integers(0, 20), st.floats(0.01, 1.0))
 def test_highest_on_ranks_equals_highest_of_all_scores(values, cut, share):
     parts = [torch.tensor(values[:cut], dtype=torch.float32), torch.tensor(values[cut:], dtype=torch.float32)]
     found = on_ranks(2, lambda rank, all_reduce: highest([parts[rank], torch.empty(0)], share, all_reduce))
-    number = min(len(values), max(1, int(share * len(values))))
+    eligible = sum(value > -math.inf for value in values)
+    number = min(eligible, max(1, int(share * eligible)))
     limit = sorted(values, reverse=True)[number - 1] if number else math.inf
     for part, (flags, _) in zip(parts, found, strict=True):
         assert flags.tolist() == [value >= limit for value in part.tolist()]

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+import torch
 
 from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult
 from mcore_rl.algorithms.registry import POLICY_LOSSES
+from mcore_rl.config.algorithm import CorrectionConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.step.objective import Objective
+from mcore_rl.megatron.step.microbatches import MicroBatch
+from mcore_rl.megatron.step.objective import Objective, RankBatch
+from mcore_rl.megatron.step.token_choice import TokenChoice
 
 
 def config(loss: str, correction: str) -> Config:
@@ -77,3 +81,84 @@ def test_rollout_as_old_policy_is_rejected_for_losses_without_use(loss: str, rea
     made.algorithm.old_logp = "rollout"
     with pytest.raises(ConfigError, match=rf"algorithm\.old_logp=rollout has no effect: .*name={loss} {reason}"):
         Objective.from_config(made, None)
+
+
+WEIGHTS = {0: 0.5, 1: 0.0, 2: 0.25, 3: 0.0}
+"""Loss weight of each sample's tokens; 0: filtered."""
+ENTROPIES = {0: [1.0, 2.0], 1: [9.0, 8.0, 7.0], 2: [3.0, 4.0], 3: [0.1, 6.0, 0.2]}
+GAPS = {0: [0.1, 0.4], 1: [0.0, 0.0, 0.0], 2: [0.2, 0.3], 3: [0.9, 0.0, 0.0]}
+"""Difference of the log-probabilities of trainer and engine."""
+
+
+def part(*samples: int) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
+    """Micro-batch of the samples, with the log-probabilities and entropies of its tokens."""
+    counts = tuple(len(ENTROPIES[sample]) for sample in samples)
+    gaps, entropies = (torch.tensor([value for s in samples for value in of[s]]) for of in (GAPS, ENTROPIES))
+    weights = torch.tensor([WEIGHTS[s] for s in samples for _ in ENTROPIES[s]])
+    nothing, logp = torch.empty(0, dtype=torch.int64), torch.full_like(gaps, -1.0)
+    batch = MicroBatch(
+        samples=samples,
+        lengths=counts,
+        trained_counts=counts,
+        whole_counts=counts,
+        owners=nothing,
+        tokens=nothing,
+        sequences=None,  # type: ignore[arg-type]  # not read
+        predictors=nothing,
+        targets=nothing,
+        advantages=gaps * 2 - weights,
+        loss_weights=weights,
+        logp_rollout=logp - gaps,
+        staleness=torch.zeros_like(gaps),
+    )
+    return batch, logp, entropies
+
+
+def choices(settings: Config, *parts: tuple[MicroBatch, torch.Tensor, torch.Tensor]) -> TokenChoice:
+    objective = Objective.from_config(settings, None)
+    return objective.choose_tokens(parts, RankBatch((), ()), seed=1, all_reduce=lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("cut", [[(0, 1, 2, 3)], [(1,), (0, 3), (2,)]])
+def test_choice_by_entropy_leaves_out_tokens_without_weight(cut: list[tuple[int, ...]]) -> None:
+    made = Config()
+    made.algorithm.high_entropy_share = 0.5
+    kept = choices(made, *(part(*samples) for samples in cut)).kept
+    assert kept is not None
+    # Two of the four tokens with a weight; 9, 8, 7 and 6 have none.
+    assert {sample: flags.tolist() for sample, flags in kept.items()} == {
+        0: [False, False],
+        1: [False] * 3,
+        2: [True, True],
+        3: [False] * 3,
+    }
+
+
+@pytest.mark.parametrize("cut", [[(0, 1, 2, 3)], [(1,), (0, 3), (2,)]])
+def test_choice_by_second_moment_leaves_out_tokens_without_weight(cut: list[tuple[int, ...]]) -> None:
+    """Squares 0.01, 0.16, 0.04, 0.09: the mean without the largest is 0.047. With the zeros of the others it is less
+    for all tokens."""
+    made = Config()
+    made.algorithm.correction = CorrectionConfig(kind="reject", measure="second_moment", high=0.05, policy="current")
+    within = choices(made, *(part(*samples) for samples in cut)).within
+    assert within is not None
+    assert within[0].tolist() == [True, False]
+    assert within[2].tolist() == [True, True]
+
+
+def test_choice_of_the_loss_leaves_out_tokens_without_weight() -> None:
+    made = Config()
+    made.algorithm.policy_loss.name, made.algorithm.policy_loss.cov_ratio = "kl_cov", 0.5
+    whole, alone = choices(made, part(0, 1, 2, 3)).of_loss, choices(made, part(0, 2)).of_loss
+    assert whole is not None
+    assert alone is not None
+    assert [whole[sample].tolist() for sample in (0, 2)] == [alone[sample].tolist() for sample in (0, 2)]
+    assert not any(whole[sample].any() for sample in (1, 3))
+
+
+def test_choice_of_a_rank_without_weights_has_no_tokens() -> None:
+    made = Config()
+    made.algorithm.high_entropy_share = 0.5
+    kept = choices(made, part(1), part()).kept
+    assert kept is not None
+    assert kept[1].tolist() == [False] * 3
