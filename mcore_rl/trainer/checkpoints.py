@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.ports import PendingSave
@@ -27,12 +27,14 @@ logger = logging.getLogger(__name__)
 
 class CheckpointState(TypedDict):
     """Content of state.json. `accuracy` is val/accuracy at the step, None without a validation; `positions` are the
-    states of the run's components (such as the sampler) by name."""
+    states of the run's components (such as the sampler) by name; `objective` is trainer.objective, which checkpoints of
+    earlier versions lack."""
 
     step: int
     version: int
     accuracy: float | None
     positions: dict[str, JsonObject]
+    objective: NotRequired[str]
 
 
 class Copier(Protocol):

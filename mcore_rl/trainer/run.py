@@ -216,6 +216,13 @@ def _check_kind(run: TrainingRun, state: CheckpointState, path: Path) -> None:
             )
     if saved != wanted:
         raise CheckpointError(f"{path} belongs to a different kind of run; set run.dir to a new directory")
+    # Runs on texts have the same positions, whatever they train.
+    objective = run.config.trainer.objective
+    if (before := state.get("objective", objective)) != objective:
+        raise CheckpointError(
+            f"{path} belongs to a run with trainer.objective={before}, but this run has trainer.objective={objective}: "
+            "restore the key, or set run.dir to a new directory"
+        )
 
 
 def steps_left(run: TrainingRun) -> Iterator[int]:
@@ -243,6 +250,7 @@ def save(run: TrainingRun, accuracy: float | None = None) -> None:
         "version": run.state.version,
         "accuracy": accuracy,
         "positions": {name: part.state_dict() for name, part in run.positions.items()},
+        "objective": run.config.trainer.objective,
     }
     # The positions above are read before the ranks start to write: a step may continue while they write.
     in_background = run.config.checkpoint.async_save

@@ -309,6 +309,36 @@ def test_load_latest_other_kind_of_run_is_rejected(tmp_path: Path) -> None:
         train(run)
 
 
+def test_load_latest_other_objective_is_rejected(tmp_path: Path) -> None:
+    """Supervised training, pairs and a warm start have the same positions."""
+    for steps, objective in ((2, "rl"), (4, "sft")):
+        run = make(tmp_path, steps, Recorder())
+        run.config.trainer.objective = objective
+        if steps == 2:
+            train(run)
+    message = r"run with trainer\.objective=rl, but this run has trainer\.objective=sft: restore the key, or set run"
+    with pytest.raises(CheckpointError, match=message):
+        train(run)
+
+
+def test_load_latest_without_an_objective_resumes(tmp_path: Path) -> None:
+    class Earlier(Checkpoints):
+        """Checkpoints of a version that stored no objective."""
+
+        @staticmethod
+        def read(path: Path) -> Any:
+            state, files = Checkpoints.read(path)
+            del state["objective"]
+            return state, files
+
+    train(make(tmp_path, 2, Recorder()))
+    part = Recorder()
+    run = make(tmp_path, 4, part)
+    run.checkpoints = Earlier(tmp_path / "checkpoints", 2)
+    train(run)
+    assert part.updates == 4
+
+
 @pytest.mark.parametrize(
     ("part", "before", "message"),
     [
