@@ -344,7 +344,7 @@ def slurm(
 
     script = render_job(config, files, overrides, pinned, force=force)
     cuda = config.cluster.device != "cpu"  # as in a plan
-    missing = missing_files(config.data, config.algorithm, config.model, config.judge, config.rollout, cuda=cuda)
+    missing = missing_files(config, cuda=cuda)
     problems = cannot_run(config) + missing
     if not force:
         # The plan takes longest, so it is made only if nothing else is wrong.

@@ -12,15 +12,14 @@ import re
 from pathlib import Path
 
 from mcore_rl.config import Config
-from mcore_rl.config.algorithm import SUPERVISED, AlgorithmConfig, is_supervised
+from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.fields import make_paths_absolute
-from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.rules.engine_support import cannot_run, missing_engine
 from mcore_rl.config.rules.judge import server_key, template_text, uses_judge, validate_judge
 from mcore_rl.config.rules.models import uses_reward_model
 from mcore_rl.config.rules.objective import is_warm_start
 from mcore_rl.config.rules.validation import read_hf_config, validate, validate_reward_model
-from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig, RolloutConfig
+from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig
 from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError
 from mcore_rl.preparation.sglang_files import check_sglang_files
@@ -79,22 +78,14 @@ def check_update(config: Config) -> None:
     make_paths_absolute(config)
 
 
-def missing_files(
-    data: DataConfig,
-    algorithm: AlgorithmConfig,
-    model: ModelConfig,
-    judge: JudgeConfig,
-    rollout: RolloutConfig,
-    *,
-    cuda: bool,
-) -> list[str]:
+def missing_files(config: Config, *, cuda: bool) -> list[str]:
     """Return one message for each of data, model and judge whose files are missing or invalid on this machine. `cuda`:
     the run uses GPUs."""
     messages = []
     for check in (
-        lambda: _check_data(data, validates=algorithm.policy_loss.name != SUPERVISED),
-        lambda: _check_model(model),
-        lambda: validate_judge(judge, rollout, model, cuda=cuda),
+        lambda: _check_data(config.data, validates=not is_warm_start(config)),
+        lambda: _check_model(config.model),
+        lambda: validate_judge(config.judge, config.rollout, config.model, cuda=cuda),
     ):
         try:
             check()

@@ -30,7 +30,7 @@ from mcore_rl.config.rules.models import (
     check_reward_source,
     check_terms,
 )
-from mcore_rl.config.rules.objective import check_objective, check_pairs_per_update
+from mcore_rl.config.rules.objective import check_objective, check_pairs_per_update, responses_per_prompt
 from mcore_rl.config.rules.observe import check_profile, check_trajectories
 from mcore_rl.config.rules.quantization import check_quantization
 from mcore_rl.config.rules.rollout import (
@@ -219,10 +219,10 @@ def _check_layout(role: ModelRole, config: Config) -> None:
     check_ranks_divide(parallel, ranks, parallel.etp or 1, role)
     data_ranks = ranks // (parallel.tp * parallel.pp * parallel.cp)
     check_pairs_per_update(config, data_ranks)
-    if config.trainer.prompts_per_update * rollout.samples_per_prompt < data_ranks:
+    if config.trainer.prompts_per_update * responses_per_prompt(config) < data_ranks:
+        factors = "" if is_supervised(config.algorithm) else " x rollout.samples_per_prompt"
         raise ConfigError(
-            f"trainer.prompts_per_update x rollout.samples_per_prompt must be at least {data_ranks}, the number of "
-            "data-parallel ranks"
+            f"trainer.prompts_per_update{factors} must be at least {data_ranks}, the number of data-parallel ranks"
         )
 
 

@@ -57,6 +57,19 @@ def test_objective_dpo_rejects_keys_without_effect(base: str, key: str) -> None:
         validate_keys(load_config(base, [*DPO, key]))
 
 
+@pytest.mark.parametrize("loss", ["trainer.objective=sft", "algorithm.policy_loss.name=sft"])
+def test_objective_sft_needs_a_text_for_every_rank(base: str, loss: str) -> None:
+    def check(texts: int) -> None:
+        steps = [f"trainer.prompts_per_step={texts}", f"trainer.prompts_per_update={texts}"]
+        validate_keys(load_config(base, [loss, *steps]))
+
+    check(4)
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.prompts_per_update must be at least 4, the number of data-parall"
+    ):
+        check(2)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

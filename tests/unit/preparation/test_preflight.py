@@ -19,7 +19,7 @@ from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError
 from mcore_rl.preparation import preflight
-from mcore_rl.preparation.preflight import check_run, check_update, has_gpu, torch_has_cuda
+from mcore_rl.preparation.preflight import check_run, check_update, has_gpu, missing_files, torch_has_cuda
 from mcore_rl.preparation.prepare import prepare
 from mcore_rl.resolved.nccl import NcclPackages
 from tests.environments import make_environment
@@ -52,6 +52,21 @@ def test_bad_values_are_refused_before_heavy_imports(base: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == f"{[2] * len(commands)} []", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reads"),
+    [
+        ([], True),
+        (["trainer.objective=sft"], True),
+        (["trainer.objective=dpo"], True),
+        (["algorithm.policy_loss.name=sft"], False),
+    ],
+)
+def test_missing_files_name_validation_data_that_is_read(base: str, overrides: list[str], reads: bool) -> None:
+    config = load_config(base, [*overrides, "data.val=nowhere.jsonl"])
+    messages = missing_files(config, cuda=False)
+    assert any("nowhere.jsonl" in message for message in messages) is reads
 
 
 @pytest.mark.parametrize(
