@@ -148,6 +148,11 @@ class CorrectionConfig:
             )
 
         if self.measure == "second_moment":
+            if self.high is None:
+                raise ConfigError(
+                    f"{self.PREFIX}high=null: {self.PREFIX}measure=second_moment drops no token without a bound; set "
+                    "it to the largest mean, such as 0.04"
+                )
             for key, value, free in (
                 ("level", self.level, self.level == "token"),
                 ("low", str(self.low), self.low is None),

@@ -84,8 +84,8 @@ def of_source(algorithm: AlgorithmConfig, entry: SourceConfig) -> AlgorithmConfi
 
 
 def check_sources(algorithm: AlgorithmConfig, sources: Sources | None = None) -> None:
-    """Check the estimators of all sources, and that algorithm.per_source names sources of the training data (None: not
-    read yet).
+    """Check the estimators of all sources, and that algorithm.per_source names sources of the training data and
+    trains one of them (None: not read yet).
 
     Raises: ConfigError naming the source, or the estimator that cannot be used.
     """
@@ -94,6 +94,12 @@ def check_sources(algorithm: AlgorithmConfig, sources: Sources | None = None) ->
         raise ConfigError(
             f"algorithm.baseline=source: algorithm.advantage={algorithm.advantage} does not compare the responses of a "
             "group with one number each; set it to prompt, or choose grpo"
+        )
+    weights = {entry.source: entry.weight for entry in algorithm.per_source}
+    if sources is not None and not any(weights.get(name, 1.0) for name in sources.names):
+        raise ConfigError(
+            "algorithm.per_source: weight is 0 for every data_source of data.train, so that nothing is trained; set at "
+            "least one of them"
         )
     for entry in algorithm.per_source:
         key = f"algorithm.per_source, {entry.source}"

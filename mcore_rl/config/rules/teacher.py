@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import reject_unless_default
 from mcore_rl.config.models import TeacherConfig
 from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.rules.estimators import OF_TOKENS
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
@@ -46,8 +47,30 @@ def check_teacher(config: Config) -> None:
         reject_unless_default("teacher", teacher, "set teacher.in_loss above 0", ("top_k",))
     if not teacher.top_k:
         reject_unless_default("teacher", teacher, "set teacher.top_k above 0", ("rest",))
+    if teacher.alone:
+        _check_alone(algorithm)
     if config.reward.function == NO_RULE and teacher.alone and algorithm.dynamic_sampling.enable:
         raise ConfigError(
             "algorithm.dynamic_sampling.enable=true drops groups of equal rewards, and with reward.function=none all "
             "rewards are 0; set it to false"
         )
+
+
+def _check_alone(algorithm: AlgorithmConfig) -> None:
+    """Reject settings of advantages, which teacher.alone drops."""
+    kl, sources = algorithm.kl.in_reward, [entry.source for entry in algorithm.per_source if entry.has_estimator]
+    for given, key, remedy in (
+        (algorithm.length_penalty > 0, f"algorithm.length_penalty={algorithm.length_penalty:g}", "set it to 0"),
+        (kl > 0, f"algorithm.kl.in_reward={kl:g}", "set it to 0, and algorithm.kl.in_loss instead"),
+        (
+            algorithm.advantage == OF_TOKENS,
+            f"algorithm.advantage={OF_TOKENS}",
+            "set it to an estimator without a pass, such as grpo",
+        ),
+        (bool(sources), f"algorithm.per_source, {', '.join(sources)}: advantage", "leave only source and weight"),
+        (algorithm.baseline == "source", "algorithm.baseline=source", "set it to prompt"),
+    ):
+        if given:
+            raise ConfigError(
+                f"{key} has no effect with teacher.alone=true, which drops the advantages of rewards; {remedy}"
+            )

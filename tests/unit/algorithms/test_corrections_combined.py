@@ -217,6 +217,10 @@ def test_list_replaces_the_automatic_correction(tmp_path: Path) -> None:
             r"measure=second_moment needs .*kind=reject, not truncate",
         ),
         (
+            ["algorithm.corrections=[{kind: reject, measure: second_moment, high: null}]"],
+            r"algorithm\.corrections: high=null: .*second_moment drops no token without a bound",
+        ),
+        (
             ["algorithm.corrections=[{kind: reject, measure: second_moment, level: sequence}]"],
             r"level=sequence: .*second_moment drops the tokens .*leave level at its default",
         ),

@@ -38,6 +38,16 @@ NONE = "reward.function=none"
             [*ON, NONE, "teacher.alone=true", "algorithm.dynamic_sampling.enable=true"],
             r"^algorithm\.dynamic_sampling\.enable=true drops groups of equal rewards.*set it to false",
         ),
+        *(
+            ([*ON, "teacher.alone=true", changed], rf"^{named} has no effect with teacher\.alone=true, which drops")
+            for changed, named in (
+                ("algorithm.length_penalty=0.1", r"algorithm\.length_penalty=0\.1"),
+                ("algorithm.kl.in_reward=0.1", r"algorithm\.kl\.in_reward=0\.1"),
+                ("algorithm.advantage=optimal_token_baseline", r"algorithm\.advantage=optimal_token_baseline"),
+                ("algorithm.per_source=[{source: a, leave_one_out: true}]", r"algorithm\.per_source, a: advantage"),
+                ("algorithm.baseline=source", r"algorithm\.baseline=source"),
+            )
+        ),
     ],
 )
 def test_teacher_keys_that_contradict_are_rejected(base: str, overrides: list[str], message: str) -> None:
@@ -47,7 +57,12 @@ def test_teacher_keys_that_contradict_are_rejected(base: str, overrides: list[st
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["teacher.alone=true", NONE], ["teacher.in_advantage=0", "teacher.in_loss=1"], ["teacher.in_loss=1"]],
+    [
+        [],
+        ["teacher.alone=true", NONE, "algorithm.per_source=[{source: a, weight: 2}]"],
+        ["teacher.in_advantage=0", "teacher.in_loss=1"],
+        ["teacher.in_loss=1"],
+    ],
 )
 def test_teacher_valid_keys_pass(base: str, overrides: list[str]) -> None:
     validate_keys(load_config(base, [*ON, *overrides]))

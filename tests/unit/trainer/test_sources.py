@@ -90,6 +90,10 @@ def test_batch_builder_multiplies_loss_weights_of_a_source():
             {"per_source": [SourceConfig("math", advantage="rloo", std_level="batch")]},
             "std_level: not an option of .*rloo",
         ),
+        (
+            {"per_source": [SourceConfig(name, weight=0) for name in ("code", "math", "chat")]},
+            "algorithm.per_source: weight is 0 for every data_source of data.train",
+        ),
         ({"advantage": "gae", "baseline": "source"}, "baseline=source: algorithm.advantage=gae does not compare"),
         ({"advantage": "optimal_token_baseline", "baseline": "source"}, "does not compare the responses"),
     ],
@@ -101,5 +105,6 @@ def test_check_sources_names_the_source_or_estimator(settings, message):
 
 def test_per_source_weight_is_allowed_with_any_estimator():
     check_sources(AlgorithmConfig(advantage="gae", per_source=[SourceConfig("math", weight=2)]), SOURCES)
+    check_sources(AlgorithmConfig(per_source=[SourceConfig("math", weight=0)]), SOURCES)  # the others have weight 1
     with pytest.raises(ConfigError, match=r"algorithm\.per_source names math twice"):
         AlgorithmConfig(per_source=[SourceConfig("math"), SourceConfig("math", weight=2)])
