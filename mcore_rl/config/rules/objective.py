@@ -62,6 +62,12 @@ def check_objective(config: Config) -> None:
     if loss != objective:
         raise ConfigError(f"algorithm.policy_loss.name={loss} has no effect with {chosen}; remove it")
     _check_data(config, chosen)
+    best = config.checkpoint.keep_best
+    if objective == SFT and best > type(config.checkpoint)().keep_best:
+        raise ConfigError(
+            f"checkpoint.keep_best={best} has no effect with {chosen}, whose validation has no val/accuracy; raise "
+            "checkpoint.keep_last, and leave it at 1 or 0"
+        )
     if objective == DPO:
         _check_pairs(config, chosen)
 

@@ -57,6 +57,13 @@ def test_objective_dpo_rejects_keys_without_effect(base: str, key: str) -> None:
         validate_keys(load_config(base, [*DPO, key]))
 
 
+def test_objective_sft_has_no_best_checkpoint(base: str) -> None:
+    validate_keys(load_config(base, ["trainer.objective=sft", "checkpoint.keep_best=0"]))
+    validate_keys(load_config(base, [*DPO, "checkpoint.keep_best=3"]))
+    with pytest.raises(ConfigError, match=r"^checkpoint\.keep_best=3 has no effect with trainer\.objective=sft"):
+        validate_keys(load_config(base, ["trainer.objective=sft", "checkpoint.keep_best=3"]))
+
+
 @pytest.mark.parametrize("loss", ["trainer.objective=sft", "algorithm.policy_loss.name=sft"])
 def test_objective_sft_needs_a_text_for_every_rank(base: str, loss: str) -> None:
     def check(texts: int) -> None:
