@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.supervised.loading import load_conversations
 from mcore_rl.data.supervised.targets import ConversationSet, conversation_chunk
 from mcore_rl.errors import DataError
-from tests.unit.data.chat.made import CLOSE, FORGETS_REASONING, LOOK, STABLE, tokenizer
+from tests.unit.data.chat.made import (
+    CLOSE,
+    FORGETS_REASONING,
+    LOOK,
+    STABLE,
+    stop_ids,
+    tokenizer,
+)
 from tests.unit.data.rows import jsonl, parquet
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"q": "sum"}}}
@@ -29,13 +37,19 @@ TURNS = [
 
 
 def load(
-    path: Path, rows: list[dict[str, Any]], template: str | None = STABLE, *, limit: int = 500, **data: Any
+    path: Path,
+    rows: list[dict[str, Any]],
+    template: str | None = STABLE,
+    *,
+    limit: int = 500,
+    stops: Sequence[str] = (CLOSE,),
+    **data: Any,
 ) -> tuple[ConversationSet, Any, Any]:
     made = tokenizer(template)
     write = parquet if path.suffix == ".parquet" else jsonl
     limits = RolloutConfig(max_prompt_tokens=limit, max_response_tokens=limit)
-    stops = (int(made.eos_token_id),)
-    conversations, report = load_conversations(write(path, rows), made, DataConfig(**data), limits, stop_ids=stops)
+    ids = tuple(stop_ids(made, stops))
+    conversations, report = load_conversations(write(path, rows), made, DataConfig(**data), limits, stop_ids=ids)
     return conversations, report, made
 
 
