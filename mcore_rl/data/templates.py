@@ -16,6 +16,7 @@ from mcore_rl.data.chat.messages import text_of
 from mcore_rl.data.chat.presence import REASONING_NOTE, PresenceCheck
 from mcore_rl.data.chat.style import ChatStyle
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.types import Prompt
 from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_name
 
 if TYPE_CHECKING:
@@ -132,6 +133,22 @@ class PromptRenderer:
     ) -> tuple[str, bool]:
         text = self.render(messages, where, tools)
         return text, self._presence.check(messages, text, where)
+
+    def check_conversation(self, messages: Sequence[ChatMessage], prompt: Prompt, where: str) -> bool:
+        """Check that the chat template shows every message of a conversation that begins with a rendered prompt.
+
+        Returns True if it drops reasoning that it shows in the prompt alone, or that follows the prompt. Notes nothing.
+
+        Raises: DataError naming the message that the template drops or changes.
+        """
+        style = self._style if prompt.tools is None else replace(self._style, tools=tuple(prompt.tools))
+        text = style.render(messages, where, opens_turn=False)
+        whole = self._presence.check(messages, text, where, opens_turn=False)
+        return not whole and self._presence.check(prompt.messages, prompt.text, where)
+
+    def note_lost_reasoning(self, rows: int) -> None:
+        """Count rows whose reasoning the chat template drops."""
+        self._noted[REASONING_NOTE] += rows
 
     def check_image(self, text: str) -> None:
         """Check that the chat template writes `text` for a part of type image, if it writes anything.

@@ -26,11 +26,13 @@ class PresenceCheck:
 
     def __init__(self, style: ChatStyle) -> None:
         self._style = style
-        self._dropped: dict[tuple[tuple[str, int, int], ...], int | None] = {}
-        """Shape of a conversation -> index of the message that the template drops; None: it shows all messages."""
+        self._dropped: dict[tuple[bool, tuple[tuple[str, int, int], ...]], int | None] = {}
+        """Form and shape of a conversation -> index of the message that the template drops; None: all are shown."""
 
-    def check(self, messages: Sequence[ChatMessage], text: str, where: str) -> bool:
+    def check(self, messages: Sequence[ChatMessage], text: str, where: str, *, opens_turn: bool = True) -> bool:
         """Check a rendering `text`. Returns False if only reasoning of earlier turns is missing, else True.
+
+        opens_turn: the text is a prompt; False: a whole conversation.
 
         Raises: DataError naming the message that the template drops or changes.
         """
@@ -44,11 +46,11 @@ class PresenceCheck:
                 content = content.rpartition("</think>")[2].removeprefix("<think>")
             lost = next((part for part in _texts(message, content) if not _shows(text, part)), None)
             if lost is not None:
-                self._refuse(messages, number - 1, where, f"{_short(lost)} is not in the prompt")
+                self._refuse(messages, number - 1, where, f"{_short(lost)} is not in the {_kind(opens_turn)}")
             whole = whole and all(_shows(text, str(message.get(name) or "")) for name in REASONING_FIELDS)
-        dropped = self._dropped_message(messages)
+        dropped = self._dropped_message(messages, opens_turn)
         if dropped is not None:
-            self._refuse(messages, dropped, where, "its content is not in the prompt")
+            self._refuse(messages, dropped, where, f"its content is not in the {_kind(opens_turn)}")
         return whole
 
     def _refuse(self, messages: Sequence[ChatMessage], index: int, where: str, problem: str) -> None:
@@ -58,24 +60,24 @@ class PresenceCheck:
             "template shows such messages"
         )
 
-    def _dropped_message(self, messages: Sequence[ChatMessage]) -> int | None:
+    def _dropped_message(self, messages: Sequence[ChatMessage], opens_turn: bool) -> int | None:
         numbers: dict[str, int] = {"": 0}
         contents = [numbers.setdefault(text_of(message).strip(), len(numbers)) for message in messages]
         shape = tuple(
             (message["role"], content, len(message.get("tool_calls", ())))
             for message, content in zip(messages, contents, strict=True)
         )
-        if shape not in self._dropped:
-            self._dropped[shape] = self._find_dropped(messages, contents)
-        return self._dropped[shape]
+        if (key := (opens_turn, shape)) not in self._dropped:
+            self._dropped[key] = self._find_dropped(messages, contents, opens_turn)
+        return self._dropped[key]
 
-    def _find_dropped(self, messages: Sequence[ChatMessage], contents: Sequence[int]) -> int | None:
+    def _find_dropped(self, messages: Sequence[ChatMessage], contents: Sequence[int], opens_turn: bool) -> int | None:
         marks = [f"mark{number:05d}z" if number else "" for number in contents]
         marked: list[ChatMessage] = [
             {**message, "content": mark} for message, mark in zip(messages, marks, strict=True)
         ]
         try:
-            text = self._style.render(marked, "probe", opens_turn=True)
+            text = self._style.render(marked, "probe", opens_turn=opens_turn)
         except DataError:
             return None  # the template depends on the contents, which `check` has found
         counts = {mark: marks.count(mark) for mark in marks if mark}
@@ -113,6 +115,10 @@ def _shows(text: str, part: str) -> bool:
     if any(json.dumps(part, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True)):
         return True
     return _SWITCHES.search(part) is not None and all(piece.strip() in text for piece in _SWITCHES.split(part))
+
+
+def _kind(opens_turn: bool) -> str:
+    return "prompt" if opens_turn else "conversation"
 
 
 def _short(text: str, limit: int = 60) -> str:

@@ -73,7 +73,9 @@ class ResponseEncoder:
         return [_rendered(prompt, each, text, token_ids) for prompt, each, text, token_ids in columns]
 
     def responses(self, answered: Sequence[Answered]) -> tuple[list[Target], int]:
-        """Encode responses to rendered prompts. Also returns the number of responses with skipped turns (see Turns).
+        """Encode responses to rendered prompts. Also returns the number of rows with skipped turns (see Turns).
+
+        Rows with reasoning that the chat template drops after the prompt are noted by the renderer.
 
         Raises: DataError.
         """
@@ -84,7 +86,11 @@ class ResponseEncoder:
             found = list(render_all(jobs)) if renders else [job() for job in jobs]
         except TemplateLimitError as error:
             raise DataError(f"{answered[error.job].where}: the tokenizer's chat template {error}") from None
-        return self._targets([turns.pieces for turns in found]), sum(turns.skipped > 0 for turns in found)
+        # A pair has two responses, and counts once.
+        placed = [(each.where, turns) for each, turns in zip(answered, found, strict=True)]
+        self.renderer.note_lost_reasoning(len({where for where, turns in placed if turns.forgets}))
+        skipped = len({where for where, turns in placed if turns.skipped})
+        return self._targets([turns.pieces for turns in found]), skipped
 
     def _turns(self, answered: Answered) -> Turns:
         """Return the text after the prompt as pieces."""
@@ -103,13 +109,14 @@ class ResponseEncoder:
         turns = [n for n in range(first, len(whole)) if is_trained(whole[n], f"{where}: message {n + 1}")]
         if not turns:
             raise DataError(f"{where} has no turn of the assistant that is trained; remove the row")
+        forgets = self.renderer.check_conversation(whole, prompt, where)
         found = self._finder.find(whole, turns, where, prompt.tools)
         if found.pieces[0].text != prompt.text:
             raise DataError(
                 f"{where}: the tokenizer's chat template shows the prompt differently when a response follows; remove "
                 "the row, or write prompt and response as texts"
             )
-        return Turns(found.pieces[1:], found.skipped)
+        return Turns(found.pieces[1:], found.skipped, forgets)
 
     def _targets(self, responses: Sequence[Sequence[Piece]]) -> list[Target]:
         """Encode the pieces of responses; an empty piece is the end of the sequence."""

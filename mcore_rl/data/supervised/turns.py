@@ -34,10 +34,12 @@ class Piece:
 @dataclass(frozen=True)
 class Turns:
     """Text of a conversation as pieces; the first one opens the first trained turn. `skipped`: number of turns that are
-    not trained, because the template changes the text before them once later messages follow."""
+    not trained, because the template changes the text before them once later messages follow. `forgets`: the text lacks
+    reasoning that the prompt alone shows, or that follows the prompt."""
 
     pieces: tuple[Piece, ...]
     skipped: int = 0
+    forgets: bool = False
 
 
 @dataclass(frozen=True)
