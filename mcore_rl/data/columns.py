@@ -58,8 +58,9 @@ _KNOWN = frozenset(
     ]
 )
 """Columns that are read or have a note of their own; they are never reported as ignored."""
-# Beginning of a list of chat messages that was written as text, for example in a CSV file.
-_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+"""Beginning of a list of chat messages that was written as text, for example in a CSV file."""
+PARSED_NOTE = "have chat messages as JSON text, which was parsed"
 _NAME_CHARACTERS = 40
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -161,12 +162,12 @@ class Columns:
             prompt, images = places.prompt, image_sources(places.images, where, self.path.parent)
         if isinstance(prompt, list):
             # to_plain would convert such bytes to base64 text, which must not become a prompt.
-            if _has_binary(prompt):
+            if has_binary(prompt):
                 raise DataError(f"{where}: the prompt has binary data that is not UTF-8; store it as text")
             prompt = to_plain(prompt)
-        if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
-            prompt, struct_nulls = _messages_of_text(prompt, where), False
-            self.notes["have chat messages as JSON text, which was parsed"] += 1
+        if isinstance(prompt, str) and MESSAGES_AS_TEXT.match(prompt):
+            prompt, struct_nulls = messages_of_text(prompt, f"{where}: the prompt"), False
+            self.notes[PARSED_NOTE] += 1
         messages = chat_messages(prompt, where, struct_nulls=struct_nulls)
         return with_system(messages, self.data_config.system_prompt), images
 
@@ -305,20 +306,21 @@ def _is_verl_row(row: Row) -> bool:
     return row.get("prompt") is not None and row.get("reward_model") is not None
 
 
-def _has_binary(value: object) -> bool:
+def has_binary(value: object) -> bool:
     """Return True if a value holds bytes that are not UTF-8."""
     if isinstance(value, str):  # almost all values
         return False
     if isinstance(value, dict):
-        return any(map(_has_binary, value.values()))
+        return any(map(has_binary, value.values()))
     if isinstance(value, list | tuple):
-        return any(map(_has_binary, value))
+        return any(map(has_binary, value))
     return isinstance(value, bytes) and value.decode(errors="ignore").encode() != value
 
 
-def _messages_of_text(text: str, where: str) -> JsonValue:
+def messages_of_text(text: str, where: str) -> JsonValue:
+    """Parse chat messages that are written as JSON text. Raises: DataError for invalid JSON."""
     try:
-        return parse_json(text, f"{where}: the prompt")
+        return parse_json(text, where)
     except DataError as error:
         raise DataError(
             f"{error} (it looks like a list of chat messages; write them as JSON, or wrap the text in a chat message"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from mcore_rl.data.chat.messages import normalized
 from mcore_rl.data.columns import ANSWER_COLUMNS, PROMPT_COLUMNS, Columns, Row, listing
-from mcore_rl.data.json_text import to_plain
+from mcore_rl.data.supervised.cells import read_cell
 from mcore_rl.data.supervised.encoder import Response, is_trained
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
@@ -33,7 +33,7 @@ def read_conversation(
     column = next((name for name in MESSAGES_COLUMNS if row.get(name) is not None), None)
     if column is None:
         return columns.read(place, row), (_completion(columns, row, where, struct_nulls=struct_nulls),)
-    messages = _messages(row, column, where, struct_nulls=struct_nulls)
+    messages = _messages(columns, row, column, where, struct_nulls=struct_nulls)
     first = next((n for n, each in enumerate(messages) if is_trained(each, f"{where}: message {n + 1}")), None)
     if not first:
         problem = "has no turn of the assistant that is trained" if first is None else "begins with a trained turn"
@@ -42,13 +42,14 @@ def read_conversation(
     return columns.read(place, {**row, name: messages[:first]}), (messages[first:],)
 
 
-def _messages(row: Row, column: str, where: str, *, struct_nulls: bool) -> list[ChatMessage]:
-    value: object = to_plain(row[column])
+def _messages(columns: Columns, row: Row, column: str, where: str, *, struct_nulls: bool) -> list[ChatMessage]:
+    cell = read_cell(columns, row[column], f"{where}: {column}", struct_nulls=struct_nulls)
+    value: object = cell.value
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {column} is not a list of chat messages")
     if all(isinstance(each, Mapping) and "from" in each and "role" not in each for each in value):
         value = [_from_sharegpt(each, f"{where}: message {n}") for n, each in enumerate(value, start=1)]
-    return normalized(value, f"{where}: {column}", struct_nulls=struct_nulls)
+    return normalized(value, f"{where}: {column}", struct_nulls=cell.struct_nulls)
 
 
 def _from_sharegpt(message: object, where: str) -> dict[str, object]:
@@ -66,11 +67,12 @@ def _from_sharegpt(message: object, where: str) -> dict[str, object]:
 def _completion(columns: Columns, row: Row, where: str, *, struct_nulls: bool) -> Response:
     wanted = columns.data_config.answer_key
     names = COMPLETION_COLUMNS if wanted is None else (wanted,)
-    value = to_plain(next((row[name] for name in names if row.get(name) is not None), None))
+    name = next((name for name in names if row.get(name) is not None), names[0])
+    value, struct_nulls = read_cell(columns, row.get(name), f"{where}: {name}", struct_nulls=struct_nulls)
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list) and value:
-        return normalized(value, f"{where}: {names[0]}", struct_nulls=struct_nulls)
+        return normalized(value, f"{where}: {name}", struct_nulls=struct_nulls)
     raise DataError(
         f"{where} has neither messages nor a target text in column {' or '.join(map(repr, names))} (its columns are "
         f"{listing(row)}); set data.answer_key to the column of target texts"

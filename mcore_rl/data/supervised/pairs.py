@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mcore_rl.data.chat.messages import normalized
 from mcore_rl.data.columns import PROMPT_COLUMNS, Columns, Row, listing
-from mcore_rl.data.json_text import to_plain
+from mcore_rl.data.supervised.cells import read_cell
 from mcore_rl.data.supervised.encoder import Response
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
@@ -26,7 +26,7 @@ def read_pair(columns: Columns, place: str, row: Row, struct_nulls: bool) -> tup
     Raises: DataError naming the row and the missing part.
     """
     where = f"{columns.key}: {place}"
-    given = tuple(_response(row, column, where, struct_nulls=struct_nulls) for column in RESPONSE_COLUMNS)
+    given = tuple(_response(columns, row, column, where, struct_nulls=struct_nulls) for column in RESPONSE_COLUMNS)
     if isinstance(given[0], str) != isinstance(given[1], str):
         raise DataError(
             f"{where}: one of chosen and rejected is a text and the other a list of messages; "
@@ -52,8 +52,8 @@ def _has_prompt(columns: Columns, row: Row) -> bool:
     return wanted is not None or any(row.get(column) is not None for column in PROMPT_COLUMNS)
 
 
-def _response(row: Row, column: str, where: str, *, struct_nulls: bool) -> Response:
-    value = to_plain(row.get(column))
+def _response(columns: Columns, row: Row, column: str, where: str, *, struct_nulls: bool) -> Response:
+    value, struct_nulls = read_cell(columns, row.get(column), f"{where}: {column}", struct_nulls=struct_nulls)
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list) and value:
