@@ -40,7 +40,7 @@ def test_a_turn_that_ends_only_with_the_conversation_is_rejected(tmp_path: Path,
 
 
 def test_a_stop_token_inside_the_next_message_does_not_end_a_turn(tmp_path: Path) -> None:
-    quotes = [ASK, ANSWER, {"role": "user", "content": f"what does {OTHER_STOP} mean?"}]
+    quotes = [ASK, ANSWER, {"role": "user", "content": f"{OTHER_STOP} is a token, but what does it mean?"}]
     with pytest.raises(DataError, match=r"message 2: .* does not end this turn"):
         load(tmp_path / "a.jsonl", [{"messages": quotes}], ENDS_ONCE, stops=[OTHER_STOP])
     conversations, _, made = load(tmp_path / "b.jsonl", [{"messages": quotes}], stops=[CLOSE, OTHER_STOP])
