@@ -133,7 +133,7 @@ class SilentTrainer(RankProcess):
         self.num_updates = len(shares.counts)
         return {"rollout/logp_diff_mean": Mean(0.0, self.num_updates)}
 
-    def update(self, key: int) -> list[dict[str, Metric]]:
+    def update(self, key: int, entropy_coefficient: float | None) -> list[dict[str, Metric]]:
         return [{"actor/loss": Mean(0.0, 1)} for _ in range(self.num_updates)]
 
 

@@ -121,7 +121,7 @@ def _logp_row(actor: MegatronActor) -> Result:
     share, buffers = trajectories(EQUAL)
     arrays = {name: values for name, values in vars(share).items() if name != "version"}
     # An empty first update makes the second one need old log-probabilities.
-    nothing = RankShare(**{name: values[:0] for name, values in arrays.items()})
+    nothing = RankShare(**{name: None if values is None else values[:0] for name, values in arrays.items()})
     tokens, trained = int(share.total_tokens.sum()) - len(EQUAL), int(EQUAL.sum())
     products = [(tokens, inner, outer) for inner, outer in _layer_products()] * integer(MODEL, "num_hidden_layers")
     products.append((trained, integer(MODEL, "hidden_size"), integer(MODEL, "vocab_size")))

@@ -202,7 +202,7 @@ def test_trainer_rank_error_names_role_rank_and_host(node: Any) -> None:
     watch.add(rank)
     try:
         with pytest.raises(McoreRLError, match=rf"holds none \(trainer rank 3 on {this_host().name}\)$"):
-            watch.get([rank.actor.update.remote(7)])
+            watch.get([rank.actor.update.remote(7, None)])
     finally:
         kill_all([rank])
 

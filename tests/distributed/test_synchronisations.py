@@ -45,7 +45,7 @@ A_MICROBATCH = {
     Wait(f"{_STEP}/objective.py", "_report", "tolist"): 1,
     Wait("mcore_rl/algorithms/losses/surrogate.py", "ratio_metrics", "tolist"): 1,
 }
-A_MICROBATCH_OF_THE_OLD_POLICY = {Wait(f"{_STEP}/objective.py", "mismatch", "tolist"): 1}
+A_MICROBATCH_OF_THE_OLD_POLICY = {Wait(f"{_STEP}/mismatch.py", "mismatch", "tolist"): 1}
 A_MICROBATCH_WITH_TOKEN_VALUES = {
     Wait(f"{_STEP}/microbatches.py", "whole_by_sample", "cpu"): 1,
     Wait(f"{_STEP}/microbatches.py", "whole_by_sample", "numpy"): 1,

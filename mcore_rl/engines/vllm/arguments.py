@@ -163,7 +163,7 @@ def _draft_arguments(config: RolloutConfig) -> dict[str, object]:
 
 def sampling_arguments(options: SamplingOptions, eos_token_ids: Sequence[int]) -> dict[str, object]:
     """Return the arguments of vLLM's SamplingParams."""
-    arguments: dict[str, object] = {
+    sampling: dict[str, object] = {
         "temperature": options.temperature,
         "top_p": options.top_p,
         "top_k": options.top_k,
@@ -175,4 +175,4 @@ def sampling_arguments(options: SamplingOptions, eos_token_ids: Sequence[int]) -
         "detokenize": False,
     }
     # vLLM ignores extra_args; engines.vllm.sampler.KEEP_SET reads them. A greedy token has no distribution.
-    return arguments | ({"extra_args": {"keep_set": True}} if options.keep_mask and options.temperature > 0 else {})
+    return sampling | ({"extra_args": {"keep_set": True}} if options.keep_mask and options.temperature > 0 else {})
