@@ -32,7 +32,7 @@ class RankMemory:
     _loader: SliceLoader
     _receiver: SliceReceiver
     _boxes: dict[str, Boxes]
-    """The part of each HF tensor that the plan sends to this rank."""
+    """The parts of each HF tensor that the plan sends to this rank."""
     _freed: list[tuple[torch.UntypedStorage, int]]
     """Storages of the KV cache and their sizes in bytes before they were freed."""
 

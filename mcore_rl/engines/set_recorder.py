@@ -1,8 +1,7 @@
 """Record of the sets that tokens were sampled from, on the engine rank that samples them.
 
-A set is stored by request and position in its sequence, so that it needs no knowledge of the scheduler: a token that is
-sampled again (a rejected draft, the end of a piece of a prompt) overwrites its earlier set, and only the positions of
-a response are ever read.
+A set is stored by request and position in its sequence. A token that is sampled again, after a rejected draft, replaces
+its earlier set. Samples that the engine discards must not be recorded (vllm/sampler.py).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.megatron.step.kept_tokens import max_device_bytes
-from mcore_rl.megatron.step.logprobs import TILE_ELEMENTS
+from mcore_rl.megatron.step.tiles import TILE_ELEMENTS
 from mcore_rl.planner.layers.execution import ALWAYS, Execution, SavedTensor, core_attention
 from mcore_rl.planner.layers.linear_attention import linear_attention
 from mcore_rl.planner.layers.transformers import transformers_layer

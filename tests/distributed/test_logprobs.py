@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed import group as process_group
 
-from mcore_rl.megatron.step import logprobs
+from mcore_rl.megatron.step import tiles
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from tests.distributed.launch import launch
 from tests.distributed.projection import HIDDEN, TOKENS, VOCABULARY, assert_close, fused, inputs, reference
@@ -25,7 +25,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-3}
 def test_linear_logp_entropy_with_any_tiling_equals_log_softmax(
     dtype: torch.dtype, temperature: float | None, chunk: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(logprobs.TILE_ELEMENTS, "cpu", tile)
+    monkeypatch.setitem(tiles.TILE_ELEMENTS, "cpu", tile)
     ours = fused(dtype, temperature, chunk, slice(None))
     assert ours["logp"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert ours["hidden"].dtype == ours["weight"].dtype == dtype
@@ -118,5 +118,5 @@ def test_linear_logp_entropy_needs_memory_of_two_tiles() -> None:
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile, torch.no_grad():
         linear_logp_entropy(hidden, weight, targets, chunk_tokens=128)
     largest = max(event.self_cpu_memory_usage for event in profile.events())
-    assert largest <= 2 * 4 * logprobs.TILE_ELEMENTS["cpu"]
+    assert largest <= 2 * 4 * tiles.TILE_ELEMENTS["cpu"]
     assert largest < tokens * vocabulary * 4 / 8

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed import group as process_group
 
-from mcore_rl.megatron.step import kept_tokens, logprobs
+from mcore_rl.megatron.step import kept_tokens, tiles
 from mcore_rl.megatron.step.kept_tokens import KeptTokens
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.types.token_sets import TokenSets, encode_ids
@@ -74,7 +74,7 @@ def reference(dtype: torch.dtype, temperature: float | None) -> Results:
 def test_masked_logp_with_any_tiling_equals_masked_softmax(
     dtype: torch.dtype, temperature: float | None, chunk: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(logprobs.TILE_ELEMENTS, "cpu", tile)
+    monkeypatch.setitem(tiles.TILE_ELEMENTS, "cpu", tile)
     monkeypatch.setattr(kept_tokens, "BIT_ELEMENTS", tile)
     assert_close(masked(dtype, temperature, chunk, slice(None)), reference(dtype, temperature), TOLERANCE[dtype])
 

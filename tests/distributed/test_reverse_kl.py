@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.distributed import group as process_group
 
-from mcore_rl.megatron.step import logprobs
+from mcore_rl.megatron.step import tiles
 from mcore_rl.megatron.step.reverse_kl import (
-    Projection,
     linear_logp_at,
     linear_reverse_kl,
     linear_top_k,
     top_k_reverse_kl,
 )
+from mcore_rl.megatron.step.tiles import Projection
 from tests.distributed.launch import launch
 from tests.distributed.projection import TOKENS, VOCABULARY, inputs, per_token, upstream
 
@@ -90,7 +90,7 @@ def check(found: Results, expected: Results, tolerance: float) -> None:
 def test_reverse_kl_with_any_tiling_equals_definition(
     dtype: torch.dtype, temperature: float | None, kind: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(logprobs.TILE_ELEMENTS, "cpu", tile)
+    monkeypatch.setitem(tiles.TILE_ELEMENTS, "cpu", tile)
     found = fused(kind, dtype, temperature)
     assert found["kl"].dtype == dtype
     check(found, plain(kind, dtype, temperature), TOLERANCE[dtype])

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.distributed import group as process_group
 
-from mcore_rl.megatron.step import logprobs
+from mcore_rl.megatron.step import tiles
 from mcore_rl.megatron.step.score_norms import linear_score_norms
+from mcore_rl.megatron.step.tiles import Projection
 from tests.distributed.launch import launch
 from tests.distributed.projection import HIDDEN, VOCABULARY, inputs, per_token
 
@@ -35,9 +36,9 @@ def reference(dtype: torch.dtype, temperature: float | None, vocabulary: int = V
 def test_score_norms_with_any_tiling_equal_the_gradient(
     dtype: torch.dtype, temperature: float | None, chunk: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(logprobs.TILE_ELEMENTS, "cpu", tile)
+    monkeypatch.setitem(tiles.TILE_ELEMENTS, "cpu", tile)
     hidden, weight, targets = inputs(dtype)
-    found = linear_score_norms(hidden, weight, targets, temperature=per_token(temperature, "cpu"), chunk_tokens=chunk)
+    found = linear_score_norms(hidden, Projection(weight, per_token(temperature, "cpu"), chunk), targets)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(found.double(), reference(dtype, temperature), rtol=0, atol=TOLERANCE[dtype])
 
@@ -57,22 +58,18 @@ def _shard_worker(rank: int, vocabulary: int) -> list[np.ndarray]:
     hidden, weight, targets = inputs(torch.float64)
     half, found = VOCABULARY // 2, []
     for temperature in TEMPERATURES:
-        norms = linear_score_norms(
-            hidden,
-            weight[rank * half : (rank + 1) * half],
-            targets % vocabulary,
-            temperature=per_token(temperature, "cpu"),
-            chunk_tokens=8,
-            group=process_group.WORLD,
-            vocab_size=vocabulary,
+        shard = Projection(
+            weight[rank * half : (rank + 1) * half], per_token(temperature, "cpu"), 8, process_group.WORLD, vocabulary
         )
+        norms = linear_score_norms(hidden, shard, targets % vocabulary)
         found.append(norms.numpy())
-    empty = torch.empty(0, HIDDEN), torch.ones(half, HIDDEN), torch.empty(0, dtype=torch.int64)
-    assert linear_score_norms(*empty, group=process_group.WORLD).shape == (0,)  # a dummy micro-batch
+    shard = Projection(torch.ones(half, HIDDEN), group=process_group.WORLD)
+    # A dummy micro-batch.
+    assert linear_score_norms(torch.empty(0, HIDDEN), shard, torch.empty(0, dtype=torch.int64)).shape == (0,)
     return found
 
 
 def test_score_norms_of_a_certain_token_are_zero() -> None:
-    hidden, weight = torch.ones(1, 1), torch.tensor([[200.0], [0.0], [-200.0]])
-    assert linear_score_norms(hidden, weight, torch.tensor([0])).tolist() == [0]
-    assert linear_score_norms(hidden, weight, torch.tensor([1])).tolist() == [2]
+    hidden, projection = torch.ones(1, 1), Projection(torch.tensor([[200.0], [0.0], [-200.0]]))
+    assert linear_score_norms(hidden, projection, torch.tensor([0])).tolist() == [0]
+    assert linear_score_norms(hidden, projection, torch.tensor([1])).tolist() == [2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_rl.megatron.step import logprobs
+from mcore_rl.megatron.step import tiles
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from tests.distributed.projection import assert_close, fused, reference
 
@@ -24,7 +24,7 @@ TOKENS, HIDDEN, VOCABULARY = 8192, 1024, 129_280
 def test_values_and_gradients_are_those_of_float64(
     dtype: torch.dtype, temperature: float, tile: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(logprobs.TILE_ELEMENTS, device, tile)
+    monkeypatch.setitem(tiles.TILE_ELEMENTS, device, tile)
     ours = fused(dtype, temperature, 8, slice(None), device=device)
     assert ours["logp"].device.type == device
     assert ours["logp"].dtype == torch.float32
@@ -52,5 +52,5 @@ def test_a_pass_takes_two_tiles_beside_its_operands() -> None:
         linear_logp_entropy(hidden, weight, targets)
     rise = torch.cuda.max_memory_allocated() - before
     statistics_bytes = 16 * 8 * TOKENS
-    assert rise <= 2 * 4 * logprobs.TILE_ELEMENTS["cuda"] + statistics_bytes
+    assert rise <= 2 * 4 * tiles.TILE_ELEMENTS["cuda"] + statistics_bytes
     assert rise < 4 * TOKENS * VOCABULARY / 8

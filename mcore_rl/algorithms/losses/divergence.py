@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ LARGEST_LOGP = -1e-12
 """Upper bound of log-probabilities in the binary KL: the probability of all other tokens needs a logarithm."""
 
 
-class DivergenceLoss:
+class DivergenceLoss(ABC):
     """Base class of losses whose trust region bounds a divergence between two distributions over two outcomes: the
     sampled token, and any other token."""
 
@@ -47,9 +48,9 @@ class DivergenceLoss:
         if self.ratio_cap is not None and not 1 < self.ratio_cap < math.inf:
             raise ConfigError(f"{SECTION}.ratio_cap={self.ratio_cap} must be finite and greater than 1")
 
+    @abstractmethod
     def divergence(self, logp: Tensor, anchor_logp: Tensor) -> Tensor:
         """Return the divergence over the two outcomes per token. Shapes: float64 [N] each. Units: see the loss."""
-        raise NotImplementedError
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
         selected, log_ratio, advantages = ratio_inputs(inputs, self.anchor)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mcore_rl.data.columns import MESSAGES_AS_TEXT, PARSED_NOTE, Columns, has_binary, messages_of_text
+from mcore_rl.data.chat.messages import normalized
+from mcore_rl.data.columns import MESSAGES_AS_TEXT, PARSED_NOTE, Columns, Row, has_binary, messages_of_text
 from mcore_rl.data.json_text import to_plain
 from mcore_rl.errors import DataError
+from mcore_rl.types.chat import ChatMessage
 from mcore_rl.types.json import JsonValue
 
 
@@ -34,6 +36,24 @@ def read_cell(columns: Columns, value: object, where: str, *, struct_nulls: bool
         columns.notes[PARSED_NOTE] += 1
         return Cell(messages_of_text(plain, where), struct_nulls=False)
     return Cell(plain, struct_nulls)
+
+
+def read_response(
+    columns: Columns, row: Row, column: str, where: str, *, struct_nulls: bool
+) -> str | list[ChatMessage] | None:
+    """Read a response, a text or a list of messages; None if the column is absent or empty, or has another type.
+
+    where: place of the row. struct_nulls: see chat_messages.
+
+    Raises: DataError as read_cell, and for invalid messages.
+    """
+    where = f"{where}: {column}"
+    value, struct_nulls = read_cell(columns, row.get(column), where, struct_nulls=struct_nulls)
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value:
+        return normalized(value, where, struct_nulls=struct_nulls)
+    return None
 
 
 def _check_text(value: object, where: str) -> None:

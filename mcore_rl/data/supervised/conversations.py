@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from mcore_rl.data.chat.messages import normalized
 from mcore_rl.data.columns import ANSWER_COLUMNS, PROMPT_COLUMNS, Columns, Row, listing
-from mcore_rl.data.supervised.cells import read_cell
+from mcore_rl.data.supervised.cells import read_cell, read_response
 from mcore_rl.data.supervised.encoder import Response, is_trained
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
@@ -68,11 +68,9 @@ def _completion(columns: Columns, row: Row, where: str, *, struct_nulls: bool) -
     wanted = columns.data_config.answer_key
     names = COMPLETION_COLUMNS if wanted is None else (wanted,)
     name = next((name for name in names if row.get(name) is not None), names[0])
-    value, struct_nulls = read_cell(columns, row.get(name), f"{where}: {name}", struct_nulls=struct_nulls)
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value:
-        return normalized(value, f"{where}: {name}", struct_nulls=struct_nulls)
+    response = read_response(columns, row, name, where, struct_nulls=struct_nulls)
+    if response is not None:
+        return response
     raise DataError(
         f"{where} has neither messages nor a target text in column {' or '.join(map(repr, names))} (its columns are "
         f"{listing(row)}); set data.answer_key to the column of target texts"

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_rl.data.chat.messages import normalized
 from mcore_rl.data.columns import PROMPT_COLUMNS, Columns, Row, listing
-from mcore_rl.data.supervised.cells import read_cell
+from mcore_rl.data.supervised.cells import read_response
 from mcore_rl.data.supervised.encoder import Response
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
@@ -53,11 +52,9 @@ def _has_prompt(columns: Columns, row: Row) -> bool:
 
 
 def _response(columns: Columns, row: Row, column: str, where: str, *, struct_nulls: bool) -> Response:
-    value, struct_nulls = read_cell(columns, row.get(column), f"{where}: {column}", struct_nulls=struct_nulls)
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value:
-        return normalized(value, f"{where}: {column}", struct_nulls=struct_nulls)
+    response = read_response(columns, row, column, where, struct_nulls=struct_nulls)
+    if response is not None:
+        return response
     raise DataError(
         f"{where} has no response in column {column!r} (its columns are {listing(row, column)}): trainer.objective=dpo "
         "needs the columns chosen and rejected, texts or lists of messages"

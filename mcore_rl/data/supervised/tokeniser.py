@@ -28,7 +28,7 @@ class TargetBlock(Block):
 
 @dataclass(frozen=True)
 class Format:
-    """Format of rows. columns: those of the responses; needs_sum: a row fits if its whole length does."""
+    """Format of rows. columns: columns of responses. needs_sum: the limit applies to prompt and response together."""
 
     read: Read
     columns: tuple[str, ...]

@@ -11,12 +11,12 @@ from mcore_rl.config.models import TeacherConfig
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.reverse_kl import (
-    Projection,
     linear_logp_at,
     linear_reverse_kl,
     linear_top_k,
     top_k_reverse_kl,
 )
+from mcore_rl.megatron.step.tiles import Projection
 from mcore_rl.types import Mean, Metric
 
 

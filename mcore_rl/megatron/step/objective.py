@@ -167,18 +167,7 @@ class Objective:
             # In place: the later updates of the batch read it.
             rank_batch.old_logp.update(zip(batch.samples, parts, strict=True))
         inputs = self._inputs(logp, batch, rank_batch)
-        if choice.of_loss is not None:
-            inputs = replace(inputs, chosen=joined_flags(batch, choice.of_loss))
-        if choice.within is not None:
-            inputs = replace(inputs, within=joined_flags(batch, choice.within))
-        result = self._per_token(inputs, batch)
-        per_token, metrics = result.loss, dict(result.metrics)
-        if choice.kept is not None:
-            kept = joined_flags(batch, choice.kept)
-            per_token = per_token.masked_fill(~kept, 0.0)
-            metrics["high_entropy_fraction"] = Mean(
-                float(kept.count_nonzero()), int(batch.loss_weights.count_nonzero())
-            )
+        per_token, metrics = self._policy_loss(inputs, batch, choice)
         has_kl, bonus = self.algorithm.kl.in_loss > 0, rank_batch.entropy_coefficient
         per_token, of_terms = add_terms(
             per_token,
@@ -196,7 +185,6 @@ class Objective:
             per_token, of_terms = per_token + terms[0], of_terms | terms[1]
         weighted = per_token * batch.loss_weights
         loss = weighted.sum()
-        metrics = {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
         metrics |= of_terms
         with torch.no_grad():
             if policy_is_old and self.loss.needs.advantages:
@@ -206,6 +194,23 @@ class Objective:
             return loss, report
         ahead, of_mtp = self._mtp_loss(chunk, hidden[row:], batch, mtp_weight)
         return loss + ahead, replace(report, metrics=report.metrics | of_mtp)
+
+    def _policy_loss(
+        self, inputs: PolicyLossInputs, batch: MicroBatch, choice: TokenChoice
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """Compute the loss of each token, [N], without the terms that are added to it, and its metrics."""
+        if choice.of_loss is not None:
+            inputs = replace(inputs, chosen=joined_flags(batch, choice.of_loss))
+        if choice.within is not None:
+            inputs = replace(inputs, within=joined_flags(batch, choice.within))
+        result = self._per_token(inputs, batch)
+        per_token, metrics = result.loss, dict(result.metrics)
+        if choice.kept is not None:
+            kept = joined_flags(batch, choice.kept)
+            per_token = per_token.masked_fill(~kept, 0.0)
+            weights = int(batch.loss_weights.count_nonzero())
+            metrics["high_entropy_fraction"] = Mean(float(kept.count_nonzero()), weights)
+        return per_token, {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
 
     def _mtp_loss(
         self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, token_weight: float

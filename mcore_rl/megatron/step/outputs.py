@@ -14,8 +14,8 @@ from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.kept_tokens import KeptTokens
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch
-from mcore_rl.megatron.step.reverse_kl import Projection
 from mcore_rl.megatron.step.score_norms import linear_score_norms
+from mcore_rl.megatron.step.tiles import Projection
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,8 @@ class TokenOutputs:
     ) -> tuple[MicroBatch, torch.Tensor]:
         """Compute the squared norms of the scores of the trained tokens, [N], for RankModel.infer. Returns them with
         their micro-batch."""
-        return batch, linear_score_norms(
-            hidden.index_select(0, batch.predictors),
-            output_weight(chunk),
-            batch.targets,
-            temperature=self._temperature(batch),
-            chunk_tokens=self.chunk_tokens,
-            group=self.group,
-            vocab_size=unwrap(chunk).unpadded_vocab_size,
-        )
+        hidden = hidden.index_select(0, batch.predictors)
+        return batch, linear_score_norms(hidden, self.projection(chunk, batch), batch.targets)
 
     def projection(self, chunk: torch.nn.Module, batch: MicroBatch) -> Projection:
         """Return the output projection of a model for the trained tokens of a micro-batch."""

@@ -8,41 +8,15 @@ statistics.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
-from mcore_rl.megatron.step.logprobs import _accumulate_product, _compute_dtype, _Options, _Tile, _tiles
+from mcore_rl.megatron.step.tiles import Projection, Tile, accumulate_product, compute_dtype, tiles
 
 SMALLEST_LOG_REST = -60.0
 """Lower bound of the log-probability of all tokens outside the top k together, so that its inverse is finite."""
-
-
-@dataclass(frozen=True)
-class Projection:
-    """Output projection of a model on one tensor-parallel rank, with the options of linear_logp_entropy.
-
-    Shapes: weight [V, h], the rank's rows; temperature: a number or [T].
-    """
-
-    weight: torch.Tensor
-    temperature: float | torch.Tensor = 1.0
-    chunk_tokens: int = 1024
-    group: dist.ProcessGroup | None = None
-    vocab_size: int | None = None
-
-    def options(self, hidden: torch.Tensor) -> _Options:
-        temperature = self.temperature
-        if isinstance(temperature, torch.Tensor):
-            temperature = temperature.detach().to(_compute_dtype(hidden))
-        return _Options(temperature, self.chunk_tokens, self.group, False, self.vocab_size, None)
-
-    def reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> None:
-        """Add a tensor over the ranks of the group, in place, or take the largest value."""
-        if self.group is not None and dist.get_world_size(self.group) > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
 
 
 def linear_reverse_kl(
@@ -51,7 +25,8 @@ def linear_reverse_kl(
     """Compute KL(policy || teacher) = sum over v of p(v) (log p(v) - log q(v)) over the whole vocabulary, where p and q
     are the softmax of the two projections at the policy's temperature.
 
-    Differentiable in `hidden` and policy.weight; gradients like those of linear_logp_entropy. The teacher has none.
+    Differentiable in `hidden` and policy.weight; the gradients are partial sums, as in linear_logp_entropy. The teacher
+    has none.
 
     Shapes: hidden [T, h], teacher_hidden [T, h of the teacher]; result float32 [T] (float64 for float64 inputs).
     Units: nats.
@@ -78,7 +53,7 @@ class _LinearReverseKL(torch.autograd.Function):
         teacher: Projection,
     ) -> torch.Tensor:
         pair = hidden, policy, teacher_hidden, teacher
-        dtype, lowest = _compute_dtype(hidden), torch.finfo(_compute_dtype(hidden)).min / 2
+        dtype, lowest = compute_dtype(hidden), torch.finfo(compute_dtype(hidden)).min / 2
         # Rows of maxima: policy z, teacher u. Rows of sums: exp(z - max), exp(z - max) (z - u), exp(u - max).
         maxima = torch.full((2, len(hidden)), lowest, dtype=dtype, device=hidden.device)
         sums = torch.zeros((3, len(hidden)), dtype=dtype, device=hidden.device)
@@ -120,10 +95,10 @@ class _LinearReverseKL(torch.autograd.Function):
 
 def _pairs(
     hidden: torch.Tensor, policy: Projection, teacher_hidden: torch.Tensor, teacher: Projection
-) -> Iterator[tuple[_Tile, torch.Tensor, torch.Tensor]]:
-    """Yield every tile with the scaled logits of both models; see logprobs._tiles."""
-    ours = _tiles(hidden, policy.weight, policy.options(hidden))
-    theirs = _tiles(teacher_hidden, teacher.weight, teacher.options(teacher_hidden))
+) -> Iterator[tuple[Tile, torch.Tensor, torch.Tensor]]:
+    """Yield every tile with the scaled logits of both models; see tiles.tiles."""
+    ours = tiles(hidden, policy.weight, policy.options(hidden))
+    theirs = tiles(teacher_hidden, teacher.weight, teacher.options(teacher_hidden))
     for (tile, z), (_, u) in zip(ours, theirs, strict=True):
         yield tile, z, u
 
@@ -139,19 +114,19 @@ class _Gradients:
     """Gradients of hidden states and of the projection's weight, accumulated over tiles of gradients of logits."""
 
     def __init__(self, ctx: FunctionCtx, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-        dtype = _compute_dtype(hidden)
+        dtype = compute_dtype(hidden)
         self._inputs = hidden, weight
         self._sums = [
             torch.zeros(tensor.shape, dtype=dtype, device=tensor.device) if needed else None
             for tensor, needed in zip(self._inputs, ctx.needs_input_grad, strict=False)
         ]
 
-    def add(self, tile: _Tile, grad_logits: torch.Tensor) -> None:
+    def add(self, tile: Tile, grad_logits: torch.Tensor) -> None:
         (hidden, weight), (of_hidden, of_weight) = self._inputs, self._sums
         if of_hidden is not None:
-            _accumulate_product(of_hidden[tile.rows], grad_logits, weight[tile.columns])
+            accumulate_product(of_hidden[tile.rows], grad_logits, weight[tile.columns])
         if of_weight is not None:
-            _accumulate_product(of_weight[tile.columns], grad_logits.t(), hidden[tile.rows])
+            accumulate_product(of_weight[tile.columns], grad_logits.t(), hidden[tile.rows])
 
     def results(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         of_hidden, of_weight = (
@@ -170,13 +145,13 @@ def linear_top_k(hidden: torch.Tensor, model: Projection, k: int) -> tuple[torch
     Collective: all ranks of model.group; each contributes its own k best tokens.
     """
     options = model.options(hidden)
-    dtype, device = _compute_dtype(hidden), hidden.device
+    dtype, device = compute_dtype(hidden), hidden.device
     first = options.first_entry(model.weight)
     maximum, rest = _empty_sums(hidden)
     best = torch.full((len(hidden), k), torch.finfo(dtype).min / 2, dtype=dtype, device=device)
     ids = torch.zeros((len(hidden), k), dtype=torch.int64, device=device)
     with torch.no_grad():
-        for tile, logits in _tiles(hidden, model.weight, options):
+        for tile, logits in tiles(hidden, model.weight, options):
             rows = tile.rows
             _, columns = logits.topk(min(k, logits.shape[1]), dim=1)
             values = _taken_out(logits, columns)
@@ -202,7 +177,7 @@ def linear_top_k(hidden: torch.Tensor, model: Projection, k: int) -> tuple[torch
 
 def _empty_sums(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a maximum below every logit and a sum of 0 for each position, [T] each."""
-    dtype = _compute_dtype(hidden)
+    dtype = compute_dtype(hidden)
     maximum = torch.full((len(hidden),), torch.finfo(dtype).min / 2, dtype=dtype, device=hidden.device)
     return maximum, torch.zeros_like(maximum)
 
@@ -279,11 +254,11 @@ class _LinearLogpAt(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, hidden: torch.Tensor, weight: torch.Tensor, model: Projection, ids: torch.Tensor
     ) -> torch.Tensor:
-        options, dtype = model.options(hidden), _compute_dtype(hidden)
+        options, dtype = model.options(hidden), compute_dtype(hidden)
         local = ids - options.first_entry(weight)
         maximum, rest = _empty_sums(hidden)
         at_tokens = torch.zeros(ids.shape, dtype=dtype, device=hidden.device)  # 0 if another rank holds the token
-        for tile, logits in _tiles(hidden, weight, options):
+        for tile, logits in tiles(hidden, weight, options):
             at_tokens[tile.rows] += _taken_out(logits, *_inside(local, tile))
             _add_exponentials(maximum, rest, tile.rows, logits)
         _reduce_sums(model, maximum, rest)
@@ -305,7 +280,7 @@ class _LinearLogpAt(torch.autograd.Function):
         # d logp_k / d z_j = [j = token k] - p_j. For the rest R, the bracket is p_j / R for tokens that it contains.
         at_tokens = grad[:, :-1] - total * logp[:, :-1].exp()
         elsewhere = of_rest * torch.exp(-logp[:, -1:]) - total
-        for tile, logits in _tiles(hidden, weight, options):
+        for tile, logits in tiles(hidden, weight, options):
             columns, inside = _inside(local, tile)
             _taken_out(logits, columns, inside)
             log_p = logits.sub_(largest[tile.rows, None]).sub_(log_sum[tile.rows, None])
@@ -314,7 +289,7 @@ class _LinearLogpAt(torch.autograd.Function):
         return *gradients.results(), None, None
 
 
-def _inside(local: torch.Tensor, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
+def _inside(local: torch.Tensor, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the columns of the tokens in a tile, clamped to it, and whether they are inside, both [n, k]."""
     columns = local[tile.rows] - tile.columns.start
     width = tile.columns.stop - tile.columns.start

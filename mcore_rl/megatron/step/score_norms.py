@@ -13,54 +13,40 @@ Source: the Logit-Gradient Proxy of the optimal token baseline, arXiv 2602.07078
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from mcore_rl.megatron.step.logprobs import _compute_dtype, _Options, _targets_in_tile, _tiles
+from mcore_rl.megatron.step.tiles import Options, Projection, compute_dtype, targets_in_tile, tiles
 
 
 @torch.no_grad()
-def linear_score_norms(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    temperature: float | torch.Tensor = 1.0,
-    chunk_tokens: int = 1024,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-) -> torch.Tensor:
-    """Compute 1 - 2 p_y + sum p^2 for softmax(hidden weight^T / temperature) and the targets y; between 0 and 2.
+def linear_score_norms(hidden: torch.Tensor, projection: Projection, targets: torch.Tensor) -> torch.Tensor:
+    """Compute 1 - 2 p_y + sum p^2 for the softmax p of the projection of `hidden` and the targets y; between 0 and 2.
 
-    Parameters and shapes are those of linear_logp_entropy; result float32 [T] (float64 for float64 inputs).
-
-    Collective: all ranks of `group` (None: weight is the whole vocabulary), with equal hidden and targets.
+    Shapes: hidden [T, h]; targets int64 [T], global token ids; result float32 [T] (float64 for float64 inputs).
+    Collective: all ranks of projection.group (None: it has the whole vocabulary), with equal hidden and targets.
     """
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature.to(_compute_dtype(hidden))
-    options = _Options(temperature, chunk_tokens, group, False, vocab_size, None)
+    weight, options = projection.weight, projection.options(hidden)
     statistics = _statistics(hidden, weight, targets - options.first_entry(weight), options)
     maximum, total, squares, target_logit = statistics
-    if group is not None and dist.get_world_size(group) > 1:
-        own_maximum = maximum.clone()
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-        _rescale(total, squares, own_maximum - maximum)
-        dist.all_reduce(statistics[1:], group=group)
+    own_maximum = maximum.clone()
+    projection.reduce(maximum, largest=True)
+    _rescale(total, squares, own_maximum - maximum)
+    projection.reduce(statistics[1:])
     probability = torch.exp(target_logit - maximum) / total
     # The exact value is not negative; rounding may be.
     return (1 - 2 * probability + squares / total.square()).clamp_(min=0)
 
 
 def _statistics(
-    hidden: torch.Tensor, weight: torch.Tensor, local_targets: torch.Tensor, options: _Options
+    hidden: torch.Tensor, weight: torch.Tensor, local_targets: torch.Tensor, options: Options
 ) -> torch.Tensor:
     """Compute sums over this rank's vocabulary: [4, T], in its rows: maximum m, sum exp(z - m), sum exp(2 (z - m)), and
     the target's logit (0 if another rank holds it)."""
-    statistics = torch.zeros((4, hidden.shape[0]), dtype=_compute_dtype(hidden), device=hidden.device)
+    statistics = torch.zeros((4, hidden.shape[0]), dtype=compute_dtype(hidden), device=hidden.device)
     # Below every logit; -inf would give -inf - -inf = nan.
     statistics[0] = torch.finfo(statistics.dtype).min / 2
-    for tile, logits in _tiles(hidden, weight, options):
+    for tile, logits in tiles(hidden, weight, options):
         maximum, total, squares, target_logit = (row[tile.rows] for row in statistics)
-        index, inside = _targets_in_tile(local_targets, tile)
+        index, inside = targets_in_tile(local_targets, tile)
         target_logit += logits.gather(1, index).squeeze(1) * inside
         new_maximum = torch.maximum(maximum, logits.amax(1))
         _rescale(total, squares, maximum - new_maximum)
