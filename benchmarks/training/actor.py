@@ -7,7 +7,6 @@ no padding. The peer of the log-probability pass is its matrix products.
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,9 +119,9 @@ def _padded_loss(
 
 def _logp_row(actor: MegatronActor) -> Result:
     share, buffers = trajectories(EQUAL)
-    arrays = {name: values for name, values in vars(share).items() if isinstance(values, np.ndarray)}
+    arrays = {name: values for name, values in vars(share).items() if name != "version" and values is not None}
     # An empty first update makes the second one need old log-probabilities.
-    nothing = replace(share, **{name: values[:0] for name, values in arrays.items()})
+    nothing = RankShare(**{name: values[:0] for name, values in arrays.items()})
     tokens, trained = int(share.total_tokens.sum()) - len(EQUAL), int(EQUAL.sum())
     products = [(tokens, inner, outer) for inner, outer in _layer_products()] * integer(MODEL, "num_hidden_layers")
     products.append((trained, integer(MODEL, "hidden_size"), integer(MODEL, "vocab_size")))
