@@ -26,6 +26,7 @@ COSTS = {
     "prox_logp": "a forward pass of the policy before the updates",
     "pairs": "a forward pass of the policy, and of the reference if there is one, before each update",
     "selection": "a forward pass over the tokens of each update before it",
+    "whole_group": "a forward pass over the tokens of each update before it, except for the first of a batch",
     "whole_sequence": "context-parallel ranks exchange the log-probabilities of their tokens",
 }
 HEADER = """\

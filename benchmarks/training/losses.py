@@ -4,7 +4,7 @@
 
 Tokens are flat, as in a packed micro-batch, or one response of 4,096 tokens per row if a loss needs whole responses.
 Limit: 1.5 times ppo_clip; both are timed alternately. A loss that chooses tokens of a whole update receives the choice,
-as in training; the choice has a separate row.
+as in training; the choice has a separate row. A loss of whole groups receives the results of its groups.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def run() -> list[Result]:
         if loss.needs.selection:
             results.append(_row(f"{name}: choosing", partial(choose_tokens, loss, flat), reference))
             inputs = replace(flat, chosen=choose_tokens(loss, flat))
+        if loss.needs.whole_group:
+            inputs = replace(flat, group_loss=torch.ones_like(flat.logp), slope=torch.ones_like(flat.logp))
         results.append(_row(name, step_of(loss, inputs), reference, AIM))
     loglinear = policy_loss("decoupled_ppo", prox="loglinear")
     results.append(_row("decoupled_ppo, loglinear", step_of(loglinear, flat), reference, AIM))

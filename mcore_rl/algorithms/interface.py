@@ -31,6 +31,8 @@ class Needs:
     with this need implement GroupTokenEstimator (advantages/token_baseline.py).
     selection: the loss treats some tokens differently, chosen among all tokens of an update (see selection.py).
     staleness: per-token staleness in weight versions (see PolicyLossInputs).
+    whole_group: the gradient of a response depends on all responses of its group in the update (see
+    group_scores.WholeGroupLoss).
     pairs: the advantages of the loss are weights of the responses of pairs, computed before the update from the sums
     of their log-probabilities (see preference.py).
     """
@@ -48,6 +50,7 @@ class Needs:
     whole_sequence: bool = False
     selection: bool = False
     staleness: bool = False
+    whole_group: bool = False
     pairs: bool = False
 
     def check(self, name: str, inputs: object) -> None:
@@ -111,6 +114,10 @@ class PolicyLossInputs:
     keeps tokens among those of this call.
     chosen (bool): for a loss with needs.selection, tokens chosen among the whole update; None: the loss chooses among
     the tokens of this call.
+    group_loss, slope: for a loss with needs.whole_group, the results of its group_terms for the response of each token,
+    computed from the whole update; None: the loss computes them from the responses of this call.
+    group_ids int64 [B]: groups of the responses of this call, for such a loss without group_loss and slope; None: one
+    group.
     """
 
     logp: Tensor
@@ -122,6 +129,9 @@ class PolicyLossInputs:
     staleness: Tensor | None = None
     chosen: Tensor | None = None
     within: Tensor | None = None
+    group_loss: Tensor | None = None
+    slope: Tensor | None = None
+    group_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from mcore_rl.algorithms.interface import (
 from mcore_rl.algorithms.losses.covariance import ClipCov, KLCov
 from mcore_rl.algorithms.losses.divergence import DPPOKL, DPPOTV
 from mcore_rl.algorithms.losses.future import FIPO
+from mcore_rl.algorithms.losses.labels import REAL
 from mcore_rl.algorithms.losses.plain import SFT, Reinforce
 from mcore_rl.algorithms.losses.preference import DPO
 from mcore_rl.algorithms.losses.quadratic import DRO
@@ -57,7 +58,10 @@ from mcore_rl.errors import ConfigError
 
 Entry = TypeVar("Entry")
 
-ACTOR_INPUTS = {"advantages", "old_logp", "rollout_logp", "staleness", "whole_sequence", "selection", "pairs"}
+ACTOR_INPUTS = {
+    *("advantages", "old_logp", "rollout_logp", "staleness"),
+    *("whole_sequence", "whole_group", "selection", "pairs"),
+}
 """Fields of Needs that the actor can provide to a loss."""
 
 ADVANTAGES: dict[str, type[Estimator]] = {
@@ -88,6 +92,7 @@ POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
     "vespo": VESPO,
     "dro": DRO,
     "fipo": FIPO,
+    "real": REAL,
     "decoupled_ppo": DecoupledPPO,
     "reinforce": Reinforce,
     "sft": SFT,
@@ -220,11 +225,14 @@ def compute_policy_loss(
     rollout_logp: Tensor | None = None,
     prox_logp: Tensor | None = None,
     staleness: Tensor | None = None,
+    group_ids: Tensor | None = None,
     **options: object,
 ) -> PolicyLossResult:
     """Compute the unreduced loss per token, with gradient through logp only, and metrics over the trained tokens.
 
-    Shapes: all tensors and the loss [B, T]. Units: nats; staleness in weight versions.
+    group_ids: groups of the responses, for a loss that compares the responses of a group; None: one group.
+
+    Shapes: all tensors and the loss [B, T], except group_ids int64 [B]. Units: nats; staleness in weight versions.
     Raises: ConfigError for an unknown name or option; ValueError for a missing tensor or a wrong shape.
     """
     chosen = policy_loss(name, **options)
@@ -233,6 +241,9 @@ def compute_policy_loss(
     inputs = PolicyLossInputs(logp, mask.detach(), *others)
     chosen.needs.check(name, inputs)
     check_shapes("logp", logp.shape, **vars(inputs))
+    if group_ids is not None:
+        check_shapes("the rows of logp", logp.shape[:1], group_ids=group_ids)
+        inputs = replace(inputs, group_ids=group_ids)
     if chosen.needs.whole_sequence and logp.dim() != 2:
         raise ValueError(f"{name} takes one response per row, [B, T], not {list(logp.shape)}")
     return chosen(inputs)

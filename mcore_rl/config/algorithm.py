@@ -27,7 +27,7 @@ PREFERENCE = "dpo"
 """Loss name of training on pairs of responses, which generates no responses."""
 POLICY_LOSSES = (
     *("ppo_clip", "gspo", "gmpo", "clip_cov", "kl_cov", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo", "dro", "fipo"),
-    *("decoupled_ppo", "reinforce"),
+    *("real", "decoupled_ppo", "reinforce"),
     SUPERVISED,
     PREFERENCE,
 )
@@ -89,6 +89,8 @@ class PolicyLossConfig:
     """Upper bound of the weights of fipo: 1 + influence_high."""
     safety_ratio: float | None = setting(None, above=0)
     """Probability ratio above which fipo limits the weight of a token with a negative advantage to 0.8 to 1."""
+    tau: float | None = setting(None, above=0, unit="nats")
+    """Temperature of the scores of real."""
     prox: str | None = setting(None, choices=("recomputed", "loglinear", "metrics"))
     """Source of the proximal policy of decoupled_ppo."""
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -36,6 +36,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "vespo": {"k_pos": 0.2, "lambda_pos": 0.1, "k_neg": 0.3, "lambda_neg": 0.2, "anchor": "old"},
     "dro": {"beta": 0.5},
     "fipo": {"decay_tokens": 2.0, "influence_low": 0.5, "influence_high": 0.6, "safety_ratio": 1.1},
+    "real": {"tau": 0.5},
     "decoupled_ppo": {},
     "decoupled_ppo loglinear": {"prox": "loglinear"},
     "reinforce": {},
@@ -50,8 +51,8 @@ CORRECTIONS: list[dict[str, Any]] = [
 MOMENT: dict[str, Any] = {"kind": "reject", "measure": "second_moment", "high": 0.5, "policy": "current"}
 LISTED: list[dict[str, Any]] = [
     {"kind": "truncate", "high": 1.3},
-    {"kind": "reject", "level": "any_token", "low": 0.5, "high": 2.0},
-    {"kind": "reject", "level": "geometric", "low": 0.9, "high": None, "negative_only": True, "policy": "current"},
+    {"kind": "reject", "level": "any_token", "low": 0.02, "high": 5.0},
+    {"kind": "reject", "level": "geometric", "low": 0.2, "high": None, "negative_only": True, "policy": "current"},
 ]
 TERMS: dict[str, dict[str, Any]] = {
     "unbiased KL": {"kl": KLConfig(in_loss=0.3, unbiased=True)},
@@ -101,7 +102,8 @@ class Objectives:
 ALL = [Objectives(loss) for loss in LOSSES]
 ALL += [Objectives("ppo_clip", mode) for mode in AGGREGATIONS[1:]]
 ALL += [Objectives("ppo_clip", correction=correction) for correction in CORRECTIONS]
-ALL += [Objectives("ppo_clip", corrections=LISTED)]
+OF_LIST = Objectives("ppo_clip", corrections=LISTED)
+ALL += [OF_LIST]
 ALL += [Objectives("ppo_clip", correction=MOMENT), Objectives("gspo", correction=MOMENT)]
 ALL += [Objectives("kl_cov", correction=MOMENT | {"policy": "old"})]
 ALL += [Objectives("ppo_clip", corrections=LISTED[2:], old_logp="rollout")]
@@ -151,8 +153,11 @@ def measure_all(rank: int, directory: str, checkpoint: str, case: Case) -> list[
     return [measure(actor, objective, share, old_logp) for objective in ALL]
 
 
-def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, torch.Tensor]) -> dict[str, Any]:
-    """Compute the gradient of one update; old and current log-probabilities differ by `drift`."""
+def measure(
+    actor: Any, objective: Objectives, share: Any, old_logp: dict[int, torch.Tensor], index: int = 1
+) -> dict[str, Any]:
+    """Compute the gradient of update `index`; before a later one than the first, old and current log-probabilities
+    differ by `drift`."""
     from mcore_rl.megatron.step.objective import Objective, RankBatch
 
     config = configure(actor.config, objective)
@@ -166,7 +171,7 @@ def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, t
         values = {s: policy_batch.drift(s) for s in share.samples.tolist()} if chosen.needs.values else None
         batch, metrics, _ = actor.estimate(batch, values)
     with policy_batch.complete_gradients(actor):
-        _, reports = actor.accumulate_gradients(batch, 1)
+        _, reports = actor.accumulate_gradients(batch, index)
     counts = actor.counts_tokens
     return {
         "loss": sum(report.loss for report in reports) if counts else 0.0,
@@ -221,6 +226,14 @@ def test_objective_in_every_layout_equals_one_rank(layout: str, found: dict[str,
     assert wrong == {}
 
 
+def test_listed_corrections_drop_a_part_of_the_tokens(found: dict[str, Any]) -> None:
+    """Check the test data: a list that drops all tokens, or none, would be equal in every layout."""
+    result = found["one rank"][str(OF_LIST)]
+    shares = [result["metrics"][f"correction/{name}masked_fraction"] for name in ("1_", "2_", "")]
+    assert all(0 < share < 1 for share in shares), shares
+    assert result["gradients"]["model.embed_tokens.weight"].any()
+
+
 def test_objectives_have_different_gradients(found: dict[str, Any]) -> None:
     """Check the test data: losses, aggregations and corrections must change the gradient."""
     name = "model.embed_tokens.weight"
@@ -259,14 +272,16 @@ def measure_high_entropy(rank: int, directory: str, checkpoint: str, case: Case)
 
 
 def test_rollout_as_old_policy_equals_stored_logp_of_the_engine(model: str) -> None:
-    ((ours, expected),) = launch(measure_old_policies, 1, model, f"{model}.mcore", Case("moe", tokens=ONE_MICROBATCH))
-    assert ours["loss"] == expected["loss"]
-    for name, tensor in join([expected])["gradients"].items():
-        assert torch.equal(join([ours])["gradients"][name], tensor), name
+    (pairs,) = launch(measure_old_policies, 1, model, f"{model}.mcore", Case("moe", tokens=ONE_MICROBATCH))
+    for ours, expected in pairs:
+        assert ours["loss"] == expected["loss"]
+        for name, tensor in join([expected])["gradients"].items():
+            assert torch.equal(join([ours])["gradients"][name], tensor), name
 
 
-def measure_old_policies(rank: int, directory: str, checkpoint: str, case: Case) -> list[dict[str, Any]]:
-    """Measure algorithm.old_logp=rollout without stored values, and trainer with the engine's values stored."""
+def measure_old_policies(rank: int, directory: str, checkpoint: str, case: Case) -> list[list[dict[str, Any]]]:
+    """Measure algorithm.old_logp=rollout without stored values, and trainer with the engine's values stored. Measure
+    the first update of a loss over groups, which takes no pass, and a later one of the same policy, which takes one."""
     actor = build_actor(directory, case)
     load_weights(actor, checkpoint)
     share = policy_batch.shares(actor)[0]
@@ -274,26 +289,44 @@ def measure_old_policies(rank: int, directory: str, checkpoint: str, case: Case)
         sample: torch.from_numpy(policy_batch.logp_rollout(sample)[policy_batch.trained(sample) > 0])
         for sample in share.samples.tolist()
     }
+    current = {
+        s: torch.from_numpy(logp) for s, (_, logp, _) in policy_values(actor, share, policy_batch.chunks()).items()
+    }
+    first = measure(actor, Objectives("real"), share, {}, 0)
+    infer, passes = actor.infer, []
+    actor.infer = lambda *args: passes.append(args) or infer(*args)
+    measure(actor, Objectives("real"), share, {}, 0)
+    assert not passes
+    later = measure(actor, Objectives("real"), share, current)
+    assert len(passes) == 1
     return [
-        measure(actor, Objectives("ppo_clip", old_logp="rollout"), share, {}),
-        measure(actor, Objectives("ppo_clip"), share, engine),
+        [
+            measure(actor, Objectives("ppo_clip", old_logp="rollout"), share, {}),
+            measure(actor, Objectives("ppo_clip"), share, engine),
+        ],
+        [first, later],
     ]
 
 
+WITH_PASSES = [Objectives("ppo_clip", estimator="optimal_token_baseline"), Objectives("real")]
+"""Objectives that take a forward pass before the update."""
+
+
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
-def test_token_baseline_on_model_parallel_ranks_equals_one_rank(model: str, layout: dict[str, int]) -> None:
-    """Ranks of all pipeline stages take part in the forward pass for the norms of the scores."""
+def test_passes_on_model_parallel_ranks_equal_one_rank(model: str, layout: dict[str, int]) -> None:
+    """Ranks of all pipeline stages take part in a forward pass before the update."""
     files = (model, f"{model}.mcore")
-    (expected,) = launch(measure_token_baseline, 1, *files, Case("moe", tokens=ONE_MICROBATCH))
-    ours = launch(measure_token_baseline, 2, *files, Case("moe", layout, tokens=SMALL))
-    found, whole = join(ours), join([expected])
-    assert found["loss"] == pytest.approx(whole["loss"], rel=1e-5, abs=1e-6)
-    for name, tensor in whole["gradients"].items():
-        error = float((found["gradients"][name] - tensor).abs().max()) / (float(tensor.abs().max()) or 1.0)
-        assert error <= GRADIENT_TOLERANCE, name
+    (expected,) = launch(measure_with_passes, 1, *files, Case("moe", tokens=ONE_MICROBATCH))
+    ours = launch(measure_with_passes, 2, *files, Case("moe", layout, tokens=SMALL))
+    for i, objective in enumerate(WITH_PASSES):
+        found, whole = join([rank[i] for rank in ours]), join([expected[i]])
+        assert found["loss"] == pytest.approx(whole["loss"], rel=1e-5, abs=1e-6), objective
+        for name, tensor in whole["gradients"].items():
+            error = float((found["gradients"][name] - tensor).abs().max()) / (float(tensor.abs().max()) or 1.0)
+            assert error <= GRADIENT_TOLERANCE, (objective, name)
 
 
-def measure_token_baseline(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str, Any]:
+def measure_with_passes(rank: int, directory: str, checkpoint: str, case: Case) -> list[dict[str, Any]]:
     actor = build_actor(directory, case)
     load_weights(actor, checkpoint)
     share = policy_batch.shares(actor)[0]
@@ -301,4 +334,4 @@ def measure_token_baseline(rank: int, directory: str, checkpoint: str, case: Cas
         sample: torch.from_numpy(logp + policy_batch.drift(sample)[held])
         for sample, (held, logp, _) in policy_values(actor, share, policy_batch.chunks()).items()
     }
-    return measure(actor, Objectives("ppo_clip", estimator="optimal_token_baseline"), share, old_logp)
+    return [measure(actor, objective, share, old_logp) for objective in WITH_PASSES]

@@ -16,10 +16,19 @@ OF_PARTS = "gdpo"
 OF_TOKENS = "optimal_token_baseline"
 """Estimator whose baseline minimizes the variance of an uncorrected gradient."""
 
+OF_LABELS = "real"
+"""Policy loss that classifies the responses of a group."""
+
 
 def check_estimator(config: Config) -> None:
-    """Raise ConfigError for a reward that the estimator cannot use, and for part_weights without their estimator."""
+    """Raise ConfigError for a reward that the estimator cannot use, for part_weights without their estimator, and for a
+    loss of whole groups without groups."""
     algorithm = config.algorithm
+    if algorithm.policy_loss.name == OF_LABELS and config.rollout.samples_per_prompt < 2:
+        raise ConfigError(
+            f"algorithm.policy_loss.name={OF_LABELS} compares correct and wrong responses to a prompt, but "
+            "rollout.samples_per_prompt=1; set it to at least 2"
+        )
     chosen = f"algorithm.advantage={algorithm.advantage}"
     if algorithm.uses_sources and is_supervised(algorithm):
         raise ConfigError(

@@ -311,9 +311,7 @@ class MegatronActor(TrainedModel):
         replays, records = batch.replays and not policy_is_old, batch.replays and policy_is_old
         microbatches = self.microbatches(share, batch.chunks)
         trained, routed = self.token_weights(microbatches)
-        choice = TokenChoice()
-        if self.objective.chooses_tokens:
-            choice = self._choose_tokens(batch, microbatches, replays=replays)
+        choice = self._choose_tokens(batch, index, microbatches, replays=replays)
         rows = [
             self.routing.row(microbatch, token_weight=routed, replays=replays, records=records)
             for microbatch in microbatches
@@ -337,15 +335,25 @@ class MegatronActor(TrainedModel):
         """Dtype of exported weights: the dtype in which layers use the parameters."""
         return self.chunks[0].config.params_dtype
 
-    def _choose_tokens(self, batch: RankBatch, microbatches: list[MicroBatch], *, replays: bool) -> TokenChoice:
-        """Choose tokens among all tokens of the next update, with an extra forward pass.
+    def _choose_tokens(
+        self, batch: RankBatch, index: int, microbatches: list[MicroBatch], *, replays: bool
+    ) -> TokenChoice:
+        """Compute what the loss of update `index` needs from the whole update, with an extra forward pass if it needs
+        current log-probabilities.
 
         Collective: all ranks.
         """
-        rows = [self.routing.row(microbatch, replays=replays) for microbatch in microbatches]
-        found = self.infer(microbatches, self.objective.outputs.logp_and_entropy_of, rows)
+        objective, policy_is_old = self.objective, index == 0
+        compares = objective.loss.needs.whole_group
+        if not (objective.chooses_tokens or compares):
+            return TokenChoice()
+        found: list[tuple[MicroBatch, torch.Tensor, torch.Tensor]] = []
+        infers = objective.infers_before_update(policy_is_old=policy_is_old)
+        if infers:
+            rows = [self.routing.row(microbatch, replays=replays) for microbatch in microbatches]
+            found = self.infer(microbatches, objective.outputs.logp_and_entropy_of, rows)
         # Ranks of other stages have no log-probabilities and take no part in the reductions.
-        if not found:
+        if self.place.pp < self.layout.pp - 1:
             return TokenChoice()
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
 
@@ -353,5 +361,14 @@ class MegatronActor(TrainedModel):
             dist.all_reduce(tensor, group=group)
             return tensor
 
-        seed = self.config.run.seed + 1_000_003 * self.scheduler.num_steps  # a different seed for every update
-        return self.objective.choose_tokens(found, batch, seed=seed, all_reduce=all_reduce)
+        choice = TokenChoice()
+        if objective.chooses_tokens:
+            seed = self.config.run.seed + 1_000_003 * self.scheduler.num_steps  # a different seed for every update
+            choice = objective.choose_tokens(found, batch, seed=seed, all_reduce=all_reduce)
+        if not compares:
+            return choice
+        parts = [(each, logp) for each, logp, _ in found] if infers else [(each, None) for each in microbatches]
+        share = batch.shares[index]
+        most = torch.tensor([share.samples.max(initial=0) + 1], dtype=torch.int64, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        return replace(choice, groups=objective.group_terms(parts, batch, share, int(most), all_reduce=all_reduce))

@@ -9,11 +9,11 @@ from typing import cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult
 from mcore_rl.algorithms.corrections import corrected
+from mcore_rl.algorithms.group_scores import WholeGroupLoss, group_terms
 from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.algorithms.registry import configured_corrections, configured_loss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, highest, mean_bound, token_keys
@@ -23,13 +23,12 @@ from mcore_rl.config.rules.teacher import uses_teacher
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
-from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.distillation import Distillation, TeacherOutputs
-from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens, samples_and_positions
 from mcore_rl.megatron.step.mismatch import mismatch
+from mcore_rl.megatron.step.mtp_loss import mtp_loss
 from mcore_rl.megatron.step.outputs import TokenOutputs
-from mcore_rl.megatron.step.token_choice import TokenChoice, joined_flags
+from mcore_rl.megatron.step.token_choice import TokenChoice, joined_flags, joined_terms
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers
 
 
@@ -137,6 +136,14 @@ class Objective:
         corrects = any(correction.chooses_tokens for correction in self.corrections)
         return self.loss.needs.selection or corrects or self.algorithm.high_entropy_share < 1
 
+    def infers_before_update(self, *, policy_is_old: bool) -> bool:
+        """Return True if `choose_tokens` or `group_terms` needs the current log-probabilities.
+
+        Without a pass, the policy is the old one, so that the log ratios to it are 0.
+        """
+        ratios_are_zero = policy_is_old and self.algorithm.old_logp == "trainer" and self.distillation is None
+        return self.chooses_tokens or (self.loss.needs.whole_group and not ratios_are_zero)
+
     def evaluate(
         self,
         rank_batch: RankBatch,
@@ -192,7 +199,7 @@ class Objective:
             report = _report(batch, loss, metrics, logp, weighted, entropy)
         if not self.mtp_loss_coefficient:
             return loss, report
-        ahead, of_mtp = self._mtp_loss(chunk, hidden[row:], batch, mtp_weight)
+        ahead, of_mtp = mtp_loss(chunk, hidden[row:], batch, self.outputs, self.mtp_loss_coefficient * mtp_weight)
         return loss + ahead, replace(report, metrics=report.metrics | of_mtp)
 
     def _policy_loss(
@@ -203,6 +210,9 @@ class Objective:
             inputs = replace(inputs, chosen=joined_flags(batch, choice.of_loss))
         if choice.within is not None:
             inputs = replace(inputs, within=joined_flags(batch, choice.within))
+        if choice.groups is not None:
+            group_loss, slope = joined_terms(batch, choice.groups)
+            inputs = replace(inputs, group_loss=group_loss, slope=slope)
         result = self._per_token(inputs, batch)
         per_token, metrics = result.loss, dict(result.metrics)
         if choice.kept is not None:
@@ -211,38 +221,6 @@ class Objective:
             weights = int(batch.loss_weights.count_nonzero())
             metrics["high_entropy_fraction"] = Mean(float(kept.count_nonzero()), weights)
         return per_token, {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
-
-    def _mtp_loss(
-        self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, token_weight: float
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """Compute the loss of multi-token-prediction layers (formula in model/mtp.py), a scalar with gradient, and the
-        mean cross entropy over tokens and depths.
-
-        Shapes: hidden [D * T, h], the hidden states of all depths.
-        Units: nats.
-        Collective: the tensor- and context-parallel groups.
-        """
-        model = unwrap(chunk)
-        # Labels are token + 1, and 0 for positions without a trained token, because roll_tensor fills with 0.
-        labels = torch.zeros_like(batch.tokens)
-        labels[batch.predictors] = batch.targets + 1
-        total, count = hidden.new_zeros((), dtype=torch.float32), 0
-        for states in hidden.chunk(model.config.mtp_num_layers):
-            labels, _ = roll_tensor(labels, cp_group=model.cp_group, packed_seq_params=batch.sequences)
-            positions = labels.nonzero().squeeze(1)
-            logp, _ = linear_logp_entropy(
-                states.index_select(0, positions),
-                # This loss must not train the output projection of the policy (see model/mtp.py).
-                output_weight(chunk).detach(),
-                labels[positions] - 1,
-                chunk_tokens=self.outputs.chunk_tokens,
-                group=self.outputs.group,
-                compute_entropy=False,
-                vocab_size=model.unpadded_vocab_size,
-            )
-            total, count = total - logp.sum(), count + len(positions)
-        loss = total * (self.mtp_loss_coefficient * token_weight / model.config.mtp_num_layers)
-        return loss, {"actor/mtp_loss": Mean(float(total.detach()), count)}
 
     def choose_tokens(
         self,
@@ -284,6 +262,41 @@ class Objective:
             of_trained = [each.masked_fill(~own, -torch.inf) for each, own in zip(entropies, trained, strict=True)]
             kept = flags(highest(of_trained, self.algorithm.high_entropy_share, all_reduce))
         return TokenChoice(of_loss, within, kept)
+
+    def group_terms(
+        self,
+        parts: Sequence[tuple[MicroBatch, torch.Tensor | None]],
+        rank_batch: RankBatch,
+        share: RankShare,
+        num_samples: int,
+        *,
+        all_reduce: AllReduce,
+    ) -> dict[int, tuple[float, float]]:
+        """Compute the terms of a loss with needs.whole_group for the samples of the update's share.
+
+        parts: this rank's micro-batches with the current log-probabilities; None: those of the old policy, which are
+        not known yet. num_samples: larger than any sample, the same on all ranks. Tokens with a loss weight of 0 do not
+        count.
+
+        Collective: the ranks that all_reduce sums over, each with its own tokens.
+        """
+        tokens = []
+        for batch, logp in parts:
+            current = torch.zeros_like(batch.logp_rollout) if logp is None else logp
+            known = by_sample([(batch, current)])
+            old_logp = known if logp is None else known | rank_batch.old_logp
+            inputs = self._inputs(current, batch, replace(rank_batch, old_logp=old_logp))
+            assert inputs.old_logp is not None
+            assert inputs.advantages is not None
+            trained = batch.loss_weights != 0
+            samples, _ = samples_and_positions(batch, self.context)
+            log_ratio = current - inputs.old_logp
+            tokens.append((samples[trained], log_ratio[trained], inputs.advantages[trained]))
+        assert share.groups is not None
+        groups = dict(zip(share.samples.tolist(), share.groups.tolist(), strict=True))
+        device = parts[0][0].tokens.device
+        loss = cast(WholeGroupLoss, self.loss)
+        return group_terms(loss, tokens, groups, num_samples, device=device, all_reduce=all_reduce)
 
     def _inputs(self, logp: torch.Tensor, batch: MicroBatch, rank_batch: RankBatch) -> PolicyLossInputs:
         advantages, old_logp = rank_batch.token_advantages, rank_batch.old_logp

@@ -227,11 +227,37 @@ def decoupled_ppo(logp, given, mask, clip_low=0.2, clip_high=0.2, dual_clip=None
     return losses
 
 
+def real(logp, given, mask, tau=0.5):
+    """Classify the responses of one group with anchors of 0; every token has the loss of the group, and the gradient of
+    the score of its response times the number of responses."""
+    rows = [i for i, row in enumerate(mask) if any(row)]
+    scores, labels = {}, {}
+    for i in rows:
+        gaps = [logp[i][t].item() - given["old_logp"][i][t] for t in row_tokens(mask, i)]
+        scores[i] = torch.tensor(sum(gaps) / len(gaps), dtype=torch.float64, requires_grad=True)
+        labels[i] = sum(given["advantages"][i][t] for t in row_tokens(mask, i))
+    loss = classifier_loss([scores[i] for i in rows], [labels[i] for i in rows], tau)
+    if not torch.is_tensor(loss):
+        return {(i, t): 0 * logp[i][t] for i, t in tokens(mask)}
+    slopes = dict(zip(rows, torch.autograd.grad(loss, [scores[i] for i in rows]), strict=True))
+    return {(i, t): loss.item() + len(rows) * slopes[i] * (logp[i][t] - logp[i][t].item()) for i, t in tokens(mask)}
+
+
+def classifier_loss(scores, labels, tau):
+    """Compute the loss of a group; 0.0 without responses of both labels."""
+    positive = [score for score, label in zip(scores, labels, strict=True) if label > 0]
+    negative = [score for score, label in zip(scores, labels, strict=True) if label < 0]
+    if not positive or not negative:
+        return 0.0
+    wrong = torch.log(1 + sum(torch.exp(score / tau) for score in negative))
+    return wrong + torch.log(1 + sum(torch.exp(-score / tau) for score in positive)) + 0 * sum(scores)
+
+
 ORACLES = {
     function.__name__: function
     for function in (
         *(ppo_clip, reinforce, cispo, gspo, gmpo, kl_cov, clip_cov, decoupled_ppo),
-        *(sapo, dppo_tv, dppo_kl, vespo, dro, fipo),
+        *(sapo, dppo_tv, dppo_kl, vespo, dro, fipo, real),
     )
 }
 

@@ -45,6 +45,8 @@ CASES = [
     ("dro", {"beta": 2.0, "anchor": "old"}),
     ("fipo", {}),
     ("fipo", {"decay_tokens": 2.0, "influence_low": 0.4, "influence_high": 0.7, "safety_ratio": 1.2, "dual_clip": 1.6}),
+    ("real", {}),
+    ("real", {"tau": 0.2}),
     ("decoupled_ppo", {}),
     ("decoupled_ppo", {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.4}),
     ("decoupled_ppo", {"prox": "loglinear"}),
@@ -159,7 +161,7 @@ def test_loss_gradient_reaches_policy_only(name):
     assert all(tensor.grad is None for key, tensor in given.items() if key != "logp")
 
 
-@pytest.mark.parametrize("name", RATIO_LOSSES)
+@pytest.mark.parametrize("name", [name for name in RATIO_LOSSES if not policy_loss(name).needs.whole_group])
 def test_loss_at_equal_policies_has_policy_gradient(name):
     """If policy, old policy and engine are equal, the gradient is -A (per token; for gmpo the mean over a row)."""
     given = make(6)
@@ -171,7 +173,7 @@ def test_loss_at_equal_policies_has_policy_gradient(name):
     torch.testing.assert_close(gradient, -given["advantages"] * given["mask"])
 
 
-@pytest.mark.parametrize("name", [name for name in RATIO_LOSSES if name not in {"clip_cov", "kl_cov"}])
+@pytest.mark.parametrize("name", [name for name in RATIO_LOSSES if name not in {"clip_cov", "kl_cov", "real"}])
 def test_loss_metrics_of_parts_sum_to_whole(name):
     given = make(7)
     whole = compute_policy_loss(name, **given).metrics
@@ -316,6 +318,7 @@ def test_decoupled_ppo_needs_follow_options():
     whole = [name for name in POLICY_LOSSES if policy_loss(name).needs.whole_sequence]
     assert whole == ["gspo", "gmpo", "vespo", "fipo"]
     assert [name for name in POLICY_LOSSES if policy_loss(name).needs.selection] == ["clip_cov", "kl_cov"]
+    assert [name for name in POLICY_LOSSES if policy_loss(name).needs.whole_group] == ["real"]
     rollout = [name for name in POLICY_LOSSES if policy_loss(name).needs.rollout_logp]
     assert rollout == ["dppo_tv", "dppo_kl", "vespo", "dro", "decoupled_ppo"]
     for name in ("cispo", *rollout[:-1]):
@@ -325,7 +328,14 @@ def test_decoupled_ppo_needs_follow_options():
         compute_policy_loss("gspo", **{key: tensor.flatten() for key, tensor in make().items()})
 
 
-@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if not policy_loss(name).needs.whole_sequence])
+OF_TOKENS = [
+    name
+    for name in POLICY_LOSSES
+    if not (policy_loss(name).needs.whole_sequence or policy_loss(name).needs.whole_group)
+]
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
 def test_loss_of_packed_tokens_equals_rows(name):
     given = make(10)
     rows = compute_policy_loss(name, **given)
