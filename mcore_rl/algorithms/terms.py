@@ -6,6 +6,15 @@
     + drift_penalty.coefficient d^2,                      d = logp - rollout_logp with anchor rollout,
                                                               logp - old_logp with anchor old
 
+Terms with a reduction of their own, beside algorithm.loss_aggregation:
+
+    observation_coefficient 1/S sum_i 1/|O_i| sum_{t in O_i} -log p(y_it)
+
+    O_i: tokens of response i that were not sampled, before its last trained token: results of tools, messages of users
+         or an environment, and the tokens of the chat template around them. p: the model's distribution at temperature
+         1. S: responses of the update that are trained. A response without such tokens adds 0; whether its advantage is
+         0 does not matter.
+
 Tokens are samples of the old policy. The plain KL term is therefore unbiased only while the policy equals the old one,
 and even then the gradients of k1 and low_var are biased, because they treat the tokens as fixed. With the ratio r,
 through which the gradient flows too, the mean of r k over tokens of the old policy is KL(policy || reference), in value
@@ -15,7 +24,9 @@ The drift penalty pulls the policy back to the policy that sampled. KL term and 
 token, even if the policy loss clips, masks or corrects it.
 
 Source: unbiased KL: DeepSeek-V3.2, arXiv 2512.02556, equation 7 (low_var); drift penalty: Kimi K2.5, arXiv 2602.02276,
-the term tau (log ratio)^2 of equation 1.
+the term tau (log ratio)^2 of equation 1; cross-entropy of observations: ECHO, arXiv 2605.24517, whose example of
+the coefficient is 0.05. Of that paper only the abstract and summaries were available; the reduction is the one of rLLM
+(pull request 688). The paper leaves out tokens of warnings that the harness adds, which cannot be told apart here.
 """
 
 from __future__ import annotations

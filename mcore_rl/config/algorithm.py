@@ -327,6 +327,10 @@ class AlgorithmConfig:
     """Coefficient of the entropy bonus in the loss; 0: none. With algorithm.entropy_control.target, the initial
     value."""
     entropy_control: EntropyControlConfig = field(default_factory=EntropyControlConfig)
+    observation_coefficient: float = setting(0.0, minimum=0)
+    """Coefficient of the cross-entropy, in the loss, of tokens that were not sampled: results of tools and other
+    messages between the turns of an episode, which the policy learns to predict; 0: none. The mean over the trained
+    responses of the mean over their tokens, whatever algorithm.loss_aggregation is."""
     kl: KLConfig = field(default_factory=KLConfig)
     drift_penalty: DriftPenaltyConfig = field(default_factory=DriftPenaltyConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)

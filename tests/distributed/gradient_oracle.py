@@ -52,11 +52,15 @@ def accumulate(actor: Any) -> tuple[float, dict[str, Metric]]:
 
 
 def reference_update(
-    directory: str, loss_of: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    directory: str,
+    loss_of: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    added: Callable[[torch.nn.Module], tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> tuple[float, float, dict[str, torch.Tensor]]:
     """Compute the first update in float64. Returns the loss, the mean of a metric, and gradients by HF name.
 
     loss_of(sample, log-probabilities of its trained tokens): sum of its tokens' losses, and values of the metric.
+    added(model): loss that is trained but not part of the returned one, and values of the metric that replace the
+        others.
     """
     model, samples = policy_batch.reference_model(directory), policy_batch.UPDATES[0]
     weights = policy_batch.loss_weights(samples).astype(float)
@@ -66,7 +70,11 @@ def reference_update(
         loss, metric = loss_of(sample, logp)
         total = total + weights[sample] * (loss - policy_batch.ENTROPY_COEFFICIENT * entropy.sum())
         metrics.append(metric)
-    total.backward()
+    more = total
+    if added is not None:
+        loss, metric = added(model)
+        more, metrics = total + loss, [metric]
+    more.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return float(total.detach()), float(torch.cat(metrics).mean()), checkpoint_tensors(model, gradients)
 

@@ -15,7 +15,7 @@ import torch
 from mcore_rl.config.models import ActorConfig, ParallelConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.data.trajectories import compact_temperatures
-from mcore_rl.types import RankShare, TrajectoryBuffers
+from mcore_rl.types import NOT_SAMPLED, RankShare, TrajectoryBuffers
 from tests.tiny_models import VOCABULARY, checkpoint_tensors, correction_biases
 
 PROMPTS = [3, 5, 2, 7, 4, 3, 6, 2, 1]
@@ -63,7 +63,8 @@ VERSION = 5
 
 def versions(sample: int) -> np.ndarray:
     """Versions up to three older than the weights before the updates, never all the same."""
-    return (VERSION - np.random.default_rng(400 + sample).integers(0, 4, RESPONSES[sample])).astype(np.int32)
+    sampled = VERSION - np.random.default_rng(400 + sample).integers(0, 4, RESPONSES[sample])
+    return np.where(trained(sample), sampled, NOT_SAMPLED).astype(np.int32)
 
 
 def temperatures(sample: int) -> np.ndarray:

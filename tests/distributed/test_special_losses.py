@@ -1,12 +1,13 @@
 """Losses that need more than old log-probabilities: decoupled PPO with an interpolated proximal policy on tokens of
-several weight versions, and a loss over whole responses on context-parallel ranks. Gradients equal plain torch on
-transformers' model."""
+several weight versions, alone and with the cross-entropy of observations, and a loss over whole responses on
+context-parallel ranks. Gradients equal plain torch on transformers' model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,11 +27,13 @@ from tests.tiny_models import write_tiny_model
 
 CLIP = 0.3
 CASES: dict[int, dict[str, dict[str, int]]] = {
-    1: {"decoupled": {}, "whole": {}},
-    2: {"decoupled cp2": {"cp": 2}, "decoupled pp2": {"pp": 2}, "whole cp2": {"cp": 2}},
+    1: {"decoupled": {}, "whole": {}, "observed": {}},
+    2: {"decoupled cp2": {"cp": 2}, "decoupled pp2": {"pp": 2}, "whole cp2": {"cp": 2}}
+    | {"observed tp2": {"tp": 2}, "observed cp2": {"cp": 2}, "observed dp2": {}},
 }
 """Layouts by number of ranks and name; the name begins with the loss."""
-METRICS = {"decoupled": "actor/behave_weight", "whole": "actor/ratio"}
+METRICS = {"decoupled": "actor/behave_weight", "whole": "actor/ratio", "observed": "actor/observation_loss"}
+COEFFICIENT = 0.7
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def references(directory: str) -> dict[str, tuple[float, float, dict[str, torch.Tensor]]]:
     """By loss: its value, mean of its metric, and gradients by HF name, in float64."""
-    return {name: reference_update(directory, loss) for name, loss in (("decoupled", _decoupled), ("whole", _whole))}
+    found = {name: reference_update(directory, loss) for name, loss in (("decoupled", _decoupled), ("whole", _whole))}
+    return found | {"observed": reference_update(directory, _decoupled, _observed)}
 
 
 def _decoupled(sample: int, logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,6 +75,22 @@ def _decoupled(sample: int, logp: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 def _whole(sample: int, logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ratio = (logp - logp.detach() - torch.from_numpy(policy_batch.drift(sample)).double()).mean().exp()
     return -float(policy_batch.advantages()[sample]) * ratio * len(logp), ratio.detach()[None]
+
+
+def _observed(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the mean over responses of the mean cross-entropy of their tokens that were not sampled, and all cross
+    entropies. Tokens after the last sampled one do not count."""
+    samples, found = policy_batch.UPDATES[0], {}
+    for sample in samples:
+        sampled = np.flatnonzero(policy_batch.trained(sample))
+        observed = np.setdiff1d(np.arange(sampled[-1]), sampled)
+        tokens = torch.from_numpy(policy_batch.sequence(sample).astype(np.int64))
+        places = policy_batch.PROMPTS[sample] + observed
+        log_p = torch.log_softmax(model(tokens[None]).logits[0][places - 1], -1)
+        found[sample] = -log_p.gather(1, tokens[places][:, None])[:, 0]
+    assert sorted(map(len, found.values()))[::4] == [0, 2]  # a response without an observation, too
+    means = torch.stack([losses.mean() for losses in found.values() if len(losses)])
+    return COEFFICIENT * means.sum() / len(samples), torch.cat(list(found.values())).detach()
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +118,7 @@ def _worker(rank: int, directory: str, cases: dict[str, dict[str, int]]) -> dict
         whole = name.startswith("whole")
         # 40 tokens: several responses in one micro-batch.
         config = policy_batch.config(directory, parallel, 40) if whole else _decoupled_config(directory, parallel)
+        config.algorithm.observation_coefficient = COEFFICIENT * name.startswith("observed")
         actor = policy_batch.build_actor(config)
         if whole:
             actor.objective = replace(actor.objective, loss=SequenceRatio())

@@ -98,6 +98,11 @@ def check_terms(algorithm: AlgorithmConfig) -> None:
             f"algorithm.high_entropy_share={algorithm.high_entropy_share}: algorithm.policy_loss.name="
             f"{algorithm.policy_loss.name} trains on all target tokens; set it to 1"
         )
+    if algorithm.observation_coefficient and is_supervised(algorithm):
+        raise ConfigError(
+            f"algorithm.observation_coefficient={algorithm.observation_coefficient}: algorithm.policy_loss.name="
+            f"{algorithm.policy_loss.name} trains on texts without episodes; set it to 0"
+        )
     _check_entropy_control(algorithm)
     penalty = algorithm.drift_penalty
     if not penalty.coefficient:

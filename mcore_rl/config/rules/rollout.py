@@ -68,6 +68,11 @@ def check_episodes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
     chosen = episode_of(rollout)
     if is_supervised(algorithm):
         return
+    if chosen == SINGLE_TURN and algorithm.observation_coefficient:
+        raise ConfigError(
+            f"algorithm.observation_coefficient={algorithm.observation_coefficient}: all tokens of a single-turn "
+            "response are sampled; set rollout.tools, rollout.environment or another rollout.episode, or set it to 0"
+        )
     if chosen == WITH_TOOLS and rollout.tools is None:
         raise ConfigError("rollout.episode=tools needs rollout.tools: a YAML file of tools, or module_or_file.py:name")
     if chosen == WITH_ENVIRONMENT and rollout.environment is None:

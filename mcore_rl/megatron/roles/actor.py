@@ -83,6 +83,8 @@ class MegatronActor(TrainedModel):
         if uses_lora(role.section):
             attach_adapters(chunks, role.section.lora, spec.hf_config, spec.layout, seed=seed)
         super().__init__(spec, chunks, num_updates=updates_of_run(config.trainer), seed=seed)
+        if config.algorithm.observation_coefficient:
+            self.packing = replace(self.packing, observed=True)
         self.objective = Objective.from_config(config, self.group, self.context)
         self.estimator = estimator(config.algorithm.advantage, **advantage_options(config.algorithm))
         # One data-parallel rank writes per-token values; its last stage has the log-probabilities.
@@ -316,10 +318,24 @@ class MegatronActor(TrainedModel):
             self.routing.row(microbatch, token_weight=routed, replays=replays, records=records)
             for microbatch in microbatches
         ]
-        loss = partial(self.objective.evaluate, batch, policy_is_old=policy_is_old, choice=choice, mtp_weight=trained)
+        loss = partial(
+            self.objective.evaluate,
+            batch,
+            policy_is_old=policy_is_old,
+            choice=choice,
+            mtp_weight=trained,
+            response_weight=self._response_weight(microbatches) if self.packing.observed else 0.0,
+        )
         reports = self._accumulate(share, microbatches, rows, loss, suspects="loss or log-probability")
         self.routing.keep(microbatches, rows)
         return microbatches, reports
+
+    def _response_weight(self, microbatches: list[MicroBatch]) -> float:
+        """Return 1 / (responses of the update with a loss weight) on all ranks."""
+        observed = [each.observations for each in microbatches if each.observations is not None]
+        count = torch.tensor([sum(each.responses for each in observed)], dtype=torch.int64, device=self.device)
+        dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
+        return 1 / max(int(count), 1)
 
     def export_plan(self) -> list[TensorPlan]:
         """List every HF tensor with the ranks that write its slices. Equal on all ranks; not collective."""

@@ -33,6 +33,7 @@ from mcore_rl.megatron.model.attention.packed import PackedRow, pack_sequences, 
 from mcore_rl.megatron.model.vision.tower import RowImages
 from mcore_rl.megatron.step.images import image_inputs
 from mcore_rl.megatron.step.kept_tokens import KeptTokens, trained_sets
+from mcore_rl.megatron.step.observations import Observations, observation_predictors, observation_weights
 from mcore_rl.types import RankShare, TrajectoryBuffers
 from model_converters.families.parts.vision import VisionArguments
 
@@ -49,6 +50,7 @@ class MicroBatch:
         weights that sampled it, as always in synchronous runs.
     owners: with context parallelism, the rank of each of the M trained tokens of all ranks.
     kept: sets that the trained tokens were sampled from; None: all tokens of the vocabulary.
+    observations: tokens that were not sampled, without Packing.observed None.
     positions, images: of a row with images: the positions of all ranks' tokens in time, height and width, and the
         images; else None.
 
@@ -77,6 +79,7 @@ class MicroBatch:
     positions: torch.Tensor | None = None
     images: RowImages | None = None
     kept: KeptTokens | None = None
+    observations: Observations | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Packing:
     cost: cost to be balanced over micro-batches, within the token budget.
     context: this rank's part of every row.
     vision: vision tower of the model; None: trajectories must not have images.
+    observed: list the observations of the responses.
     """
 
     tokens: int
@@ -100,6 +104,7 @@ class Packing:
     cost: SequenceCost = TOKENS
     context: ContextPart = SINGLE_RANK
     vision: VisionArguments | None = None
+    observed: bool = False
 
 
 def distinct_samples(shares: Sequence[RankShare], *, first: int = 0) -> RankShare:
@@ -256,7 +261,32 @@ def _microbatch(
         positions=None if positions is None else to_device(positions),
         images=None if row_images is None else row_images.on(packing.device),
         kept=None if sets is None else KeptTokens.of(sets.take(np.arange(len(sets))[mine]), to_device),
+        observations=_observations(share, members, chunks, packing, row_lengths, row) if packing.observed else None,
     )
+
+
+def _observations(
+    share: RankShare,
+    members: np.ndarray,
+    chunks: Sequence[TrajectoryBuffers],
+    packing: Packing,
+    row_lengths: list[int],
+    row: np.ndarray,
+) -> Observations:
+    """List the observations of a row, int64 [tokens], that consists of the share's `members` and padding."""
+    starts = np.cumsum([0, *row_lengths])[: len(members)]
+    found = []
+    for i, start in zip(members, starts, strict=True):
+        buffers, place = chunks[share.chunk_ids[i]], int(share.rows[i])
+        found.append(start + observation_predictors(buffers, place, computed_tokens(buffers, place)))
+    whole = np.concatenate([np.empty(0, np.int64), *found])
+    _, predictors, owners = _part_of_row(row_lengths, row, whole, packing.context)
+    mine = slice(None) if packing.context.size == 1 else owners == packing.context.rank
+    loss_weights = share.loss_weights[members]
+    weights = observation_weights(np.array([len(each) for each in found], np.int64), loss_weights)
+    arrays = (predictors, row[whole + 1][mine], weights[mine])
+    first, second, third = (upload(torch.from_numpy(values), packing.device) for values in arrays)
+    return Observations(first, second, third, responses=int(np.count_nonzero(loss_weights)))
 
 
 def _compact_temperatures(

@@ -154,6 +154,7 @@ class Objective:
         policy_is_old: bool,
         choice: TokenChoice,
         mtp_weight: float,
+        response_weight: float = 0.0,
     ) -> tuple[torch.Tensor, MicroBatchReport]:
         """Compute the micro-batch's loss, a scalar with gradient: the sum of its token losses times response weights,
         and the loss of multi-token-prediction layers.
@@ -162,6 +163,7 @@ class Objective:
             rank_batch.old_logp, if later updates need them or stores_logp is set.
         choice: result of `choose_tokens`.
         mtp_weight: 1 / (trained tokens) of the update on all ranks.
+        response_weight: 1 / (trained responses) of the update on all ranks.
 
         Collective: the tensor-parallel group; also the context-parallel group if the loss needs whole sequences.
         """
@@ -197,6 +199,10 @@ class Objective:
             if policy_is_old and self.loss.needs.advantages:
                 metrics |= mismatch(batch, logp)
             report = _report(batch, loss, metrics, logp, weighted, entropy)
+        if batch.observations is not None:
+            weight = self.algorithm.observation_coefficient * response_weight
+            added, of_observations = self.outputs.observation_loss(chunk, own, batch.observations)
+            loss, report = loss + weight * added, replace(report, metrics=report.metrics | of_observations)
         if not self.mtp_loss_coefficient:
             return loss, report
         ahead, of_mtp = mtp_loss(chunk, hidden[row:], batch, self.outputs, self.mtp_loss_coefficient * mtp_weight)

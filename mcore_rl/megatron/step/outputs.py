@@ -14,8 +14,10 @@ from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.kept_tokens import KeptTokens
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch
+from mcore_rl.megatron.step.observations import Observations
 from mcore_rl.megatron.step.score_norms import linear_score_norms
 from mcore_rl.megatron.step.tiles import Projection
+from mcore_rl.types import Mean, Metric
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,28 @@ class TokenOutputs:
         their micro-batch."""
         hidden = hidden.index_select(0, batch.predictors)
         return batch, linear_score_norms(hidden, self.projection(chunk, batch), batch.targets)
+
+    def observation_loss(
+        self, chunk: torch.nn.Module, hidden: torch.Tensor, observed: Observations
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """Compute the sum over responses of the mean cross-entropy of their observations (formula in
+        algorithms/terms.py), a scalar with gradient, and the mean over observations.
+
+        Shapes: hidden [T, h], all tokens of the rank's row. Units: nats.
+        Collective: the tensor-parallel group.
+        """
+        logp, _ = linear_logp_entropy(
+            hidden.index_select(0, observed.predictors),
+            output_weight(chunk),
+            observed.targets,
+            chunk_tokens=self.chunk_tokens,
+            group=self.group,
+            compute_entropy=False,
+            vocab_size=unwrap(chunk).unpadded_vocab_size,
+        )
+        counted = observed.weights > 0
+        sums = [-(logp.detach() * counted).sum(dtype=torch.float64), counted.sum().double()]
+        return -(logp * observed.weights).sum(), {"actor/observation_loss": Mean(*torch.stack(sums).tolist())}
 
     def projection(self, chunk: torch.nn.Module, batch: MicroBatch) -> Projection:
         """Return the output projection of a model for the trained tokens of a micro-batch."""

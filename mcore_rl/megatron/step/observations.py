@@ -1,0 +1,48 @@
+"""Observations in a micro-batch: tokens between the turns of an episode, such as results of tools, that the policy may
+be trained to predict.
+
+A token of a response is an observation if it was not sampled (its version is NOT_SAMPLED). A sampled token that the
+episode does not train is none. Tokens after the last trained token of a response are not computed (see
+microbatches.py), so they are no observations either. The prompt of a sequence has none, even if it contains results of
+earlier turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mcore_rl.types import NOT_SAMPLED, TrajectoryBuffers
+
+
+@dataclass(frozen=True)
+class Observations:
+    """The observations of a micro-batch on this rank, in the form of its trained tokens.
+
+    weights: 1 / (observations of the response on all context-parallel ranks); 0 for responses with a loss weight of 0.
+    responses: number of responses with another loss weight than 0, on all context-parallel ranks.
+    Shapes: predictors, targets int64 [M], weights float32 [M].
+    """
+
+    predictors: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+    responses: int
+
+
+def observation_predictors(buffers: TrajectoryBuffers, row: int, computed: int) -> np.ndarray:
+    """Return the positions of a trajectory that predict an observation, int64 [m]. computed: number of tokens that are
+    computed; a target is one of them."""
+    response = slice(int(buffers.response_offsets[row]), int(buffers.response_offsets[row + 1]))
+    places = np.flatnonzero(buffers.versions[response] == NOT_SAMPLED)
+    predictors: np.ndarray = int(buffers.prompt_tokens[row]) - 1 + places
+    return predictors[predictors + 1 < computed]
+
+
+def observation_weights(counts: np.ndarray, loss_weights: np.ndarray) -> np.ndarray:
+    """Return the weight of each observation from the counts and loss weights of the responses. Shapes: [b] each ->
+    float32 [sum of counts]."""
+    weights = np.where(loss_weights != 0, 1 / np.maximum(counts, 1), 0.0)
+    return np.repeat(weights, counts).astype(np.float32)
