@@ -9,6 +9,8 @@
     mask       f = w where low <= w <= high, else 0
     reject     f = 1 where low <= w <= high, else 0
                level any_token: f = 1 for a response of which every token is within the bounds, else 0
+               measure k2, k3: the bounds limit d_t^2 / 2 or exp(d_t) - 1 - d_t at level token and any_token, their sum
+               over the response at level sequence, their mean at level geometric
                measure bernoulli_kl: the bounds limit max(KL(p || q), KL(q || p)) instead of w, for p = (P, 1 - P) and
                q = (Q, 1 - Q), the probabilities P of the trainer and Q of the engine of the sampled token
                measure second_moment: the tokens with the largest d_t^2 of the whole update are dropped, as few as
@@ -26,7 +28,8 @@ mask with 0.5 and 5), and (2026), KPop (bernoulli_kl above 2); DeepSeek-V3.2, ar
 (geometric, reject, negative_only, policy current, low = exp(-delta), no upper bound: its mean of log(Q / P) above delta
 drops a response); M2PO, arXiv 2510.01161 (second_moment, policy current, high = 0.04; the authors' code instead
 considers only tokens that the update would move further away, and clips their ratios, with bounds of at most 0.7 and at
-least 1.5); effective sample size: L. Kish (1965).
+least 1.5); k2 and k3: J. Schulman, "Approximating KL divergence" (2020), and as bounds verl (token_k2 to seq_max_k3);
+effective sample size: L. Kish (1965).
 """
 
 from __future__ import annotations
@@ -153,13 +156,18 @@ class Correction:
             highest = values.amax(-1) if values.numel() else values.sum(-1)
             return _Units(counted, masked(lowest, counted), highest, None)
         length = selected.sum(-1)
-        difference = (trainer - engine).sum(-1)
+        of_ratio = self.config.measure == "ratio"
+        total = (trainer - engine if of_ratio else masked(self._of_tokens(trainer, engine), selected)).sum(-1)
         if level == "geometric":
-            difference = difference / length.clamp(min=1)
-        weights = masked(_exp(difference), length > 0)
+            total = total / length.clamp(min=1)
+        weights = masked(_exp(total) if of_ratio else total, length > 0)
         return _Units(length > 0, weights, weights, None)
 
     def _of_tokens(self, trainer: Tensor, engine: Tensor) -> Tensor:
+        if self.config.measure in ("k2", "k3"):
+            # As in the weights, a log ratio beyond the limit carries no information.
+            gap = (trainer - engine).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+            return gap.square() / 2 if self.config.measure == "k2" else torch.expm1(gap) - gap
         if self.config.measure != "bernoulli_kl":
             return _exp(trainer - engine)
         trainer, engine = trainer.clamp(max=LARGEST_LOGP), engine.clamp(max=LARGEST_LOGP)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from mcore_rl.config.fields import check_domains, setting
+from mcore_rl.config.rules.presets import PRESETS
 from mcore_rl.errors import ConfigError
 
 # Copies of the registries' names in algorithms/, which imports torch; a test checks that they are equal.
@@ -118,12 +119,13 @@ class CorrectionConfig:
     """Upper bound; null: none."""
     apply: bool = True
     """Apply the correction to the loss; false: only report its metrics."""
-    measure: str = setting("ratio", choices=("ratio", "bernoulli_kl", "second_moment"))
-    """Quantity that the bounds limit: ratio, the weight; bernoulli_kl, for kind reject at level token or any_token: the
-    larger of the two KL divergences between trainer and engine, whose two outcomes are the sampled token and any other
-    token, in nats; second_moment, for kind reject at level token: the mean of the squared log weight over the kept
-    tokens of an update. Tokens with the largest squared log weights are dropped until it is at most high; each update
-    takes an additional forward pass."""
+    measure: str = setting("ratio", choices=("ratio", "k2", "k3", "bernoulli_kl", "second_moment"))
+    """Quantity that the bounds limit: ratio, the weight w; k2 or k3, for kind reject, (log w)^2 / 2 or w - 1 - log w of
+    each token (level token, any_token), its sum (sequence) or its mean (geometric); bernoulli_kl, for kind reject at
+    level token or any_token: the larger of the two KL divergences between trainer and engine, whose two outcomes are
+    the sampled token and any other token, in nats; second_moment, for kind reject at level token: the mean of the
+    squared log weight over the kept tokens of an update. Tokens with the largest squared log weights are dropped until
+    it is at most high; each update takes an additional forward pass."""
     negative_only: bool = False
     """Drop only tokens with a negative advantage; above level token, only responses whose advantages have a negative
     sum. Needs kind reject."""
@@ -313,6 +315,9 @@ class AlgorithmConfig:
     """List of corrections with the keys of algorithm.correction, which it replaces. Each is computed from all trained
     tokens; their factors are multiplied. At most one may be a weight (truncate, mask); the others are of kind
     reject."""
+    correction_preset: str | None = setting(None, choices=tuple(PRESETS))
+    """Preset of verl or SkyRL that stands for algorithm.corrections, old_logp and policy_loss.name. The resolved
+    configuration contains these, and null here."""
     old_logp: str = setting("trainer", choices=("trainer", "rollout"))
     """Old policy of the loss: the trainer's before the first update of a batch, which takes a forward pass over the
     samples of all later updates; or rollout, the engine's log-probabilities at sampling, without a pass. Then the

@@ -19,6 +19,7 @@ from mcore_rl.config.reading.overrides import reject_blanks
 from mcore_rl.config.reading.run_directory import filled, is_template
 from mcore_rl.config.reading.unknown_keys import reject_unknown
 from mcore_rl.config.reading.values import YamlDumper, normalized
+from mcore_rl.config.rules.estimators import expand_preset
 from mcore_rl.config.rules.objective import select_loss
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -60,7 +61,7 @@ def _combined(layers: Sequence[Layer], paths: Sequence[str], *, needs_data: bool
         if is_template(merged.run.dir):
             merged.run.dir = filled(merged.run.dir, paths, datetime.now().astimezone())
         config: Config = OmegaConf.to_object(merged)  # type: ignore[assignment]
-        return select_loss(config)
+        return select_loss(expand_preset(config))
     except OmegaConfBaseException as error:
         raise _unresolved(error, paths) from None
 

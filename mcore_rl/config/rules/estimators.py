@@ -1,11 +1,14 @@
-"""Checks of the advantage estimator against the sections that define the rewards."""
+"""Checks of the advantage estimator against the sections that define the rewards, and presets of corrections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from difflib import get_close_matches
 
-from mcore_rl.config.algorithm import CorrectionConfig, is_supervised
+from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionConfig, ListedCorrectionConfig, is_supervised
 from mcore_rl.config.quantization import UNQUANTIZED
+from mcore_rl.config.rules.presets import PRESETS
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
@@ -18,6 +21,43 @@ OF_TOKENS = "optimal_token_baseline"
 
 OF_LABELS = "real"
 """Policy loss that classifies the responses of a group."""
+
+
+def expand_preset(config: Config) -> Config:
+    """Replace algorithm.correction_preset by the values that it stands for.
+
+    Raises: ConfigError if these keys have other values than their defaults, except for a loss that the preset allows.
+    """
+    algorithm, name = config.algorithm, config.algorithm.correction_preset
+    if name is None:
+        return config
+    if name not in PRESETS:
+        close = get_close_matches(name, PRESETS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise ConfigError(f"algorithm.correction_preset={name} is not known{hint} Known: {', '.join(PRESETS)}.")
+    preset, chosen = PRESETS[name], f"algorithm.correction_preset={name}"
+    default = AlgorithmConfig()
+    for key in ("corrections", "correction", "old_logp"):
+        if getattr(algorithm, key) != getattr(default, key):
+            raise ConfigError(
+                f"{chosen} stands for algorithm.corrections and algorithm.old_logp; remove algorithm.{key}"
+            )
+    loss = algorithm.policy_loss
+    if preset.policy_loss is not None and loss.name not in (default.policy_loss.name, preset.policy_loss):
+        raise ConfigError(
+            f"{chosen} stands for algorithm.policy_loss.name={preset.policy_loss}, not {loss.name}; remove that key, "
+            "or set algorithm.corrections instead"
+        )
+    # replace: the checks of a section run when it is built.
+    config.algorithm = replace(
+        algorithm,
+        correction_preset=None,
+        corrections=[ListedCorrectionConfig(**entry) for entry in preset.corrections],  # type: ignore[arg-type]  # by name
+        correction=CorrectionConfig(kind="auto" if preset.corrections else "none"),
+        old_logp=preset.old_logp,
+        policy_loss=replace(loss, name=preset.policy_loss or loss.name),
+    )
+    return config
 
 
 def check_estimator(config: Config) -> None:

@@ -7,35 +7,44 @@ from mcore_rl.migration.verl.run import VerlRun
 
 CORRECTION = "algorithm.rollout_correction"
 RS_THRESHOLDS = ("rollout_rs_threshold", "rollout_rs_threshold_lower")
-REJECTIONS = {
-    "token_k1": "token",
-    "seq_sum_k1": "sequence",
-    "seq_mean_k1": "geometric",
-    "token": "token",
-    "sequence": "sequence",
-    "geometric": "geometric",
+LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "any_token"}
+MEASURES = {"k1": "ratio", "k2": "k2", "k3": "k3"}
+OLD_REJECTIONS = ("token", "sequence", "geometric")
+"""Kinds of rejection before verl 0.7, with our names of the levels."""
+REJECTIONS = {name: (name, "ratio") for name in OLD_REJECTIONS} | {
+    f"{unit}_{kind}": (level, measure)
+    for unit, level in LEVELS.items()
+    for kind, measure in MEASURES.items()
+    if (unit, kind) != ("seq_max", "k1")
 }
-"""Kind of rejection, with its names before verl 0.7 -> our level."""
+"""Kind of rejection -> our level and measure."""
 
 
 def translate_correction(run: VerlRun) -> None:
     """Translate the correction between engine and trainer: weights (IS), rejection (RS), and the veto of a token."""
     source, draft = run.source, run.draft
-    level, rejection = source.text(f"{CORRECTION}.rollout_is"), source.text(f"{CORRECTION}.rollout_rs")
-    veto = _veto(run)
-    if rejection not in (None, *REJECTIONS):
-        draft.block(source.effective(f"{CORRECTION}.rollout_rs"), "rejection uses token_k1, seq_sum_k1 or seq_mean_k1")
-    elif veto is not None or (level is not None and rejection is not None):
-        _translate_list(run, level, rejection, veto)
+    level, veto = source.text(f"{CORRECTION}.rollout_is"), _veto(run)
+    # verl accepts a list with commas and drops repeated names.
+    names = dict.fromkeys((source.text(f"{CORRECTION}.rollout_rs") or "").split(","))
+    rejections = [name.strip() for name in names if name.strip()]
+    if unknown := [name for name in rejections if name not in REJECTIONS]:
+        known = ", ".join(name for name in REJECTIONS if name not in OLD_REJECTIONS)
+        draft.block(source.effective(f"{CORRECTION}.rollout_rs"), f"{unknown[0]} is none of {known}")
+    elif veto is not None or len(rejections) > 1 or (level is not None and rejections):
+        _translate_list(run, level, rejections, veto)
     elif level is not None:
         bounds = _bounds(run, f"{CORRECTION}.rollout_is_threshold")
         draft.set("algorithm.correction.kind", "mask" if bounds[0] else "truncate", f"{CORRECTION}.rollout_is")
         draft.take(source, "algorithm.correction.level", level, f"{CORRECTION}.rollout_is")
         _set_bounds(run, bounds, f"{CORRECTION}.rollout_is_threshold")
-    elif rejection is not None:
+    elif rejections:
+        of_level, measure = REJECTIONS[rejections[0]]
         draft.set("algorithm.correction.kind", "reject", f"{CORRECTION}.rollout_rs")
-        draft.take(source, "algorithm.correction.level", REJECTIONS[rejection], f"{CORRECTION}.rollout_rs")
-        _set_bounds(run, _rejection_bounds(run), f"{CORRECTION}.rollout_rs_threshold")
+        draft.take(source, "algorithm.correction.level", of_level, f"{CORRECTION}.rollout_rs")
+        if measure != "ratio":
+            draft.set("algorithm.correction.measure", measure, f"{CORRECTION}.rollout_rs")
+        [bounds] = _rejection_bounds(run, rejections)
+        _set_bounds(run, bounds, f"{CORRECTION}.rollout_rs_threshold")
         _note_denominator(run, f"{CORRECTION}.rollout_rs")
     else:
         _translate_old_correction(run)
@@ -56,19 +65,21 @@ def bypasses(run: VerlRun) -> bool:
     return bypassed or run.is_fully_asynchronous
 
 
-def _translate_list(run: VerlRun, level: str | None, rejection: str | None, veto: float | None) -> None:
+def _translate_list(run: VerlRun, level: str | None, rejections: list[str], veto: float | None) -> None:
     """Translate several corrections, or the veto of a token, to algorithm.corrections."""
     source, draft = run.source, run.draft
     entries: list[dict[str, object]] = []
     if level is not None:
         low, high = _bounds(run, f"{CORRECTION}.rollout_is_threshold")
         entries.append({"kind": "mask" if low else "truncate", "level": level, "low": low, "high": high})
-    if rejection is not None:
-        low, high = _rejection_bounds(run)
-        entries.append({"kind": "reject", "level": REJECTIONS[rejection], "low": low, "high": high})
+    for name, (low, high) in zip(rejections, _rejection_bounds(run, rejections), strict=False):
+        of_level, measure = REJECTIONS[name]
+        entry: dict[str, object] = {"kind": "reject", "level": of_level, "high": high}
+        # Without a lower bound, both sides use its default: 1 / high for a ratio, else none.
+        entries.append(entry | ({"low": low} if low else {}) | ({"measure": measure} if measure != "ratio" else {}))
     if veto is not None:
         entries.append({"kind": "reject", "level": "any_token", "low": veto, "high": None})
-    origin = f"{CORRECTION}.rollout_rs" if rejection is not None else f"{CORRECTION}.rollout_token_veto_threshold"
+    origin = f"{CORRECTION}.rollout_rs" if rejections else f"{CORRECTION}.rollout_token_veto_threshold"
     draft.set("algorithm.corrections", entries, origin)
     _note_denominator(run, origin)
     source.find(f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs")
@@ -121,20 +132,27 @@ def _block_correction_options(run: VerlRun) -> None:
         draft.block(source.effective(*losses), "the loss without clipping is policy_loss.loss_mode=gpg")
 
 
-def _rejection_bounds(run: VerlRun) -> tuple[float, float]:
-    """Read the bounds of rejection. Before verl 0.7, the lower one has its own key; its default is 1 / upper."""
+def _rejection_bounds(run: VerlRun, rejections: list[str]) -> list[tuple[float, float]]:
+    """Read the bounds of each rejection; a single one applies to all. Before verl 0.7, the lower one has its own key;
+    its default is 1 / upper."""
     keys = [f"{CORRECTION}.{name}" for name in RS_THRESHOLDS]
-    old = run.source.text(f"{CORRECTION}.rollout_rs") in ("token", "sequence", "geometric")
-    if not old:
-        return _bounds(run, keys[0])
-    high = run.source.number(keys[0]) or run.source.number(f"{CORRECTION}.rollout_is_threshold")
-    return run.source.number(keys[1]) or float(f"{1 / max(high, 1):.12g}"), high
+    if rejections and rejections[0] in OLD_REJECTIONS:
+        high = run.source.number(keys[0]) or run.source.number(f"{CORRECTION}.rollout_is_threshold")
+        return [(run.source.number(keys[1]) or float(f"{1 / max(high, 1):.12g}"), high)]
+    setting = run.source.effective(keys[0])
+    texts = str(setting.value).split(",")
+    if len(texts) not in (1, len(rejections)):
+        run.source.problems.append(
+            f"{setting.shown} has {len(texts)} thresholds for {len(rejections)} kinds of rejection"
+        )
+    bounds = [_bounds(run, keys[0], text.strip()) for text in texts]
+    return bounds * len(rejections) if len(bounds) == 1 else bounds
 
 
-def _bounds(run: VerlRun, key: str) -> tuple[float, float]:
-    """Read `high` or `low_high`; the lower bound is 0 if it is missing."""
+def _bounds(run: VerlRun, key: str, text: str | None = None) -> tuple[float, float]:
+    """Read `high` or `low_high` from `text`, by default the value of `key`; the lower bound is 0 if it is missing."""
     setting = run.source.effective(key)
-    low, separator, high = str(setting.value).partition("_")
+    low, separator, high = (str(setting.value) if text is None else text).partition("_")
     if setting.value is None:
         return 0.0, 2.0
     try:

@@ -16,6 +16,8 @@ from mcore_rl.algorithms.interface import PolicyLossInputs
 from mcore_rl.algorithms.registry import configured_corrections, configured_loss, policy_loss
 from mcore_rl.config import load_config
 from mcore_rl.config.algorithm import CorrectionConfig, ListedCorrectionConfig
+from mcore_rl.config.load import as_yaml, load_text
+from mcore_rl.config.rules.presets import PRESETS
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import Mean, merge_metrics
@@ -51,7 +53,10 @@ def kept(inputs: PolicyLossInputs, config: CorrectionConfig) -> Tensor:
         tokens = [column for column in range(SHAPE[1]) if inputs.mask[row, column] > 0]
         pairs = [(float(trainer[row, t]), float(inputs.rollout_logp[row, t])) for t in tokens]
         advantages = [float(inputs.advantages[row, t]) for t in tokens]
-        if config.measure == "ratio":
+        if config.measure in ("k2", "k3"):
+            gaps = [ours - theirs for ours, theirs in pairs]
+            values = [gap**2 / 2 if config.measure == "k2" else math.exp(gap) - 1 - gap for gap in gaps]
+        elif config.measure == "ratio":
             values = [math.exp(ours - theirs) for ours, theirs in pairs]
         else:
             values = [larger_kl(math.exp(ours), math.exp(theirs)) for ours, theirs in pairs]
@@ -59,6 +64,8 @@ def kept(inputs: PolicyLossInputs, config: CorrectionConfig) -> Tensor:
             units = [[value] for value in values]
         elif config.level == "any_token":
             units = [values] * len(tokens)
+        elif config.measure != "ratio":
+            units = [[math.fsum(values) / (max(len(tokens), 1) if config.level == "geometric" else 1)]] * len(tokens)
         else:
             total = math.fsum(ours - theirs for ours, theirs in pairs)
             units = [[math.exp(total / (max(len(tokens), 1) if config.level == "geometric" else 1))]] * len(tokens)
@@ -84,6 +91,10 @@ REJECTIONS: list[dict[str, Any]] = [
     {"level": "any_token", "low": 0.3, "high": 2.0},
     {"level": "token", "measure": "bernoulli_kl", "high": 0.1},
     {"level": "any_token", "measure": "bernoulli_kl", "high": 0.3},
+    {"level": "token", "measure": "k3", "high": 0.1},
+    {"level": "any_token", "measure": "k2", "high": 0.5},
+    {"level": "sequence", "measure": "k2", "high": 0.6},
+    {"level": "geometric", "measure": "k3", "high": 0.12},
     {"level": "geometric", "low": math.exp(-0.05), "high": None, "negative_only": True, "policy": "current"},
     {"level": "token", "high": 1.2, "negative_only": True},
     {"level": "any_token", "high": 2.0, "negative_only": True},
@@ -200,9 +211,54 @@ def test_list_replaces_the_automatic_correction(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_expands_to_values_that_can_be_configured(name: str, tmp_path: Path) -> None:
+    preset = PRESETS[name]
+    config = load(tmp_path, f"algorithm.correction_preset={name}")
+    expected = [ListedCorrectionConfig(**entry) for entry in preset.corrections]
+    algorithm = config.algorithm
+    assert (algorithm.corrections, algorithm.old_logp) == (expected, preset.old_logp)
+    assert algorithm.policy_loss.name == (preset.policy_loss or "ppo_clip")
+    config.rollout.quantization = "fp8"
+    built = configured_corrections(config, configured_loss(algorithm))
+    assert [each.config for each in built] == expected, "the list is all there is, even where auto would add a weight"
+    # The resolved configuration has the values instead of the name, so that it can be loaded again.
+    assert "correction_preset: null" in as_yaml(config)
+    assert load_text(as_yaml(config), needs_data=False).algorithm == algorithm
+
+
+def test_preset_of_policy_gradient_weighs_the_current_policy(tmp_path: Path) -> None:
+    """verl's bypass_pg_is: -sg[min(w, 2)] A log p, with w of the response between the policy now and the engine."""
+    config, inputs = load(tmp_path, "algorithm.correction_preset=bypass_pg_is"), make(5)
+    loss = configured_loss(config.algorithm)
+    result = corrected(loss, configured_corrections(config, loss), inputs)
+    assert inputs.rollout_logp is not None
+    assert inputs.advantages is not None
+    weights = (((inputs.logp - inputs.rollout_logp) * inputs.mask).double().sum(1, keepdim=True)).exp().clamp(max=2)
+    expected = -weights * inputs.advantages * inputs.logp * inputs.mask
+    torch.testing.assert_close(result.loss.double(), expected.double(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["algorithm.correction_preset=decoupled_k1_rs"],
+            r"decoupled_k1_rs is not known; did you mean decoupled_k3_rs",
+        ),
+        (
+            ["algorithm.correction_preset=decoupled_geo_rs", "algorithm.correction.high=3"],
+            r"correction_preset=decoupled_geo_rs stands for .*; remove algorithm\.correction$",
+        ),
+        (
+            ["algorithm.correction_preset=bypass_ppo_clip", "algorithm.corrections=[{kind: reject}]"],
+            r"bypass_ppo_clip stands for .*; remove algorithm\.corrections$",
+        ),
+        (
+            ["algorithm.correction_preset=pg_rs", "algorithm.policy_loss.name=gspo"],
+            r"pg_rs stands for algorithm\.policy_loss\.name=reinforce, not gspo; remove that key",
+        ),
+        (["algorithm.correction.measure=k3"], r"measure=k3 needs algorithm\.correction\.kind=reject"),
         (["algorithm.corrections=[{kind: none}]"], r"algorithm\.corrections.*kind=none must be one of truncate, mask"),
         (["algorithm.corrections=[{low: 3}]"], r"algorithm\.corrections: low=3 must be .* less than .*high=2"),
         (["algorithm.corrections=[{kind: mask}, {kind: truncate}]"], r"2 weights \(mask, truncate\).*reject"),

@@ -51,7 +51,10 @@ def _mixture_of_experts(base: str, tmp_path: Path) -> None:
         (["rollout.temperature=0", "algorithm.advantage=remax"], "rollout.temperature=0 makes all samples of a prompt"),
         (["algorithm.observation_coefficient=0.05"], "all tokens of a single-turn response are sampled"),
         (["algorithm.policy_loss.name=sft", "algorithm.observation_coefficient=0.05"], "texts without episodes"),
-        (["algorithm.policy_loss.name=real", "rollout.samples_per_prompt=1"], "rollout.samples_per_prompt=1; set it to"),
+        (
+            ["algorithm.policy_loss.name=real", "rollout.samples_per_prompt=1"],
+            "rollout.samples_per_prompt=1; set it to",
+        ),
         (["algorithm.advantage=gdpo"], "algorithm.advantage=gdpo needs algorithm.part_weights"),
         (["algorithm.advantage=gdpo", "algorithm.part_weights={a: 0}"], "algorithm.part_weights are all 0"),
         (

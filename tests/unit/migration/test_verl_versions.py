@@ -56,6 +56,12 @@ def yaml_draft(text: str, tmp_path: Path) -> Draft:
         (f"{CORRECTION}.rollout_rs=seq_mean_k1 {RS_THRESHOLD}=0.99_1.01",
          {"algorithm.correction.kind": "reject", "algorithm.correction.level": "geometric",
           "algorithm.correction.low": 0.99, "algorithm.correction.high": 1.01}),
+        (f"{CORRECTION}.rollout_rs=seq_max_k3 {RS_THRESHOLD}=0.01",
+         {"algorithm.correction.kind": "reject", "algorithm.correction.level": "any_token",
+          "algorithm.correction.measure": "k3", "algorithm.correction.high": 0.01}),
+        (f"{CORRECTION}.rollout_rs=token_k1,seq_mean_k3 {RS_THRESHOLD}=3.0,0.02",
+         {"algorithm.corrections": [{"kind": "reject", "level": "token", "high": 3.0},
+                                    {"kind": "reject", "level": "geometric", "high": 0.02, "measure": "k3"}]}),
         ((f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_rs=seq_mean_k1 {RS_THRESHOLD}=0.99_1.01 "
           f"{CORRECTION}.rollout_token_veto_threshold=1e-4"),
          {"algorithm.corrections": [
