@@ -53,6 +53,10 @@ class Needs:
     whole_group: bool = False
     pairs: bool = False
 
+    def __or__(self, other: Needs) -> Needs:
+        """Return the inputs that one of both requires."""
+        return Needs(**{name: needed or getattr(other, name) for name, needed in vars(self).items()})
+
     def check(self, name: str, inputs: object) -> None:
         """Check that `inputs` has every required tensor.
 

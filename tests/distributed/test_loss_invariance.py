@@ -32,6 +32,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sapo": {"tau_pos": 0.7, "tau_neg": 2.0},
     "dppo_tv": {"clip_low": 0.001, "clip_high": 0.002, "ratio_cap": 1.5},
     "dppo_tv old": {"clip_low": 0.001, "clip_high": 0.002, "anchor": "old"},
+    "dppo_tv mask": {"clip_low": 0.001, "clip_high": 0.002, "mask_anchor": "old"},
     "dppo_kl": {"clip_low": 0.0001, "clip_high": 0.0002},
     "vespo": {"k_pos": 0.2, "lambda_pos": 0.1, "k_neg": 0.3, "lambda_neg": 0.2, "anchor": "old"},
     "dro": {"beta": 0.5},
@@ -47,6 +48,7 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"kind": "truncate", "level": "token", "high": 1.3},
     {"kind": "truncate", "level": "sequence", "high": 1e6},
     {"kind": "mask", "level": "geometric", "high": 4.0},
+    {"kind": "reject", "level": "geometric", "measure": "k3", "high": 1.2},
 ]
 MOMENT: dict[str, Any] = {"kind": "reject", "measure": "second_moment", "high": 0.5, "policy": "current"}
 LISTED: list[dict[str, Any]] = [

@@ -34,14 +34,18 @@ class DivergenceLoss(ABC):
     clip_high: float
     ratio_cap: float | None
     anchor: str
+    mask_anchor: str | None
 
     @property
     def needs(self) -> Needs:
-        return anchored_needs(self.anchor)
+        needs = anchored_needs(self.anchor)
+        return needs if self.mask_anchor is None else needs | anchored_needs(self.mask_anchor)
 
     def check(self) -> None:
         """Check the options. Raises: ConfigError."""
         check_anchor(self.anchor)
+        if self.mask_anchor is not None:
+            check_anchor(self.mask_anchor, "mask_anchor")
         for name in ("clip_low", "clip_high"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{SECTION}.{name}={getattr(self, name)} must be finite and at least 0")
@@ -55,14 +59,15 @@ class DivergenceLoss(ABC):
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
         selected, log_ratio, advantages = ratio_inputs(inputs, self.anchor)
         log_ratio = log_ratio.detach()
-        denominator = inputs.old_logp if self.anchor == "old" else inputs.rollout_logp
-        assert denominator is not None
+        center = inputs.old_logp if (self.mask_anchor or self.anchor) == "old" else inputs.rollout_logp
+        assert center is not None
         logp = masked(inputs.logp, selected)
         with torch.no_grad():
-            divergence = self.divergence(logp.double(), masked(denominator, selected).double())
-            # Only tokens that the update would move further away are outside.
-            high = (advantages > 0) & (log_ratio > 0) & (divergence > self.clip_high)
-            low = (advantages < 0) & (log_ratio < 0) & (divergence > self.clip_low)
+            divergence = self.divergence(logp.double(), masked(center, selected).double())
+            # Only tokens that the update would move further away from the center are outside.
+            moved = log_ratio if self.mask_anchor in (None, self.anchor) else masked(logp - center, selected)
+            high = (advantages > 0) & (moved > 0) & (divergence > self.clip_high)
+            low = (advantages < 0) & (moved < 0) & (divergence > self.clip_low)
             ratio = bounded_exp(log_ratio).clamp(max=math.inf if self.ratio_cap is None else self.ratio_cap)
             value = masked(-advantages * ratio, ~(low | high))
         means = {"divergence": masked(divergence, selected)}
@@ -89,17 +94,17 @@ class DPPOTV(DivergenceLoss):
 
     clip_low, clip_high: largest divergence of tokens that become less or more probable. ratio_cap: upper bound of the
     ratio as a weight of the gradient; None: off. anchor: denominator of r and second policy of D: the engine at
-    sampling (rollout), or the trainer's policy before the first update of the batch (old).
+    sampling (rollout), or the trainer's policy before the first update of the batch (old). mask_anchor: another second
+    policy of D, and of r in the conditions of M, so that it changes the mask only; None: anchor.
 
     Metrics: ratio_metrics; clip fractions count tokens outside the region; divergence, the mean of D;
     ratio_cap_fraction (with ratio_cap only).
 
     Source: arXiv 2602.04879, equation 12 (objective and mask) and section 4.4 (binary approximation); the anchor:
-    section 5.2, which finds the recomputed policy unstable. There only the mask uses the recomputed policy; here,
-    anchor=old uses it in r, too. Threshold: 0.15 in appendix C and the authors' example, mostly 0.2 in appendix E.
-    The paper's objective is a sum over tokens (seq-mean-token-sum); the authors' example in verl aggregates by
-    seq-mean-token-sum-norm. The paper's gradient has ratio_cap 5 in the scaling experiments, and none in the analysis;
-    section 5.4 warns of small caps.
+    section 5.2, which finds a mask of the recomputed policy unstable (mask_anchor=old). Threshold: 0.15 in appendix C
+    and the authors' example, mostly 0.2 in appendix E. The paper's objective is a sum over tokens (seq-mean-token-sum);
+    the authors' example in verl aggregates by seq-mean-token-sum-norm. The paper's gradient has ratio_cap 5 in the
+    scaling experiments, and none in the analysis; section 5.4 warns of small caps.
     Shapes: any one shape for all inputs and the loss.
     """
 
@@ -107,6 +112,7 @@ class DPPOTV(DivergenceLoss):
     clip_high: float = 0.15
     ratio_cap: float | None = None
     anchor: str = "rollout"
+    mask_anchor: str | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -127,8 +133,8 @@ class DPPOKL(DivergenceLoss):
 
     A token outside the region has loss 0 and no gradient.
 
-    clip_low, clip_high: largest divergence in nats, of tokens that become less or more probable. ratio_cap, anchor:
-    see dppo_tv.
+    clip_low, clip_high: largest divergence in nats, of tokens that become less or more probable. ratio_cap, anchor,
+    mask_anchor: see dppo_tv.
 
     Metrics: see dppo_tv; divergence is in nats.
 
@@ -141,12 +147,14 @@ class DPPOKL(DivergenceLoss):
     clip_high: float = 0.05
     ratio_cap: float | None = None
     anchor: str = "rollout"
+    mask_anchor: str | None = None
 
     def __post_init__(self) -> None:
         self.check()
 
     def divergence(self, logp: Tensor, anchor_logp: Tensor) -> Tensor:
         logp, anchor_logp = logp.clamp(max=LARGEST_LOGP), anchor_logp.clamp(max=LARGEST_LOGP)
-        # log(1 - exp(x)), exact for small and large x.
-        others, anchor_others = (torch.log(-torch.expm1(x)) for x in (logp, anchor_logp))
-        return anchor_logp.exp() * (anchor_logp - logp) + anchor_others.exp() * (anchor_others - others)
+        # P - 1 and Q - 1, exact for small and large probabilities; the formula in these takes the fewest passes.
+        below, anchor_below = torch.expm1(logp), torch.expm1(anchor_logp)
+        gap = anchor_logp - logp
+        return torch.addcmul(gap, anchor_below, gap - (anchor_below / below).log_())

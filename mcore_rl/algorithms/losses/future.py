@@ -25,6 +25,8 @@ from mcore_rl.errors import ConfigError
 
 SAFE_WEIGHTS = (0.8, 1.0)
 """Range of the weight of a token with negative advantage whose ratio is above safety_ratio."""
+BLOCK = 64
+"""Entries of a row that are summed by one product of matrices."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,10 @@ class FIPO:
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
         selected, log_ratio, advantages = ratio_inputs(inputs)
         with torch.no_grad():
-            ratio = bounded_exp(log_ratio)
-            future = discounted_future(
-                log_ratio.masked_fill(ratio > self.dual_clip, 0.0), selected, 2 ** (-1 / self.decay_tokens)
-            )
+            capped = log_ratio > math.log(self.dual_clip)
+            future = discounted_future(log_ratio.masked_fill(capped, 0.0), selected, 2 ** (-1 / self.decay_tokens))
             weight = bounded_exp(future).clamp(1 - self.influence_low, 1 + self.influence_high)
-            unsafe = (advantages < 0) & (ratio > self.safety_ratio)
+            unsafe = (advantages < 0) & (log_ratio > math.log(self.safety_ratio))
             weight = masked(torch.where(unsafe, weight.clamp(*SAFE_WEIGHTS), weight), selected)
         # weight > 0, so the sign of the advantage, which decides the side of the clip, does not change.
         result = clipped_surrogate(log_ratio, weight * advantages, self.clip_low, self.clip_high, self.dual_clip)
@@ -97,14 +97,33 @@ def discounted_future(values: Tensor, selected: Tensor, gamma: float) -> Tensor:
 
     Shapes: values, selected (bool) [B, T] -> [B, T].
     """
+    if not values.numel():
+        return values
+    if bool((selected[:, 1:] <= selected[:, :-1]).all()):
+        # Each row begins with its selected entries, as in training: nothing needs to move.
+        return masked(_suffix_sums(masked(values, selected), gamma), selected)
     # Selected entries first, in their order, so that distances count selected entries only; others in a last column.
     length = values.shape[-1]
     place = (selected.cumsum(-1) - 1).masked_fill(~selected, length)
     sums = values.new_zeros(values.shape[0], length + 1).scatter_(-1, place, values)[:, :length]
-    # After the pass with `step`, an entry has the sum over the 2 * step entries from it on. Errors grow with the number
-    # of passes, not of entries.
-    step = 1
-    while step < length:
-        ahead = sums[:, :-step].add(sums[:, step:], alpha=gamma**step)
-        sums, step = torch.cat((ahead, sums[:, -step:]), -1), 2 * step
+    sums = _suffix_sums(sums, gamma)
     return masked(torch.nn.functional.pad(sums, (0, 1)).gather(-1, place), selected)
+
+
+def _suffix_sums(values: Tensor, gamma: float) -> Tensor:
+    """Sum values from each entry to the end of its row, with the factor gamma^d for a distance of d entries.
+
+    Blocks of entries are summed by one product of matrices, and the first entries of the blocks in the same way.
+
+    Shapes: [B, T] -> [B, T].
+    """
+    rows, length = values.shape
+    blocks = torch.nn.functional.pad(values, (0, -length % BLOCK)).view(rows, -1, BLOCK)
+    index = torch.arange(BLOCK, device=values.device, dtype=torch.float64)
+    # Negative distances would overflow for a small gamma; tril removes them anyway.
+    powers = (gamma ** (index[:, None] - index).clamp(min=0)).tril().to(values.dtype)
+    sums = blocks @ powers
+    if sums.shape[1] > 1:
+        later = _suffix_sums(sums[:, :, 0], gamma**BLOCK)[:, 1:, None]
+        sums[:, :-1] += later * (gamma ** (BLOCK - index)).to(values.dtype)
+    return sums.view(rows, -1)[:, :length]

@@ -59,10 +59,10 @@ def anchored_needs(anchor: str, *, whole_sequence: bool = False) -> Needs:
     )
 
 
-def check_anchor(anchor: str) -> None:
+def check_anchor(anchor: str, key: str = "anchor") -> None:
     """Check the denominator of a ratio. Raises: ConfigError."""
     if anchor not in ANCHORS:
-        raise ConfigError(f"{SECTION}.anchor={anchor} is not known. Known: {', '.join(ANCHORS)}.")
+        raise ConfigError(f"{SECTION}.{key}={anchor} is not known. Known: {', '.join(ANCHORS)}.")
 
 
 def check_positive(**options: float) -> None:

@@ -61,38 +61,40 @@ def sapo(logp, given, mask, tau_pos=1.0, tau_neg=1.05):
     return losses
 
 
-def dppo(logp, given, mask, divergence, low, high, ratio_cap, anchor):
-    """Compute M r A, to be maximized, with M = 0 for a token that moves away from the anchor and is too far away."""
+def dppo(logp, given, mask, divergence, low, high, ratio_cap, anchor, mask_anchor):
+    """Compute M r A, to be maximized, with M = 0 for a token that moves away from the anchor of the mask and is too far
+    away."""
     losses = {}
     for i, t in tokens(mask):
         advantage, behave = given["advantages"][i][t], anchor_of(given, anchor)[i][t]
         ratio = torch.exp(logp[i][t] - behave)
-        far = divergence(math.exp(logp[i][t].item()), math.exp(behave))
-        masked = (advantage > 0 and ratio > 1 and far > high) or (advantage < 0 and ratio < 1 and far > low)
+        center = anchor_of(given, mask_anchor or anchor)[i][t]
+        far, moved = divergence(math.exp(logp[i][t].item()), math.exp(center)), logp[i][t] - center
+        masked = (advantage > 0 and moved > 0 and far > high) or (advantage < 0 and moved < 0 and far > low)
         if ratio_cap is not None and ratio > ratio_cap:
             ratio = ratio_cap * torch.exp(logp[i][t] - logp[i][t].detach())
         losses[i, t] = 0 * ratio if masked else -advantage * ratio
     return losses
 
 
-def dppo_tv(logp, given, mask, clip_low=0.15, clip_high=0.15, ratio_cap=None, anchor="rollout"):
+def dppo_tv(logp, given, mask, clip_low=0.15, clip_high=0.15, ratio_cap=None, anchor="rollout", mask_anchor=None):
     """Use half of the sum of |p - q| over the two outcomes. Test data has probabilities above 1."""
 
     def total_variation(p, q):
         p, q = min(p, 1.0), min(q, 1.0)
         return 0.5 * (abs(p - q) + abs((1 - p) - (1 - q)))
 
-    return dppo(logp, given, mask, total_variation, clip_low, clip_high, ratio_cap, anchor)
+    return dppo(logp, given, mask, total_variation, clip_low, clip_high, ratio_cap, anchor, mask_anchor)
 
 
-def dppo_kl(logp, given, mask, clip_low=0.05, clip_high=0.05, ratio_cap=None, anchor="rollout"):
+def dppo_kl(logp, given, mask, clip_low=0.05, clip_high=0.05, ratio_cap=None, anchor="rollout", mask_anchor=None):
     """Use the KL divergence of the two outcomes, from the anchor to the policy."""
 
     def kl(p, q):
         p, q = min(p, math.exp(-1e-12)), min(q, math.exp(-1e-12))
         return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
 
-    return dppo(logp, given, mask, kl, clip_low, clip_high, ratio_cap, anchor)
+    return dppo(logp, given, mask, kl, clip_low, clip_high, ratio_cap, anchor, mask_anchor)
 
 
 def vespo(logp, given, mask, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0, anchor="rollout"):

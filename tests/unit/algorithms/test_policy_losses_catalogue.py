@@ -39,6 +39,8 @@ CASES = [
     ("dppo_kl", {}),
     ("dppo_kl", {"clip_low": 0.005, "clip_high": 0.01, "ratio_cap": 1.3}),
     ("dppo_kl", {"anchor": "old"}),
+    ("dppo_tv", {"clip_low": 0.02, "clip_high": 0.05, "mask_anchor": "old"}),
+    ("dppo_kl", {"clip_low": 0.005, "clip_high": 0.01, "anchor": "old", "mask_anchor": "rollout"}),
     ("vespo", {}),
     ("vespo", {"k_pos": 1.0, "lambda_pos": 0.3, "k_neg": 0.7, "lambda_neg": 1.5, "anchor": "old"}),
     ("dro", {}),
@@ -324,6 +326,9 @@ def test_decoupled_ppo_needs_follow_options():
     for name in ("cispo", *rollout[:-1]):
         needs = [policy_loss(name, anchor=anchor).needs for anchor in ("old", "rollout")]
         assert [(need.old_logp, need.rollout_logp) for need in needs] == [(True, False), (False, True)]
+    both = policy_loss("dppo_tv", mask_anchor="old").needs
+    assert both.old_logp
+    assert both.rollout_logp
     with pytest.raises(ValueError, match=r"gspo takes one response per row"):
         compute_policy_loss("gspo", **{key: tensor.flatten() for key, tensor in make().items()})
 
