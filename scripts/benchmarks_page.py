@@ -61,6 +61,17 @@ STALENESS = """\
 `sync` is synchronous; the number in `eta1` is `rollout.max_staleness`. All but `uncorrected` have decoupled PPO.
 Accuracies are means over the seeds, with the standard deviation of the last one; staleness is in weight versions.
 """
+ON_STALE_DATA = "losses_on_stale_data"
+LOSSES = """\
+## Losses on stale data
+
+    python scripts/demo.py --task think2
+    python scripts/compare_staleness.py --losses --task think2 --seeds 3
+
+All runs are asynchronous with `rollout.max_staleness=4`. `corrected`: with truncated weights of tokens
+(`algorithm.correction_preset=decoupled_token_is`), or, for a loss with an anchor, with the engine as the anchor.
+Figures as above.
+"""
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,9 @@ def page(folder: Path = RESULTS) -> str:
     if algorithms is not None:
         lines += [ALGORITHMS, *_algorithms(algorithms), ""]
     if staleness := [record for record in records if "ways" in record.contents]:
-        lines += [STALENESS, *(line for record in staleness for line in _staleness(record))]
+        lines += [STALENESS, *(line for record in staleness for line in _staleness(record, "ways"))]
+    if losses := [record for record in records if ON_STALE_DATA in record.contents]:
+        lines += [LOSSES, *(line for record in losses for line in _staleness(record, ON_STALE_DATA))]
     if missing:
         names = ", ".join(f"`{name}`" for name in missing)
         lines += ["## Without recorded results", "", f"{names}. `make gpu` runs those that begin with gpu.", ""]
@@ -149,11 +162,11 @@ def _algorithms(record: Record) -> Iterator[str]:
         yield _row((name, f"{result['steps']}", *figures))
 
 
-def _staleness(record: Record) -> Iterator[str]:
+def _staleness(record: Record, key: str) -> Iterator[str]:
     yield f"Task {record.name.rpartition('-')[2].removesuffix('.json')}: {record.source}."
     yield ""
     yield from _head(("configuration", "seeds", "steps", "accuracy before", "after", "best", "staleness", "oldest"))
-    for name, runs in record.contents["ways"].items():
+    for name, runs in record.contents[key].items():
         after = [run["accuracy"][-1] for run in runs]
         deviation = f" ± {stdev(after):.3f}" if len(after) > 1 else ""
         figures = (

@@ -1,10 +1,17 @@
-"""Run a demo synchronously and asynchronously with several seeds, and write a table of results.
+"""Run a demo synchronously and asynchronously, or with several losses, with several seeds, and write a table of
+results.
 
     make demo                                  # prepares work3 and its warm-started model
     python scripts/demo.py --task think2       # the same for think2
     python scripts/compare_staleness.py [--task work3|think2] [--seeds N] [--steps N] [--only sync,eta2]
+    python scripts/compare_staleness.py --losses [--task think2] [--seeds 3] [--only gspo,gspo_corrected]
 
-Results: benchmarks/results/DATE-cpu-staleness-TASK.json. Complete runs are not repeated.
+With --losses, every policy loss runs asynchronously with eta 4, with and without a correction of the difference between
+the policy that sampled and the trainer's. Losses with an anchor contain the correction: their ratio is taken to the
+engine, or without correction to the trainer's policy before the update.
+
+Results: benchmarks/results/DATE-cpu-staleness-TASK.json or DATE-cpu-losses-TASK.json, from which
+scripts/benchmarks_page.py writes the tables of docs/benchmarks.md. Complete runs are not repeated.
 """
 
 from __future__ import annotations
@@ -39,33 +46,64 @@ WAYS: dict[str, tuple[str, ...]] = {
     "eta4_uncorrected": ahead(4),
 }
 """Overrides of the demo's configuration, by name."""
+LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "fipo", "real")
+"""Losses that are compared with and without algorithm.corrections."""
+ANCHORED = ("dppo_tv", "dppo_kl", "vespo", "dro")
+"""Losses whose ratio has a choice of the denominator."""
+OWN_AGGREGATION = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "real": "seq-mean-token-mean"}
+"""Aggregations of the papers that differ from the demo's token-mean."""
+CLIP_OPTIONS = ("clip_low", "clip_high", "dual_clip")
+"""Options of ppo_clip that the demo sets."""
+CORRECTED = "corrected"
+
+
+def losses_of_eta4() -> dict[str, tuple[str, ...]]:
+    """Return the overrides of every loss, by name, without and with a correction."""
+    found = {}
+    for loss in (*LOSSES, *ANCHORED):
+        # Others do not have these options, or have them with other meanings.
+        options = [] if loss == "ppo_clip" else [f"algorithm.policy_loss.{key}=null" for key in CLIP_OPTIONS]
+        named = (f"algorithm.policy_loss.name={loss}", *options)
+        named += (f"algorithm.loss_aggregation={OWN_AGGREGATION.get(loss, 'token-mean')}",)
+        if loss in ANCHORED:
+            without, corrected = ("algorithm.policy_loss.anchor=old",), ("algorithm.policy_loss.anchor=rollout",)
+        else:
+            without, corrected = (), ("algorithm.correction_preset=decoupled_token_is",)
+        found |= {loss: ahead(4, *named, *without), f"{loss}_{CORRECTED}": ahead(4, *named, *corrected)}
+    return found
+
+
 COLUMNS = ("before", "after: mean", "deviation", "best: mean", "staleness", "oldest")
 
 
 @dataclass(frozen=True)
 class StalenessResult:
-    """Accuracies of all validations, and staleness in versions."""
+    """Accuracies of all validations, staleness in versions, and seconds of all steps without their validations."""
 
     steps: int
     accuracy: list[float]
     staleness_mean: float
     staleness_max: float
+    seconds: float
 
 
-def measure(task: str, name: str, seed: int, steps: int | None) -> StalenessResult:
-    """Run one configuration with one seed and return its results."""
-    overrides = [f"run.dir=runs/staleness/{task}_{name}_{seed}", f"run.seed={seed}", *WAYS[name]]
+def measure(task: str, name: str, seed: int, steps: int | None, way: Sequence[str]) -> StalenessResult:
+    """Run one configuration, the overrides `way`, with one seed and return its results."""
+    overrides = [f"run.dir=runs/staleness/{task}_{name}_{seed}", f"run.seed={seed}", *way]
     records = finished_run(DEMOS[task].config, overrides, steps)
     # Synchronous runs do not report staleness.
     staleness = series(records, "staleness/mean") or [0.0]
     oldest = series(records, "staleness/max") or [0.0]
     steps_done = int(records[-1]["step"])
-    return StalenessResult(steps_done, series(records, "val/accuracy"), statistics.mean(staleness), max(oldest))
+    seconds = sum(series(records, "time/step"))
+    return StalenessResult(
+        steps_done, series(records, "val/accuracy"), statistics.mean(staleness), max(oldest), seconds
+    )
 
 
 def table(results: Mapping[str, Sequence[StalenessResult]]) -> str:
     """Format the accuracies of each configuration over its seeds."""
-    lines = [f"{'':<18}" + "".join(f"{column:>13}" for column in COLUMNS)]
+    lines = [f"{'':<20}" + "".join(f"{column:>13}" for column in COLUMNS)]
     for name, runs in results.items():
         # The last validation of each seed.
         after = [run.accuracy[-1] for run in runs]
@@ -78,7 +116,7 @@ def table(results: Mapping[str, Sequence[StalenessResult]]) -> str:
             statistics.mean(run.staleness_mean for run in runs),
             max(run.staleness_max for run in runs),
         ]
-        lines.append(f"{name:<18}" + "".join(f"{figure:>13.3f}" for figure in figures))
+        lines.append(f"{name:<20}" + "".join(f"{figure:>13.3f}" for figure in figures))
     return "\n".join(lines)
 
 
@@ -87,15 +125,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", choices=TASKS, default=TASKS[0])
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 1")
     parser.add_argument("--steps", type=int, help="number of steps of every run; default: as configured")
-    parser.add_argument("--only", help=f"comma-separated names: {', '.join(WAYS)}")
+    parser.add_argument("--losses", action="store_true", help="compare policy losses instead of bounds")
+    parser.add_argument("--only", help=f"comma-separated names: {', '.join(WAYS)}; losses and LOSS_{CORRECTED}")
     options = parser.parse_args(arguments)
-    names = chosen(parser, options.only, WAYS, options.task)
+    ways = losses_of_eta4() if options.losses else WAYS
+    names = chosen(parser, options.only, ways, options.task)
     results: dict[str, list[StalenessResult]] = {name: [] for name in names}
     for seed in range(1, options.seeds + 1):  # seed by seed, so that an interrupted comparison is fair
         for name in names:
-            results[name].append(measure(options.task, name, seed, options.steps))
+            results[name].append(measure(options.task, name, seed, options.steps, ways[name]))
         print(table({name: runs for name, runs in results.items() if runs}), flush=True)
-    save(f"staleness-{options.task}", "ways", results)
+    compared = "losses" if options.losses else "staleness"
+    save(f"{compared}-{options.task}", "losses_on_stale_data" if options.losses else "ways", results)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """One actor rank compared with plain PyTorch: an update and a log-probability pass of a 27M-parameter Qwen3 in float32.
 
 The peer of the update is transformers' model with padded batches, the same loss and AdamW; with equal lengths there is
-no padding. The peer of the log-probability pass is its matrix products.
+no padding. The peer of the log-probability pass is its matrix products. The share of corrections is the time that a
+list of them adds to the loss of the update's micro-batches, divided by the time of the update without them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from benchmarks.result import Result, compare
 from benchmarks.sizes import size
 from benchmarks.timing import medians
 from benchmarks.training.actor_task import CLIP, LEARNING_RATE, MODEL, PROMPT, actor_config, trajectories, write_model
+from mcore_rl.algorithms import Correction, PolicyLossInputs, policy_loss
+from mcore_rl.algorithms.corrections import corrected
+from mcore_rl.config.algorithm import ListedCorrectionConfig
+from mcore_rl.config.rules.presets import PRESETS
 from mcore_rl.types import RankShare, TrajectoryBuffers
 from model_converters.families.parts.hf_config import integer
 
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from mcore_rl.megatron.roles.actor import MegatronActor
 
 REPEATS = size(3, 1)
+LOSS_REPEATS = size(21, 1)
 EQUAL = np.full(*size((16, 224), (2, 16)))
 BUDGET = 2048
 """Tokens per micro-batch, for both sides."""
@@ -49,7 +55,7 @@ def _measure(directory: Path) -> list[Result]:
             _update_row("equal lengths", ">= 0.9", actor, peer, EQUAL),
             _update_row("long-tailed lengths", "", actor, peer, long_tailed(size(24, 2))),
         ]
-        return [*rows, _logp_row(actor)]
+        return [*rows, _logp_row(actor), _corrections_row(rows[0])]
     finally:
         parallel.destroy()  # Megatron's groups are global: the next actor of this process needs new ones
 
@@ -138,6 +144,31 @@ def _logp_row(actor: MegatronActor) -> Result:
     seconds, alone = medians([ours, theirs], REPEATS)
     note = "the peer is every matrix product of the forward pass, without attention, norms and softmax"
     return compare("log-probability pass", seconds, alone, "s", note=note)
+
+
+def _corrections_row(update: Result) -> Result:
+    """Compare with the row of the update with equal lengths."""
+    share, _ = trajectories(EQUAL)
+    shape = len(EQUAL), int(EQUAL[0])
+    advantages = torch.from_numpy(share.advantages)[:, None].expand(shape).contiguous()
+    noise = 0.01 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    logp = noise - 3
+    inputs = PolicyLossInputs(logp, torch.ones(shape), logp, advantages, rollout_logp=logp - noise)
+    # As many calls as the update has micro-batches.
+    responses = max(BUDGET // int(share.total_tokens[0]), 1)
+    cut = {name: value.split(responses) for name, value in vars(inputs).items() if value is not None}
+    parts = [PolicyLossInputs(**dict(zip(cut, values, strict=True))) for values in zip(*cut.values(), strict=True)]
+    entries = [ListedCorrectionConfig(**entry) for entry in PRESETS["skyrl_recommended"].corrections]  # type: ignore[arg-type]  # by name
+    listed, loss = [Correction(entry) for entry in entries], policy_loss("ppo_clip")
+
+    def losses(corrections: list[Correction]) -> None:
+        for part in parts:
+            corrected(loss, corrections, part)
+
+    corrections, plain = medians([lambda: losses(listed), lambda: losses([])], LOSS_REPEATS)
+    added, seconds = corrections - plain, int(share.total_tokens.sum()) / update.ours
+    note = f"{len(listed)} corrections (algorithm.correction_preset=skyrl_recommended), {len(parts)} micro-batches"
+    return Result("corrections, share of an update", added, seconds, "s", added / seconds, aim="<= 0.01", note=note)
 
 
 def _layer_products() -> list[tuple[int, int]]:

@@ -169,6 +169,7 @@ GUIDE_NOT_RUN = (
         "curl http://127.0.0.1:9400/metrics": NotRun(Need.RUN, "tests/unit/observe/test_endpoint.py"),
         "python scripts/compare_staleness.py --task think2": NotRun(Need.MINUTES),
         "python scripts/compare_staleness.py --task work3": NotRun(Need.MINUTES),
+        "python scripts/compare_staleness.py --losses --task think2 --seeds 3": NotRun(Need.MINUTES),
         "make demo TASK=distill": NotRun(Need.MINUTES, "tests/e2e/test_distillation_run.py"),
         "make demo TASK=dpo": NotRun(Need.MINUTES, "tests/e2e/test_preference_run.py"),
         "make demo TASK=see": NotRun(Need.MINUTES, "tests/e2e/test_images_run.py"),
