@@ -40,7 +40,8 @@ one, in units of chunks: 2 (pp - stage - 1) + (vpp - 1) pp + 1. Stages also save
 tensors that one layer recomputes, the gradients of the widest component, the gradient of the largest weight before it
 is added to the buffer, and on the last stage the output projection: hidden states and statistics of the trained tokens,
 two tiles of logits, and float32 gradients of the hidden states and of the weight (megatron/step/logprobs.py). With
-rollout.keep_sampling_mask, also the mask of a chunk and the largest sets of one row (megatron/step/kept_tokens.py).
+rollout.keep_sampling_mask, also the mask of a tile, copied columns, the states in the order of the groups, and the
+largest sets of one row (megatron/step/kept_tokens.py).
 
 The first stage of a model with a vision tower has its tensors, too (layers/vision.py).
 
@@ -374,6 +375,8 @@ def _output_projection_bytes(arguments: ModelArguments, run: Execution) -> float
     gradients = tokens * hidden * 4 + vocabulary * hidden * (4 + (b if b < 4 else 0))
     masks = 0.0
     if run.masked:
-        # A chunk's mask, and the largest sets of the row's tokens.
-        masks = chunk * (vocabulary + 1) + tokens * max_device_bytes(arguments.vocab_size)
+        # A tile's mask with one byte per logit, and indices of 4 bytes per 8 logits; weights of listed columns, at
+        # most as many as the tile has logits, and their gradients; sorted states; the largest sets of the row's tokens.
+        masks = 1.5 * tile + (b + 4) * min(tile, vocabulary * hidden) + tokens * hidden * b
+        masks += tokens * max_device_bytes(arguments.vocab_size)
     return row + gradients + 2 * 4 * tile + masks

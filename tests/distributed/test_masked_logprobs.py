@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.distributed import group as process_group
 
-from mcore_rl.megatron.step import kept_tokens, tiles
+from mcore_rl.megatron.step import set_groups, tiles
 from mcore_rl.megatron.step.kept_tokens import KeptTokens
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
+from mcore_rl.megatron.step.set_groups import GroupCosts
 from mcore_rl.types.token_sets import TokenSets, encode_ids
 from tests.distributed.launch import launch
 from tests.distributed.projection import TOKENS, VOCABULARY, Results, assert_close, inputs, per_token, upstream
@@ -17,6 +18,20 @@ from tests.distributed.projection import TOKENS, VOCABULARY, Results, assert_clo
 HALF = VOCABULARY // 2
 # See test_logprobs.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-3}
+
+# Costs with which short sets are computed for the columns of all tokens, or for those of groups of two blocks or more.
+COSTS = {"all columns": GroupCosts(10**6, 0), "own columns": GroupCosts(0, 0), "joined": GroupCosts(6, 300)}
+
+
+@pytest.fixture(params=list(COSTS))
+def costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    use_costs(request.param, monkeypatch)
+    return str(request.param)
+
+
+def use_costs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(set_groups.COSTS, "cpu", COSTS[name])
+    monkeypatch.setattr(set_groups, "BLOCK_TOKENS", 3)
 
 
 def members() -> torch.Tensor:
@@ -70,32 +85,55 @@ def reference(dtype: torch.dtype, temperature: float | None) -> Results:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("temperature", [1.0, None])
-@pytest.mark.parametrize(("chunk", "tile"), [(1024, 1 << 19), (8, 8 * 50), (5, 1)])
+@pytest.mark.parametrize(("chunk", "tile", "in_product"), [(1024, 1 << 19, True), (8, 8 * 50, False), (5, 1, True)])
+@pytest.mark.usefixtures("costs")
 def test_masked_logp_with_any_tiling_equals_masked_softmax(
-    dtype: torch.dtype, temperature: float | None, chunk: int, tile: int, monkeypatch: pytest.MonkeyPatch
+    *,
+    dtype: torch.dtype,
+    temperature: float | None,
+    chunk: int,
+    tile: int,
+    in_product: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(tiles.TILE_ELEMENTS, "cpu", tile)
-    monkeypatch.setattr(kept_tokens, "BIT_ELEMENTS", tile)
+    monkeypatch.setitem(tiles.MASK_IN_PRODUCT, "cpu", in_product)  # False: as on GPUs
     assert_close(masked(dtype, temperature, chunk, slice(None)), reference(dtype, temperature), TOLERANCE[dtype])
 
 
 def test_masked_logp_on_two_shards_equals_one() -> None:
     ranks = launch(_shard_worker, 2)
-    parts = [{name: torch.from_numpy(value) for name, value in rank.items()} for rank in ranks]
-    joined = {
-        "hidden": parts[0]["hidden"] + parts[1]["hidden"],
-        "weight": torch.cat([part["weight"] for part in parts]),
-    }
-    for part in parts:
-        ours = {"logp": part["logp"], "entropy": part["entropy"], **joined}
-        assert_close(ours, reference(torch.float32, None), TOLERANCE[torch.float32])
+    for costs in COSTS:
+        parts = [{name: torch.from_numpy(value) for name, value in rank[costs].items()} for rank in ranks]
+        joined = {
+            "hidden": parts[0]["hidden"] + parts[1]["hidden"],
+            "weight": torch.cat([part["weight"] for part in parts]),
+        }
+        for part in parts:
+            ours = {"logp": part["logp"], "entropy": part["entropy"], **joined}
+            assert_close(ours, reference(torch.float32, None), TOLERANCE[torch.float32])
+            assert part["negative"].tolist() == [0.0] * TOKENS
 
 
-def _shard_worker(rank: int) -> dict[str, np.ndarray]:
-    found = masked(torch.float32, None, 8, slice(rank * HALF, (rank + 1) * HALF), process_group.WORLD)
-    return {name: value.detach().numpy() for name, value in found.items()}
+def _shard_worker(rank: int) -> dict[str, dict[str, np.ndarray]]:
+    results, shard = {}, slice(rank * HALF, (rank + 1) * HALF)
+    for costs in COSTS:
+        with pytest.MonkeyPatch.context() as patch:
+            use_costs(costs, patch)
+            found = masked(torch.float32, None, 8, shard, process_group.WORLD)
+            found["negative"] = _negative_logits(shard)
+        results[costs] = {name: value.detach().numpy() for name, value in found.items()}
+    return results
 
 
+def _negative_logits(shard: slice) -> torch.Tensor:
+    """Compute logp of sets with one entry, whose logit is -320: the other shard must not count as a logit of 0."""
+    hidden, weight, targets = (torch.ones_like(each) for each in inputs(torch.float32))
+    kept = KeptTokens.of(sets_of(torch.arange(VOCABULARY).expand(TOKENS, -1) == targets[:, None]), torch.from_numpy)
+    return linear_logp_entropy(-20 * hidden, weight[shard], targets, group=process_group.WORLD, kept=kept)[0]
+
+
+@pytest.mark.usefixtures("costs")
 def test_masked_logp_gradient_outside_sets_is_exactly_zero() -> None:
     hidden, weight, targets = inputs(torch.float32)
     targets = torch.where(targets % 3 == 1, targets - 1, targets)
@@ -113,6 +151,7 @@ def test_masked_logp_gradient_outside_sets_is_exactly_zero() -> None:
     assert not entropy[single].any()
 
 
+@pytest.mark.usefixtures("costs")
 def test_masked_logp_of_whole_vocabulary_is_bit_identical() -> None:
     """The control: a set with all entries changes nothing, not even rounding."""
     everything = KeptTokens.of(sets_of(torch.ones(TOKENS, VOCABULARY, dtype=torch.bool)), torch.from_numpy)
@@ -126,6 +165,7 @@ def test_masked_logp_of_whole_vocabulary_is_bit_identical() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.usefixtures("costs")
 def test_masked_logp_ignores_vocabulary_padding() -> None:
     hidden, weight, targets = inputs(torch.float64)
     vocab_size, found = VOCABULARY - 7, members()[:, : VOCABULARY - 7]
@@ -138,6 +178,7 @@ def test_masked_logp_ignores_vocabulary_padding() -> None:
     torch.testing.assert_close(logp, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("costs")
 def test_masked_logp_non_finite_state_reaches_its_token() -> None:
     """A NaN must not disappear behind the mask."""
     hidden, weight, targets = inputs(torch.float32)

@@ -2,90 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 
 from mcore_rl.errors import McoreRLError
+from mcore_rl.megatron.step.set_groups import COSTS, HostGroup, group_sets
 from mcore_rl.types import RankShare, TrajectoryBuffers
-from mcore_rl.types.token_sets import WORD_BITS, TokenSets, max_set_words
+from mcore_rl.types.token_sets import TokenSets, max_set_words
 
-BIT_ELEMENTS = 1 << 22
-"""Number of bits that are unpacked at a time, as one int32 each: 16 MiB."""
+DROPPED = -1e20
+"""Logit of an entry outside the set. exp(DROPPED - m) is exactly 0 for every maximum m of real logits. Its products
+with the number of entries and with a scaled gradient are finite in float32; with -inf or the smallest number they would
+not be, and the sums of a tile without any entry of a set would become NaN when they are rescaled."""
+MASK_PADDING = 14
+"""Largest number of unused columns in a row of an unpacked mask, which consists of whole bytes."""
+
+
+@dataclass(frozen=True)
+class SetGroup:
+    """A group of tokens (see set_groups.HostGroup) on the device. rows: its tokens in KeptTokens.order.
+
+    host_ids: the same as ids, so that the part of a shard is found without waiting for the device.
+    Shapes: ids int64 [num_columns]; bits uint8 [n, ceil(num_columns / 8)].
+    """
+
+    rows: slice
+    num_columns: int
+    host_ids: np.ndarray | None
+    ids: torch.Tensor | None
+    bits: torch.Tensor | None
+
+    def columns(self, first: int, count: int) -> slice:
+        """Return the columns in the shard [first, first + count) of the vocabulary: places in `ids`, or entries of the
+        shard, counted from `first`."""
+        if self.host_ids is None:
+            return slice(0, min(max(self.num_columns - first, 0), count))
+        begin, end = np.searchsorted(self.host_ids, (first, first + count)).tolist()
+        return slice(begin, end)
+
+    def unpack(self, tokens: slice, begin: int, end: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Write the mask of tokens [n], counted from the group's first, and of columns [begin, end) to `buffer`, which
+        is flat and has room for n * (end - begin + MASK_PADDING) elements.
+
+        Returns a view of shape [n, end - begin], with gaps between the rows: DROPPED or True (dtype bool) for entries
+        outside the sets, 0 or False for the others.
+        """
+        assert self.bits is not None
+        first, last = begin // 8, -(-end // 8)
+        indices = self.bits[tokens, first:last].to(torch.int32).flatten()
+        mask = buffer[: 8 * len(indices)]
+        # One copied element per byte of bits: 8 elements of dtype bool are copied as one of int64.
+        table, out = _byte_masks(buffer.dtype, buffer.device), mask
+        if buffer.dtype == torch.bool:
+            table, out = table.view(torch.int64), mask.view(torch.int64)
+        torch.index_select(table, 0, indices, out=out.view(-1, table.shape[1]))
+        return mask.view(-1, 8 * (last - first))[:, begin - 8 * first : end - 8 * first]
 
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The sets of N tokens. Ids and bit sets are stored apart; offsets stay on the host, so that the selection of a
-    chunk's tokens does not wait for the device.
+    """The sets of N tokens, in groups.
 
-    ids: members of the sets that are stored as ids, token by token; bits: the other sets, as in TokenSets.
-    num_ids: size of all sets together.
-
-    Shapes: id_rows int32 [I], token of each id; ids int32 [I]; id_offsets int64 [N + 1], host; bit_rows int64 [D],
-    token of each bit set; bits int32 [D, words]; bit_offsets int64 [N + 1], host.
+    order: the tokens group by group; places: the place of each token in `order`. num_ids: size of all sets together.
+    Shapes: order, places int64 [N].
     """
 
-    id_rows: torch.Tensor
-    ids: torch.Tensor
-    id_offsets: np.ndarray
-    bit_rows: torch.Tensor
-    bits: torch.Tensor
-    bit_offsets: np.ndarray
+    order: torch.Tensor
+    places: torch.Tensor
+    groups: tuple[SetGroup, ...]
     num_ids: int
 
     @classmethod
     def of(cls, sets: TokenSets, to_device: Callable[[np.ndarray], torch.Tensor]) -> KeptTokens:
         """Move the sets to a device. Raises: ValueError for bit sets of different vocabularies."""
-        lengths, are_bits = np.diff(sets.offsets), sets.are_bits
-        id_lengths = np.where(are_bits, 0, lengths)
-        bit_rows = np.flatnonzero(are_bits)
-        words = np.repeat(are_bits, lengths)
-        widths = set(lengths[bit_rows].tolist())
-        if len(widths) > 1:
-            raise ValueError(f"bit sets of one vocabulary have {sorted(widths)} words")
+        device = to_device(np.empty(0, np.uint8)).device.type
+        found = group_sets(sets, COSTS.get(device, COSTS["cuda"]))
+        order = np.concatenate([np.empty(0, np.int64), *(group.tokens for group in found)])
         return cls(
-            id_rows=to_device(np.repeat(np.arange(len(sets), dtype=np.int32), id_lengths)),
-            ids=to_device(sets.words[~words]),
-            id_offsets=_offsets(id_lengths),
-            bit_rows=to_device(bit_rows),
-            # Without the first word, which marks the run as a bit set.
-            bits=to_device(sets.words[words].reshape(len(bit_rows), widths.pop() if widths else 1)[:, 1:].copy()),
-            bit_offsets=_offsets(are_bits),
+            order=to_device(order),
+            places=to_device(np.argsort(order)),
+            groups=tuple(_on_device(found, to_device)),
             num_ids=int(sets.sizes().sum()),
         )
 
     def __len__(self) -> int:
-        return len(self.id_offsets) - 1
+        return len(self.order)
 
-    def dropped(self, rows: slice, first: int, count: int) -> torch.Tensor:
-        """Return True for the vocabulary entries outside the sets of the tokens `rows`.
 
-        Shapes: bool [rows, count], for the entries from `first` on.
-        """
-        num_rows, start = rows.stop - rows.start, rows.start
-        # The additional column receives the ids of other shards.
-        dropped = torch.ones(num_rows, count + 1, dtype=torch.bool, device=self.ids.device)
-        part = slice(int(self.id_offsets[rows.start]), int(self.id_offsets[rows.stop]))
-        columns = self.ids[part].to(torch.int64) - first
-        columns = torch.where((columns >= 0) & (columns < count), columns, count)
-        dropped.view(-1).index_fill_(0, (self.id_rows[part].to(torch.int64) - start) * (count + 1) + columns, False)
-        begin, end = int(self.bit_offsets[rows.start]), int(self.bit_offsets[rows.stop])
-        step = max(BIT_ELEMENTS // (count + 2 * WORD_BITS), 1)
-        for at in range(begin, end, step):
-            some = slice(at, min(at + step, end))
-            dropped[self.bit_rows[some] - start, :count] = ~self._unpacked(some, first, count)
-        return dropped[:, :count]
+@lru_cache(8)
+def _byte_masks(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the mask of 8 columns for every byte of bits. Shapes: [256, 8]."""
+    dropped = torch.arange(256)[:, None] >> torch.arange(8) & 1 == 0
+    return (dropped if dtype == torch.bool else dropped.to(dtype) * DROPPED).to(device)
 
-    def _unpacked(self, some: slice, first: int, count: int) -> torch.Tensor:
-        """Return the entries [first, first + count) of bit sets. Shapes: bool [sets, count]."""
-        begin, end = first // WORD_BITS, -(-(first + count) // WORD_BITS)
-        places = torch.arange(WORD_BITS, dtype=torch.int32, device=self.bits.device)
-        unpacked = (self.bits[some, begin:end, None] >> places) & 1
-        skipped = first - begin * WORD_BITS
-        return unpacked.flatten(1)[:, skipped : skipped + count] > 0
+
+def _on_device(found: Sequence[HostGroup], to_device: Callable[[np.ndarray], torch.Tensor]) -> Iterator[SetGroup]:
+    """Move groups to the device, with one copy for all columns and one for all bits."""
+    ids = to_device(np.concatenate([np.empty(0, np.int64), *(each.ids for each in found if each.ids is not None)]))
+    flat = [each.bits.ravel() for each in found if each.bits is not None]
+    bits = to_device(np.concatenate([np.empty(0, np.uint8), *flat]))
+    row = 0
+    for each in found:
+        own_ids = own_bits = None
+        if each.ids is not None:
+            own_ids, ids = ids[: each.num_columns], ids[each.num_columns :]
+        if each.bits is not None:
+            own_bits, bits = bits[: each.bits.size].view(each.bits.shape), bits[each.bits.size :]
+        yield SetGroup(slice(row, row + len(each.tokens)), each.num_columns, each.ids, own_ids, own_bits)
+        row += len(each.tokens)
 
 
 def trained_sets(
@@ -119,9 +147,6 @@ def trained_sets(
 
 
 def max_device_bytes(vocab_size: int) -> int:
-    """Return the bytes of the largest set of a token: each id has 4 bytes, and 4 for the number of its token."""
-    return 8 * max_set_words(vocab_size)
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    """Return the bytes of the largest set of a token: 8 for each id of a list, which may be a column of its group, and
+    a bit for each column of the group, which has at most all entries of the vocabulary."""
+    return 12 * max_set_words(vocab_size)

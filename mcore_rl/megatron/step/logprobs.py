@@ -5,8 +5,9 @@ time and are recomputed in the backward pass. Each tensor-parallel rank reduces 
 exchange only per-token statistics, with one MAX and one SUM all-reduce per call for any number of tiles.
 
 With `kept`, the softmax of each token is normalized over its own set of entries ("keep sampling mask", DeepSeek-V3.2,
-arXiv 2512.02556): the logits of all others become tiles.DROPPED before the reduction, so that their probability and
-their gradient are exactly 0. A rank whose shard has no entry of a token's set contributes nothing to it.
+arXiv 2512.02556). Tokens are computed in groups (set_groups.py), with the logits of the columns that a group needs. The
+logits of entries outside a set are kept_tokens.DROPPED, so that their probability and their gradient are exactly 0. A
+rank whose shard has no entry of a token's set contributes nothing to it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
 from mcore_rl.megatron.step.kept_tokens import KeptTokens
-from mcore_rl.megatron.step.tiles import Options, accumulate_product, compute_dtype, targets_in_tile, tiles
+from mcore_rl.megatron.step.tiles import Options, Tile, accumulate_product, compute_dtype, targets_in_tile, tiles
 
 
 def linear_logp_entropy(
@@ -50,9 +51,16 @@ def linear_logp_entropy(
         temperature = temperature.detach().to(compute_dtype(hidden))
     if kept is not None and len(kept) != len(hidden):
         raise ValueError(f"{len(kept)} sets of kept entries for {len(hidden)} tokens")
-    return _LinearLogpEntropy.apply(
-        hidden, weight, targets, Options(temperature, chunk_tokens, group, compute_entropy, vocab_size, kept)
-    )
+    if kept is not None:
+        # The tokens of a group become consecutive rows.
+        hidden, targets = hidden.index_select(0, kept.order), targets.index_select(0, kept.order)
+        if isinstance(temperature, torch.Tensor):
+            temperature = temperature.index_select(0, kept.order)
+    options = Options(temperature, chunk_tokens, group, compute_entropy, vocab_size, kept)
+    logp, entropy = _LinearLogpEntropy.apply(hidden, weight, targets, options)
+    if kept is not None:
+        logp, entropy = logp.index_select(0, kept.places), entropy.index_select(0, kept.places)
+    return logp, entropy
 
 
 class _LinearLogpEntropy(torch.autograd.Function):
@@ -89,16 +97,15 @@ class _LinearLogpEntropy(torch.autograd.Function):
         for tile, logits in tiles(hidden, weight, ctx.options):
             rows = tile.rows
             grad_logits = _softmax_gradient(
-                tile.clear(logits.sub_(log_sum[rows, None])), None if slope is None else slope[rows], offset[rows]
+                tile, logits.sub_(log_sum[rows, None]), None if slope is None else slope[rows], offset[rows]
             )
-            tile.clear(grad_logits)
             if at_target is not None:
                 index, inside = targets_in_tile(local_targets, tile)
                 grad_logits.scatter_add_(1, index, (at_target[rows] * inside)[:, None])
             if grad_hidden is not None:
-                accumulate_product(grad_hidden[rows], grad_logits, weight[tile.columns])
+                accumulate_product(grad_hidden[rows], grad_logits, tile.weight)
             if grad_weight is not None:
-                accumulate_product(grad_weight[tile.columns], grad_logits.t(), hidden[rows])
+                tile.add_weight_gradient(grad_weight, grad_logits, hidden[rows])
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -113,8 +120,8 @@ def _local_statistics(
     """Compute online-softmax statistics over this rank's vocabulary: [4, T], in its rows: maximum m, sum exp(z - m),
     sum exp(z - m) (z - m), and the target's logit (0 if another rank holds it)."""
     statistics = torch.zeros((4, hidden.shape[0]), dtype=compute_dtype(hidden), device=hidden.device)
-    if options.num_entries(weight) == 0:
-        statistics[0] = torch.finfo(statistics.dtype).min / 2  # below every logit; -inf would give -inf * 0 = nan
+    # Tokens without tiles keep a maximum below every logit; -inf would give -inf * 0 = nan.
+    statistics[0] = torch.finfo(statistics.dtype).min / 2
     scratch: torch.Tensor | None = None
     for tile, logits in tiles(hidden, weight, options):
         maximum, total, weighted, target_logit = (row[tile.rows] for row in statistics)
@@ -125,14 +132,14 @@ def _local_statistics(
             new_maximum = torch.maximum(new_maximum, maximum)
             _shift(maximum, total, weighted, new_maximum)
         maximum.copy_(new_maximum)
-        tile.clear(logits.sub_(new_maximum[:, None]))
+        logits.sub_(new_maximum[:, None])
         if options.compute_entropy:
-            if scratch is None:
+            if scratch is None or len(scratch) < logits.numel():
                 scratch = torch.empty(logits.numel(), dtype=logits.dtype, device=logits.device)
-            exponentials = tile.clear(torch.exp(logits, out=scratch[: logits.numel()].view(logits.shape)))
+            exponentials = tile.exp(logits, scratch[: logits.numel()].view(logits.shape))
             weighted += logits.mul_(exponentials).sum(1)
         else:
-            exponentials = tile.clear(logits.exp_())
+            exponentials = tile.exp(logits, logits)
         total += exponentials.sum(1)
     return statistics
 
@@ -174,9 +181,11 @@ def _softmax_coefficients(
     return -grad_entropy / temperature, (offset - grad_entropy * entropy) / temperature
 
 
-def _softmax_gradient(log_p: torch.Tensor, slope: torch.Tensor | None, offset: torch.Tensor) -> torch.Tensor:
+def _softmax_gradient(
+    tile: Tile, log_p: torch.Tensor, slope: torch.Tensor | None, offset: torch.Tensor
+) -> torch.Tensor:
     """Compute exp(log_p) (slope log_p + offset) in the memory of log_p."""
     if slope is None:
-        return log_p.exp_().mul_(offset[:, None])
-    probabilities = log_p.exp()
+        return tile.exp(log_p, log_p).mul_(offset[:, None])
+    probabilities = tile.exp(log_p, torch.empty_like(log_p))
     return log_p.mul_(slope[:, None]).add_(offset[:, None]).mul_(probabilities)

@@ -195,5 +195,6 @@ def test_output_projection_of_sampling_masks_counts_mask_and_sets(deepseek: Conf
     section = ActorConfig(tokens_per_microbatch=4096, logprob_chunk_tokens=512)
     run = Execution(section, TrainLayout(2, tp=2), 2, fused=False, cuda=True, imbalance=1.0, square_length=1)
     plain, masked = (_output_projection_bytes(arguments, replace(run, masked=masked)) for masked in (False, True))
-    # 129,280 tokens: 4,040 words of bits and one that marks them; 8 bytes for each word.
-    assert masked - plain == 512 * (129_280 // 2 + 1) + 4096 * 8 * 4041
+    logits, hidden = 512 * 129_280 // 2, 7168
+    # 129,280 tokens: 4,040 words of bits and one that marks them; 12 bytes for each word.
+    assert masked - plain == 1.5 * logits + (2 + 4) * logits + 4096 * hidden * 2 + 4096 * 12 * 4041
