@@ -18,7 +18,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stop_strings import Decode, StopScanner
 from mcore_rl.errors import ConfigError, DataError, McoreRLError, WeightSyncError
-from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions, TokenSets
+from mcore_rl.types import Completion, Delta, GenerationRequest, TokenSets
 
 FINISHED = ("stop", "length")
 
@@ -111,10 +111,10 @@ class SteppedEngine(ABC):
         Requests whose experts the engine does not hold completely are absent.
         """
 
+    @abstractmethod
     def _sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
         """Return the sets that tokens of requests with SamplingOptions.keep_mask were sampled from, and forget them.
         `wanted`: (position in the sequence of prompt and response of the first token, number of tokens) by request."""
-        raise NotImplementedError("this engine does not record the sets that tokens are sampled from")
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Implement ports.Engine.submit."""
@@ -265,7 +265,7 @@ class SteppedEngine(ABC):
 
     def _new_sets(self, engine_ids: Iterable[str]) -> dict[str, TokenSets]:
         """Return the sets of the tokens that requests with keep_mask have sampled since their submission."""
-        keeping = [i for i in engine_ids if _keeps_sets(self._running[i].request.sampling)]
+        keeping = [i for i in engine_ids if self._running[i].request.sampling.keeps_sets]
         return self._sets_of({i: self._running[i].new_tokens for i in keeping}) if keeping else {}
 
     def _completion(
@@ -306,11 +306,6 @@ def _resumed(request: GenerationRequest) -> ActiveRequest:
     return ActiveRequest(request, partial.token_ids.tolist(), partial.logp.tolist(), partial.versions.tolist())
 
 
-def _keeps_sets(sampling: SamplingOptions) -> bool:
-    # A greedy token has no distribution.
-    return sampling.keep_mask and sampling.temperature > 0
-
-
 def _to_completion(
     active: ActiveRequest, reason: str, routing: np.ndarray | None, sets: TokenSets | None
 ) -> Completion:
@@ -321,7 +316,7 @@ def _to_completion(
     # again, perhaps with newer weights.
     if routing is not None and before is not None:
         routing = np.concatenate([before, routing[len(before) :]])
-    if _keeps_sets(active.request.sampling):
+    if active.request.sampling.keeps_sets:
         kept = [] if partial is None or partial.kept is None else [partial.kept]
         sets = TokenSets.joined([*kept, *([] if sets is None else [sets])])
         _check_sets(active, sets)

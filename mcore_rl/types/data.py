@@ -78,6 +78,11 @@ class SamplingOptions:
     repetition_penalty: float = 1.0
     keep_mask: bool = False
 
+    @property
+    def keeps_sets(self) -> bool:
+        """True if sets are recorded: a greedy token has no distribution."""
+        return self.keep_mask and self.temperature > 0
+
 
 Spans = tuple[tuple[int, ...], ...]
 """Version spans of a response, in order: (version, first token, token after the last)."""

@@ -1,4 +1,4 @@
-"""The sets of truncated sampling that vLLM records, against the trainer's kernel on the model of transformers."""
+"""The sets of truncated sampling that engines record, against the trainer's kernel and the model of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from mcore_rl.errors import DataError
 from mcore_rl.megatron.step.kept_tokens import KeptTokens
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions, TokenSets
-from tests.contract.engines import DIVIDED_BY_TWO, PASS_TOKENS, RemoteEngine, start_engine
+from tests.contract.engines import (
+    ATTENTION_DP,
+    DIVIDED_BY_TWO,
+    ON_DEMAND,
+    PASS_TOKENS,
+    WITH_SGLANG,
+    RemoteEngine,
+    start_engine,
+)
 from tests.tiny_models import VOCABULARY, tiny_model
 
 TOKENS = 24
@@ -37,18 +45,27 @@ def model() -> Any:
     return tiny_model("qwen3_moe", seed=3, **DIVIDED_BY_TWO)
 
 
-@pytest.fixture(scope="module", params=["none", "ngram"])
+ENGINES = [
+    pytest.param(("vllm", {}), id="vllm"),
+    # A pass must hold the drafts of all drafting requests.
+    pytest.param(("vllm", {"draft": "ngram", "draft_tokens": 2, "draft_below": 8}), id="vllm-drafts"),
+    pytest.param(("sglang", {}), id="sglang", marks=WITH_SGLANG),
+    *(
+        pytest.param(("sglang", keys), id=f"sglang-{name}", marks=[WITH_SGLANG, *ON_DEMAND])
+        for name, keys in (("overlap", {"overlap_schedule": True}), ("tp2", {"tp": 2}), ("dp2", ATTENTION_DP))
+    ),
+]
+"""Prompts are computed in pieces, whose last tokens are sampled and dropped."""
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(
     request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RemoteEngine]:
-    """vLLM with and without drafts; prompts are computed in pieces, whose last tokens are sampled and dropped."""
     directory = tmp_path_factory.mktemp("model")
     model.save_pretrained(directory)
-    # With drafts, a pass must hold the drafts of all drafting requests.
-    drafts = {} if request.param == "none" else {"draft": request.param, "draft_tokens": 2, "draft_below": 8}
-    started = start_engine(
-        "vllm", directory, top_p=0.9, keep_sampling_mask=True, max_batched_tokens=PASS_TOKENS, **drafts
-    )
+    kind, keys = request.param
+    started = start_engine(kind, directory, top_p=0.9, keep_sampling_mask=True, max_batched_tokens=PASS_TOKENS, **keys)
     yield started
     started.shutdown()
 
@@ -99,6 +116,54 @@ def test_recorded_sets_give_the_engines_logp(model: Any, done: dict[str, Complet
     assert min(apart.values()) > 5e-3, apart
 
 
+def test_recorded_sets_equal_those_of_transformers(model: Any, done: dict[str, Completion]) -> None:
+    compared = 0
+    for request in make_requests():
+        if request.request_id.split()[0] not in RECORDED:
+            continue
+        completion = done[request.request_id]
+        assert completion.kept is not None
+        expected, certain = transformers_sets(model, request, completion)
+        compared += int(certain.sum())
+        np.testing.assert_array_equal(members(completion.kept)[certain], expected[certain])
+    assert compared > 0.95 * 2 * len(RECORDED) * TOKENS
+
+
+def members(kept: TokenSets) -> np.ndarray:
+    """Return the sets as bool [T, V]."""
+    found = np.zeros((len(kept), VOCABULARY), bool)
+    for token in range(VOCABULARY):
+        found[:, token] = kept.contain(np.full(len(kept), token, np.int32))
+    return found
+
+
+def transformers_sets(model: Any, request: GenerationRequest, completion: Completion) -> tuple[np.ndarray, np.ndarray]:
+    """Truncate the probabilities of transformers in float64: min-p, then top-k, then top-p of the rest.
+
+    Returns the sets, bool [T, V], and True for tokens whose set does not depend on rounding in the engine, bool [T].
+    """
+    options, first = request.sampling, len(request.token_ids)
+    ids = torch.from_numpy(np.concatenate([request.token_ids, completion.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, first - 1 : -1].double()
+    probs = (logits / options.temperature).softmax(-1).numpy()
+    order = np.argsort(-probs, axis=1)
+    ordered = np.take_along_axis(probs, order, 1)
+    low = ordered / (ordered[:, :1] * options.min_p) if options.min_p else np.full(ordered.shape, np.inf)
+    kept = low >= 1
+    if options.top_k > 0:
+        kept[:, options.top_k :] = False
+    left = np.where(kept, ordered, 0.0)
+    before = np.cumsum(left, 1) / left.sum(1, keepdims=True) - left / left.sum(1, keepdims=True)
+    kept &= (before < options.top_p) | (options.top_p == 1)
+    distance = np.minimum(np.abs(low - 1).min(1), np.abs(before - options.top_p).min(1) if options.top_p < 1 else 1)
+    if options.top_k > 0:
+        distance = np.minimum(distance, ordered[:, options.top_k - 1] / ordered[:, options.top_k] - 1)
+    found = np.zeros(probs.shape, bool)
+    np.put_along_axis(found, order, kept, 1)
+    return found, distance > 1e-4
+
+
 def test_recorded_sets_have_the_sizes_of_their_options(done: dict[str, Completion]) -> None:
     sizes = {
         name: np.concatenate([done[f"{name} {i}"].kept.sizes() for i in range(2)])  # type: ignore[union-attr]
@@ -144,6 +209,13 @@ def test_partial_response_without_sets_is_rejected(engine: RemoteEngine, done: d
         engine.generate([replace(request, partial=lost)])
 
 
+@pytest.fixture
+def vllm(engine: RemoteEngine) -> RemoteEngine:
+    if engine.kind != "vllm":
+        pytest.skip("a function of vLLM's sampler")
+    return engine
+
+
 def _rows_to_record(engine: Any, discarded: list[bool]) -> Any:
     """Return the rows that vLLM's sampler records of four rows: two drafts of `a`, one sample of `b` and `c`."""
     from types import SimpleNamespace
@@ -162,11 +234,11 @@ def _rows_to_record(engine: Any, discarded: list[bool]) -> Any:
     return sampler._rows_to_record(runner, np.array([0, 0, 1, 2]), np.array([7, 8, 5, 3]))
 
 
-def test_sampler_records_no_sample_that_vllm_discards(engine: RemoteEngine) -> None:
+def test_sampler_records_no_sample_that_vllm_discards(vllm: RemoteEngine) -> None:
     """A pass over a piece of the known tokens, after a preemption, can end within the response: its set must stay."""
-    assert engine.call(_rows_to_record, [False] * 3) == ([0, 1, 3], ["a", "a", "c"], [7, 8, 3])
-    assert engine.call(_rows_to_record, [True, False, False]) == ([3], ["c"], [3])
-    assert engine.call(_rows_to_record, [False, False, True]) == ([0, 1], ["a", "a"], [7, 8])
+    assert vllm.call(_rows_to_record, [False] * 3) == ([0, 1, 3], ["a", "a", "c"], [7, 8, 3])
+    assert vllm.call(_rows_to_record, [True, False, False]) == ([3], ["c"], [3])
+    assert vllm.call(_rows_to_record, [False, False, True]) == ([0, 1], ["a", "a"], [7, 8])
 
 
 def _recorded_requests(engine: Any) -> int:
@@ -175,12 +247,12 @@ def _recorded_requests(engine: Any) -> int:
     return len(sampler._recorder._runs)
 
 
-def test_engine_forgets_sets_of_ended_requests(engine: RemoteEngine, done: dict[str, Completion]) -> None:
+def test_engine_forgets_sets_of_ended_requests(vllm: RemoteEngine, done: dict[str, Completion]) -> None:
     assert done
     requests = make_requests()
-    engine.call("submit", requests)
+    vllm.call("submit", requests)
     for _ in range(6):
-        engine.call("step")
-    assert engine.call(_recorded_requests) > 0
-    engine.call("abort", [request.request_id for request in requests])
-    assert engine.call(_recorded_requests) == 0
+        vllm.call("step")
+    assert vllm.call(_recorded_requests) > 0
+    vllm.call("abort", [request.request_id for request in requests])
+    assert vllm.call(_recorded_requests) == 0

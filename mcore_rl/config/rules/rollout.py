@@ -198,12 +198,6 @@ def _check_mask(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
             "rollout.top_k=1 leaves one token, whose log-probability is 0 and has no gradient; set it to at least 2, "
             "or to -1 (all tokens)"
         )
-    if rollout.engine != "vllm":
-        raise ConfigError(
-            f"{_KEEP_MASK} needs rollout.engine=vllm: {rollout.engine} does not return the sets that tokens are "
-            "sampled from; set rollout.engine=vllm, or rollout.keep_sampling_mask=false to sample from all tokens "
-            "(rollout.top_p=1 rollout.top_k=-1 rollout.min_p=0)"
-        )
     if algorithm.advantage == "optimal_token_baseline":
         raise ConfigError(
             "algorithm.advantage=optimal_token_baseline measures gradients over the whole vocabulary, and "

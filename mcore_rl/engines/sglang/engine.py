@@ -20,6 +20,7 @@ from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.errors import ConfigError
 from mcore_rl.processes.child import kill_all
+from mcore_rl.types import TokenSets
 from mcore_rl.weights.engine_config import engine_layout
 
 
@@ -42,6 +43,7 @@ class SglangEngine(RankEngine):
             int(config.kv_cache_gib * 2**30),
             device=device,
             num_hosts=settings.hosts.num,
+            keep_sets=config.keep_sampling_mask,
         )
         try:
             self._ranks = RankProcesses(
@@ -94,7 +96,8 @@ class SglangEngine(RankEngine):
     def _new(self, engine_id: str, entry: ActiveRequest) -> NewRequest:
         parameters = sampling_arguments(entry.request, len(entry.token_ids), self._settings.eos_token_ids)
         token_ids = entry.request.token_ids.tolist() + entry.token_ids
-        return NewRequest(engine_id, token_ids, parameters, salt=f"version {self.weight_version}")
+        salt, keep = f"version {self.weight_version}", entry.request.sampling.keeps_sets
+        return NewRequest(engine_id, token_ids, parameters, salt, keep)
 
     def _run_step(self, limit: int) -> list[StepOutput]:
         return self._outputs(self._ranks.call("steps", limit))
@@ -116,6 +119,13 @@ class SglangEngine(RankEngine):
         routing = {engine_id: experts for own in by_rank for engine_id, experts in own.items()}
         # The ranks are one token ahead while results are held.
         return {engine_id: rows[: self._running[engine_id].num_routed] for engine_id, rows in routing.items()}
+
+    def _sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
+        by_rank = self._request_ranks.distinct(self._ranks.call("sets_of", dict(wanted)))
+        sets = {engine_id: own for each in by_rank for engine_id, own in each.items()}
+        if missing := sorted(wanted.keys() - sets.keys()):
+            raise RuntimeError(f"no rank of the engine recorded the sampling sets of {missing[:10]}")
+        return sets
 
 
 def follow(settings: EngineSettings) -> None:

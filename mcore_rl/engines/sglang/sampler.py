@@ -10,8 +10,10 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from mcore_rl.engines.sglang.sampled_rows import SampledRows, sample_rows
+from mcore_rl.engines.sglang.set_capture import SetCapture
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -22,8 +24,20 @@ class SeededSampler(Sampler):
     """Samples after min-p, top-k and top-p truncation.
 
     The truncated probabilities are written to `probs`, because SGLang reports the logarithms of `probs`. Greedy rows,
-    which SGLang represents by top-k 1, keep the untruncated probabilities.
+    which SGLang represents by top-k 1, keep the untruncated probabilities. `sets` records the truncated sets.
     """
+
+    def __init__(self, sets: SetCapture | None) -> None:
+        super().__init__()
+        self._sets = sets
+        self._kept: torch.Tensor | None = None
+
+    def forward(self, logits_output: LogitsProcessorOutput, *args: object, **kwargs: object) -> torch.Tensor:
+        token_ids: torch.Tensor = super().forward(logits_output, *args, **kwargs)
+        if self._sets is not None and self._kept is not None:
+            self._sets.attach(logits_output, self._kept)
+            self._kept = None
+        return token_ids
 
     def _sample_from_probs(
         self, probs: torch.Tensor, sampling_info: SamplingBatchInfo, positions: torch.Tensor, simple_sampling_case: bool
@@ -36,7 +50,10 @@ class SeededSampler(Sampler):
             sampling_info.top_ps,
             sampling_info.min_ps,
         )
-        return sample_rows(probs, rows, truncate=not simple_sampling_case), None
+        token_ids = sample_rows(probs, rows, truncate=not simple_sampling_case)
+        if self._sets is not None and self._sets.is_needed:
+            self._kept = probs > 0
+        return token_ids, None
 
 
 def with_seeds(original: FromBatch) -> FromBatch:
@@ -52,10 +69,10 @@ def with_seeds(original: FromBatch) -> FromBatch:
     return from_schedule_batch
 
 
-def install(runner: ModelRunner) -> None:
+def install(runner: ModelRunner, sets: SetCapture | None) -> None:
     """Install the sampler in a model runner.
 
     register_sampler_backend does not work: on CPU SGLang overwrites the option that would select it.
     """
     SamplingBatchInfo.from_schedule_batch = with_seeds(SamplingBatchInfo.from_schedule_batch)
-    runner.sampler = SeededSampler()
+    runner.sampler = SeededSampler(sets)

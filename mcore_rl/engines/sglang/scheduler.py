@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -33,9 +33,11 @@ from mcore_rl.engines.sglang.internals import check_scheduler, check_signatures
 from mcore_rl.engines.sglang.routing import Routing
 from mcore_rl.engines.sglang.sampler import install
 from mcore_rl.engines.sglang.schedules import BatchSchedule, OverlapSchedule
+from mcore_rl.engines.sglang.set_capture import SetCapture
 from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.sglang.weights import ParameterLoader
 from mcore_rl.engines.step_output import StepOutput
+from mcore_rl.types.token_sets import TokenSets
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.shard_map import model_shard_map
 from mcore_rl.weights.slices.stacked_parts import loaded_tensors
@@ -92,14 +94,16 @@ class SteppedScheduler(RankMemory):
         # SGLang's event loop, which is not used here, would call this before its first step.
         self._scheduler.metrics_reporter.start_scheduler_time_accounting()
         self._routing = Routing(self._scheduler) if arguments.enable_return_routed_experts else None
-        schedule = BatchSchedule if arguments.disable_overlap_schedule else OverlapSchedule
-        self._schedule = schedule(self._scheduler)
-        install(self._scheduler.tp_worker.model_runner)
         self._layout = EngineLayout.of_ranks(
             settings.num_ranks,
             expert_parallel=arguments.ep_size > 1,
             data_parallel_attention=arguments.attn_dp_size > 1,
         )
+        # Tensor-parallel ranks sample the same tokens: the first one records.
+        self._sets = SetCapture() if settings.keep_sets and rank % self._layout.tp == 0 else None
+        schedule = BatchSchedule if arguments.disable_overlap_schedule else OverlapSchedule
+        self._schedule = schedule(self._scheduler, self._sets)
+        install(self._scheduler.tp_worker.model_runner, self._sets)
         self._finish = FinishSignal()
         if self._layout.dp > 1:
             self._finish.install()
@@ -149,6 +153,8 @@ class SteppedScheduler(RankMemory):
         return bool(self._scheduler.is_fully_idle())
 
     def add(self, requests: Sequence[NewRequest]) -> None:
+        if self._sets is not None:
+            self._sets.add(request.engine_id for request in requests if request.keep_sets)
         for request in requests:
             params = SamplingParams(**request.sampling)
             params.normalize(None)
@@ -172,6 +178,8 @@ class SteppedScheduler(RankMemory):
 
     def abort(self, engine_ids: Sequence[str]) -> None:
         """Abort requests. Running requests take part in one more step."""
+        if self._sets is not None:
+            self._sets.forget(engine_ids)
         for engine_id in engine_ids:
             self._scheduler.process_input_requests([AbortReq(rid=engine_id)])
 
@@ -218,6 +226,11 @@ class SteppedScheduler(RankMemory):
         """See SteppedEngine._routing_of. Experts of finished requests are available until the next call of `steps`."""
         assert self._routing is not None
         return self._routing.of(engine_ids)
+
+    def sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
+        """See SteppedEngine._sets_of. Requests of other data-parallel ranks are absent; {} on ranks that do not
+        record."""
+        return {} if self._sets is None else self._sets.take(wanted)
 
     def _kv_caches(self) -> list[torch.Tensor]:
         return kv_caches(self._scheduler)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
+
+from mcore_rl.engines.sglang.set_capture import SetCapture
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.utils import GenerationBatchResult
 
 
 class BatchSchedule:
-    """Batches of `scheduler`, one after the other, as in Scheduler.event_loop_normal.
+    """Batches of `scheduler`, one after the other, as in Scheduler.event_loop_normal. `sets` records their sets.
 
     All ranks must make the same calls: to choose a batch may be a collective.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, sets: SetCapture | None = None) -> None:
+        self._scheduler, self._sets = scheduler, sets
 
     @property
     def is_idle(self) -> bool:
@@ -30,7 +33,7 @@ class BatchSchedule:
         scheduler = self._scheduler
         batch = self._next_batch()
         if batch:
-            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+            self._process_result(batch, scheduler.run_batch(batch))
         else:
             scheduler.on_idle()
         scheduler.last_batch = batch
@@ -46,6 +49,10 @@ class BatchSchedule:
         """Return a context for calls of SGLang's functions that would drain an overlap schedule a second time."""
         yield
 
+    def _process_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
+        with nullcontext() if self._sets is None else self._sets.appended(batch.reqs, result.logits_output):
+            self._scheduler.process_batch_result(batch, result)
+
     def _next_batch(self) -> ScheduleBatch | None:
         scheduler = self._scheduler
         plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
@@ -60,8 +67,8 @@ class OverlapSchedule(BatchSchedule):
     and one more if none is in flight, so ranks with different requests launch equally many.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__(scheduler)
+    def __init__(self, scheduler: Scheduler, sets: SetCapture | None = None) -> None:
+        super().__init__(scheduler, sets)
         # Otherwise a request whose last token is in flight takes part in one more batch.
         scheduler.enable_skip_finishing_decode = True
 
@@ -122,5 +129,5 @@ class OverlapSchedule(BatchSchedule):
         batch, result = self._scheduler.result_queue.popleft()
         # Requests that finished in the batch before have taken part in this one.
         running = [request for request in batch.reqs if not request.finished()]
-        self._scheduler.process_batch_result(batch, result)
+        self._process_result(batch, result)
         return any(request.finished() for request in running)

@@ -17,6 +17,7 @@ class RankSettings:
     kv_cache_bytes: size of this rank's KV cache on CPU. On GPUs, the server arguments determine it.
     num_hosts: hosts of the engine, with equally many ranks.
     init_method: URL at which the ranks create their process group.
+    keep_sets: record the sets that tokens are sampled from.
     """
 
     server_arguments: dict[str, object]
@@ -26,6 +27,7 @@ class RankSettings:
     num_hosts: int = 1
     rank: int = 0
     init_method: str = ""
+    keep_sets: bool = False
 
     @property
     def local_rank(self) -> int:
@@ -45,13 +47,14 @@ class GpuMemory:
 class NewRequest:
     """Request for a rank. Requests share cached prefixes only if their `salt` is equal.
 
-    sampling: fields of SGLang's SamplingParams.
+    sampling: fields of SGLang's SamplingParams. keep_sets: record the sets of its tokens.
     """
 
     engine_id: str
     token_ids: list[int]
     sampling: dict[str, object]
     salt: str
+    keep_sets: bool = False
 
 
 def disable_nagle(pipe: Connection) -> None:

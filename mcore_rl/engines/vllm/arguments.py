@@ -175,4 +175,4 @@ def sampling_arguments(options: SamplingOptions, eos_token_ids: Sequence[int]) -
         "detokenize": False,
     }
     # vLLM ignores extra_args; engines.vllm.sampler.KEEP_SET reads them. A greedy token has no distribution.
-    return sampling | ({"extra_args": {"keep_set": True}} if options.keep_mask and options.temperature > 0 else {})
+    return sampling | ({"extra_args": {"keep_set": True}} if options.keeps_sets else {})

@@ -11,14 +11,6 @@ from mcore_rl.config.rules.validation import validate
 from mcore_rl.errors import ConfigError
 
 
-def test_keep_sampling_mask_on_sglang_is_rejected(base: str) -> None:
-    overrides = ["rollout.keep_sampling_mask=true", "rollout.top_p=0.9", "rollout.engine=sglang"]
-    with pytest.raises(
-        ConfigError, match=r"rollout\.keep_sampling_mask=true needs rollout\.engine=vllm: sglang does not"
-    ):
-        validate(load_config(base, overrides))
-
-
 def test_keep_sampling_mask_with_one_token_is_rejected(base: str) -> None:
     with pytest.raises(ConfigError, match=r"^rollout\.top_k=1 leaves one token, .* at least 2"):
         validate(load_config(base, ["rollout.keep_sampling_mask=true", "rollout.top_k=1"]))

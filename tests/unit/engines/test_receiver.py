@@ -28,7 +28,7 @@ class Ranks:
 
 
 class Engine(RankEngine):
-    _add = _run_step = _cancel = _routing_of = shutdown = None  # type: ignore[assignment]
+    _add = _run_step = _cancel = _routing_of = _sets_of = shutdown = None  # type: ignore[assignment]
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(EngineSettings("model", RolloutConfig(), dtype="float32", seed=1, timeout_seconds=1))

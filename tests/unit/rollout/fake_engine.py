@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest, SteppedEngine
+from mcore_rl.types import TokenSets
 
 VOCABULARY = 50
 
@@ -44,6 +45,9 @@ class FakeEngine(SteppedEngine):
 
     def _cancel(self, engine_ids: Sequence[str]) -> None:
         self.cancelled += engine_ids
+
+    def _sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
+        raise AssertionError("no sets are recorded")
 
     def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:
         raise AssertionError("nobody asked for experts")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tools.interface import ToolResult
+from mcore_rl.types import TokenSets
 from tests.unit.data.chat import made
 
 END = made.CLOSE
@@ -77,6 +78,9 @@ class ScriptedEngine(SteppedEngine):
 
     def _cancel(self, engine_ids: Sequence[str]) -> None:
         self.cancelled += engine_ids
+
+    def _sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
+        raise AssertionError("no sets are recorded")
 
     def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:
         """Return rows that identify the call which computed them: its number and the position."""
