@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from mcore_rl.types.token_sets import TokenSets, encode_ids, max_set_words
+from mcore_rl.types.token_sets import encode_ids, max_set_words
 
 
 class SetRecorder:
@@ -28,8 +28,8 @@ class SetRecorder:
         for request, position, run in zip(requests, positions, encode_rows(kept), strict=True):
             self._runs.setdefault(request, {})[position] = run
 
-    def take(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
-        """Remove and return the sets of `wanted[request] = (first position, number of tokens)`.
+    def take(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, list[np.ndarray]]:
+        """Remove and return the runs of the tokens `wanted[request] = (first position, number of tokens)`.
 
         Raises: RuntimeError for a token that was not recorded.
         """
@@ -40,14 +40,14 @@ class SetRecorder:
         for request in requests:
             self._runs.pop(request, None)
 
-    def _taken(self, request: str, first: int, count: int) -> TokenSets:
-        runs = self._runs.pop(request, {})
+    def _taken(self, request: str, first: int, count: int) -> list[np.ndarray]:
+        runs = self._runs.get(request, {})
         if missing := [position for position in range(first, first + count) if position not in runs]:
             raise RuntimeError(
                 f"the engine recorded no sampling set for {len(missing)} of {count} tokens of {request}, the first at "
                 f"position {missing[0]}"
             )
-        return TokenSets.of([runs[position] for position in range(first, first + count)])
+        return [runs.pop(position) for position in range(first, first + count)]
 
 
 def encode_rows(kept: torch.Tensor) -> list[np.ndarray]:

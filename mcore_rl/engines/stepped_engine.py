@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,6 +31,8 @@ class ActiveRequest:
     token_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    sets: list[np.ndarray] = field(default_factory=list)
+    """Runs of the sets of the tokens since the submission, see TokenSets."""
     stops: StopScanner | None = None
 
     @property
@@ -39,14 +41,14 @@ class ActiveRequest:
         return 0 if self.request.partial is None else len(self.request.partial.token_ids)
 
     @property
-    def new_tokens(self) -> tuple[int, int]:
-        """Position in the sequence of the first token since the submission, and the number of these tokens."""
-        return len(self.request.token_ids) + self.num_resumed_tokens, len(self.token_ids) - self.num_resumed_tokens
+    def num_tokens(self) -> int:
+        """Number of tokens of prompt and response: the position of the next token."""
+        return len(self.request.token_ids) + len(self.token_ids)
 
     @property
     def num_routed(self) -> int:
         """Number of tokens that the model has processed: all tokens of prompt and response except the last."""
-        return len(self.request.token_ids) + len(self.token_ids) - 1
+        return self.num_tokens - 1
 
 
 class SteppedEngine(ABC):
@@ -112,9 +114,14 @@ class SteppedEngine(ABC):
         """
 
     @abstractmethod
-    def _sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
-        """Return the sets that tokens of requests with SamplingOptions.keep_mask were sampled from, and forget them.
-        `wanted`: (position in the sequence of prompt and response of the first token, number of tokens) by request."""
+    def _sets_of(
+        self, wanted: Mapping[str, tuple[int, int]], ended: Sequence[str]
+    ) -> Mapping[str, Sequence[np.ndarray]]:
+        """Return the runs (see TokenSets) of tokens of requests with SamplingOptions.keep_mask, and forget them.
+
+        wanted: (position in the sequence of prompt and response of the first token, number of tokens) by request.
+        ended: requests to forget, finished in this step.
+        """
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Implement ports.Engine.submit."""
@@ -148,25 +155,39 @@ class SteppedEngine(ABC):
         if any(active.stops is not None for active in self._running.values()):
             limit = 1  # stop strings are found between two passes
         version, outputs = self._take_held() or (self.weight_version, self._run_step(limit))
-        deltas, reasons, stopped = [], {}, []
+        new, spans, reasons, stopped = [], {}, {}, []
         for whole in outputs:
             active = self._running[whole.engine_id]
             output = _until_stop(whole, active.stops)
             # The engine does not evaluate stop strings, so a request that one ends must be cancelled.
             if output.finish_reason is not None and whole.finish_reason is None:
                 stopped.append(output.engine_id)
+            if active.request.sampling.keeps_sets:
+                spans[output.engine_id] = active.num_tokens, len(output.token_ids)
             active.token_ids += output.token_ids
             active.logp += output.logp
             active.versions += [version] * len(output.token_ids)
-            deltas.append(Delta(active.request.request_id, output.token_ids, output.logp, version))
+            new.append(output)
             if output.finish_reason is not None:
                 reasons[output.engine_id] = output.finish_reason
         # Read the experts before cancelling: cancelled requests lose their KV cache blocks.
         routing = self._routing_of(reasons) if self._captures_routing and reasons else {}
-        sets = self._new_sets(reasons)
+        sets = self._sets_of(spans, [i for i in reasons if i in spans]) if spans else {}
         if stopped:
             self._cancel(stopped)
-        completions = [self._completion(i, reason, routing.get(i), sets.get(i)) for i, reason in reasons.items()]
+        for engine_id, runs in sets.items():
+            self._running[engine_id].sets += runs
+        deltas = [
+            Delta(
+                self._running[each.engine_id].request.request_id,
+                each.token_ids,
+                each.logp,
+                version,
+                sets.get(each.engine_id),
+            )
+            for each in new
+        ]
+        completions = [self._completion(i, reason, routing.get(i)) for i, reason in reasons.items()]
         for completion in completions:
             del self._running[self._engine_ids.pop(completion.request_id)]
         return deltas, completions
@@ -177,9 +198,8 @@ class SteppedEngine(ABC):
         begun = [i for i in engine_ids if len(self._running[i].token_ids) > self._running[i].num_resumed_tokens]
         try:
             routing = self._routing_of(begun) if self._captures_routing and begun else {}
-            sets = self._new_sets(begun)
             self._cancel(engine_ids)
-            return [self._aborted(i, routing.get(i), sets.get(i)) for i in engine_ids]
+            return [self._aborted(i, routing.get(i)) for i in engine_ids]
         finally:  # also if the engine failed
             for engine_id in engine_ids:
                 del self._engine_ids[self._running.pop(engine_id).request.request_id]
@@ -263,31 +283,24 @@ class SteppedEngine(ABC):
             if request.sampling.keep_mask and request.partial.kept is None and len(request.partial.token_ids):
                 raise DataError(f"response {name} is continued without the sampling sets of its tokens")
 
-    def _new_sets(self, engine_ids: Iterable[str]) -> dict[str, TokenSets]:
-        """Return the sets of the tokens that requests with keep_mask have sampled since their submission."""
-        keeping = [i for i in engine_ids if self._running[i].request.sampling.keeps_sets]
-        return self._sets_of({i: self._running[i].new_tokens for i in keeping}) if keeping else {}
-
-    def _completion(
-        self, engine_id: str, reason: str, routing: np.ndarray | None, sets: TokenSets | None
-    ) -> Completion:
+    def _completion(self, engine_id: str, reason: str, routing: np.ndarray | None) -> Completion:
         active = self._running[engine_id]
         name, tokens = active.request.request_id, len(active.token_ids)
         if reason not in FINISHED or len(active.logp) != tokens:
             raise RuntimeError(f"the engine finished {name} with {reason!r}, {tokens} tokens, {len(active.logp)} logp")
         if self._captures_routing and (routing is None or len(routing) != active.num_routed):
             raise McoreRLError(f"the engine returned no experts for some of the {active.num_routed} tokens of {name}")
-        return _to_completion(active, reason, routing, sets)
+        return _to_completion(active, reason, routing)
 
-    def _aborted(self, engine_id: str, routing: np.ndarray | None, sets: TokenSets | None) -> Completion:
+    def _aborted(self, engine_id: str, routing: np.ndarray | None) -> Completion:
         # Drop tokens whose experts are lost: they are sampled again with the same seeds, so the same tokens result.
         active = self._running[engine_id]
         lost = self._captures_routing and (routing is None or len(routing) != active.num_routed)
         if lost or len(active.token_ids) == active.num_resumed_tokens:
-            active, routing, sets = _resumed(active.request), None, None
+            active, routing = _resumed(active.request), None
             if active.request.partial is not None:
                 return replace(active.request.partial, request_id=active.request.request_id)
-        return _to_completion(active, "abort", routing, sets)
+        return _to_completion(active, "abort", routing)
 
 
 def _until_stop(output: StepOutput, stops: StopScanner | None) -> StepOutput:
@@ -306,9 +319,7 @@ def _resumed(request: GenerationRequest) -> ActiveRequest:
     return ActiveRequest(request, partial.token_ids.tolist(), partial.logp.tolist(), partial.versions.tolist())
 
 
-def _to_completion(
-    active: ActiveRequest, reason: str, routing: np.ndarray | None, sets: TokenSets | None
-) -> Completion:
+def _to_completion(active: ActiveRequest, reason: str, routing: np.ndarray | None) -> Completion:
     """Create the Completion, including the partial response."""
     partial = active.request.partial
     before = partial.routed_experts if partial is not None else None
@@ -316,9 +327,10 @@ def _to_completion(
     # again, perhaps with newer weights.
     if routing is not None and before is not None:
         routing = np.concatenate([before, routing[len(before) :]])
+    sets = None
     if active.request.sampling.keeps_sets:
         kept = [] if partial is None or partial.kept is None else [partial.kept]
-        sets = TokenSets.joined([*kept, *([] if sets is None else [sets])])
+        sets = TokenSets.joined([*kept, TokenSets.of(active.sets)])
         _check_sets(active, sets)
     temperatures = None
     if partial is not None and partial.temperatures is not None:

@@ -9,9 +9,10 @@ a payload:
     END      number, index of the finish reason
     RELEASE  number, 0                               the response must not be continued
     TEMPERATURE  number, first token                 float32: sampling temperature from that token of the response on
+    SET      number, words of the run                run of the set of the next token, see TokenSets
 
 Files of earlier versions have no TEMPERATURE. Their tokens count as sampled at the temperature of the request that
-continues them.
+continues them. SET entries are those of rollout.keep_sampling_mask, one for each token of a response.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mcore_rl.types import Completion, Delta, GenerationRequest
+from mcore_rl.types import Completion, Delta, GenerationRequest, TokenSets
 from model_converters.durable_files import durable_write
 
-BEGIN, STEP, END, RELEASE, TEMPERATURE = 1, 2, 3, 4, 5
+BEGIN, STEP, END, RELEASE, TEMPERATURE, SET = 1, 2, 3, 4, 5, 6
 REASONS = ("stop", "length")
 HEAD = 3  # words that begin every entry
 WORD = 4  # bytes per word
@@ -38,6 +39,7 @@ SMALL_WORDS = 2 * 2**20  # size up to which a file is never rewritten
 MAX_GROWTH = 3
 """Growth after which a file is rewritten without released responses; it bounds the total cost of rewriting."""
 BLOCK = 2**20  # tokens that are copied at a time
+SET_BLOCK = 256  # sets that are copied at a time
 # O_APPEND: after ftruncate, the next write must start at the new end, not at the old position.
 CREATE = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND
 
@@ -102,6 +104,8 @@ class TokenJournal:
             words.extend(numbers)
             words.extend([token for delta in deltas for token in delta.token_ids])
             words.frombytes(array("f", [logp for delta in deltas for logp in delta.logp]).tobytes())
+            for delta in deltas:
+                _append_sets(words, self._running[delta.request_id], delta.kept or ())
         for completion in completions:
             name = completion.request_id
             self._append_end(words, name, self._running.pop(name), completion.finish_reason)
@@ -230,6 +234,9 @@ def read_journal(path: Path) -> dict[str, JournaledResponse]:
     runs: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
     for number, place, bits in contents.temperatures().tolist():
         runs[number].append((place, float(np.int32(bits).view(np.float32))))
+    sets: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+    for entry in contents.sets(kept):
+        sets[int(entry[1])].append(entry[HEAD:])
     sampled = np.concatenate(list(contents.tokens(kept)), axis=1)
     # A stable sort groups the tokens by request and keeps their order within each request.
     sampled = sampled[:, np.argsort(sampled[0], kind="stable")]
@@ -241,7 +248,9 @@ def read_journal(path: Path) -> dict[str, JournaledResponse]:
         (name, seed), reason = names[number], REASONS[reasons[number]] if number in reasons else None
         temperatures = _temperatures(runs.get(number, ()), len(tokens))
         completion = Completion(
-            name, tokens, logp.view(np.float32), reason or "abort", versions, temperatures=temperatures
+            *(name, tokens, logp.view(np.float32), reason or "abort", versions),
+            temperatures=temperatures,
+            kept=TokenSets.of(sets[number]) if number in sets else None,
         )
         responses[name] = JournaledResponse(seed, completion, reason)
     return responses
@@ -259,7 +268,7 @@ class _Contents:
     def of(cls, path: Path) -> _Contents:
         """Parse a file. Raises: OSError."""
         words = np.fromfile(path, dtype=np.int32)
-        places = {kind: array("q") for kind in (BEGIN, STEP, END, RELEASE, TEMPERATURE)}
+        places = {kind: array("q") for kind in (BEGIN, STEP, END, RELEASE, TEMPERATURE, SET)}
         view, at = words.data, 0  # indexing a memoryview is faster than indexing the array
         # A write whose length exceeds the file was interrupted; it is ignored, and so is everything after it.
         while at < len(view) and at + 1 + view[at] <= len(view):
@@ -275,6 +284,8 @@ class _Contents:
                     at += 2 - (-view[at - 1] // WORD)
                 elif kind == TEMPERATURE:
                     at += 1
+                elif kind == SET:
+                    at += view[at - 1]
         return cls(words, {kind: np.frombuffer(of_kind, np.int64) for kind, of_kind in places.items()})
 
     def numbers(self, kind: int) -> np.ndarray:
@@ -289,6 +300,15 @@ class _Contents:
         """Return request number, position and bits of each temperature, in the order of writing. Shapes: int32 [E,
         3]."""
         return self.words[self.places[TEMPERATURE][:, None] + np.arange(1, HEAD + 1)]
+
+    def sets(self, numbers: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield the SET entries in the order of writing, with the new `numbers` of requests; -1 excludes a request."""
+        found = numbers[self.numbers(SET)]
+        live = found >= 0
+        for at, number in zip(self.places[SET][live].tolist(), found[live].tolist(), strict=True):
+            entry = self.words[at : at + HEAD + self.words[at + 2]].copy()
+            entry[1] = number
+            yield entry
 
     def begins(self) -> Iterator[np.ndarray]:
         for at, num_bytes in zip(self.places[BEGIN].tolist(), self.seconds(BEGIN).tolist(), strict=True):
@@ -339,6 +359,9 @@ def _compacted(contents: _Contents, numbers: np.ndarray) -> Iterator[np.ndarray]
         for run in np.split(block, np.flatnonzero(np.diff(block[3])) + 1, axis=1):
             if run.size:
                 yield _framed(np.array([STEP, run[3, 0], run.shape[1]], np.int32), run[:3].ravel())
+    sets = contents.sets(numbers)
+    while some := list(itertools.islice(sets, SET_BLOCK)):
+        yield _framed(*some)
     ended = numbers[contents.numbers(END)]
     ends = np.stack([np.full(len(ended), END, np.int32), ended, contents.seconds(END)], axis=1)
     yield _framed(ends[ended >= 0].ravel())
@@ -378,9 +401,17 @@ def _append_response(words: array[int], number: int, response: Completion) -> No
         words.extend([number] * (last - first))
         words.extend(response.token_ids[first:last].tolist())
         words.frombytes(np.asarray(response.logp[first:last], np.float32).tobytes())
+    if response.kept is not None:
+        _append_sets(words, number, np.split(response.kept.words, response.kept.offsets[1:-1]))
     if response.temperatures is not None:
         for place in [0, *(np.flatnonzero(np.diff(response.temperatures)) + 1).tolist()]:
             _append_temperature(words, number, place, float(response.temperatures[place]))
+
+
+def _append_sets(words: array[int], number: int, runs: Sequence[np.ndarray]) -> None:
+    for run in runs:
+        words.extend((SET, number, len(run)))
+        words.frombytes(run.astype(np.int32, copy=False).tobytes())
 
 
 def _append_temperature(words: array[int], number: int, place: int, temperature: float) -> None:

@@ -268,10 +268,10 @@ def _journals(run_dir: Path, rollout: RolloutConfig, router_replay: str) -> Iter
     """Yield the directory of the engines' journals, and remove it after the block. Other engines continue the responses
     of a lost engine from its journal.
 
-    Yields None without restarts, or if routed experts or sampling sets are recorded: they are not in the journal, so
-    other engines could not continue the responses. They generate them again.
+    Yields None without restarts, or if routed experts are recorded: they are not in the journal, so other engines could
+    not continue the responses. They generate them again.
     """
-    if not rollout.max_engine_restarts or router_replay == "engine" or rollout.keep_sampling_mask:
+    if not rollout.max_engine_restarts or router_replay == "engine":
         yield None
         return
     directory = run_dir / "journals"

@@ -15,7 +15,7 @@ Flat layout, example of two trajectories with prompts of 3 and 2 tokens and resp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NewType, TypedDict
 
@@ -110,12 +110,16 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Delta:
-    """Tokens that one engine step added to a response, sampled with the weights of `version`. Units: logp in nats."""
+    """Tokens that one engine step added to a response, sampled with the weights of `version`. Units: logp in nats.
+
+    kept: runs of the sets that the tokens were sampled from, see TokenSets; None without SamplingOptions.keep_mask.
+    """
 
     request_id: str
     token_ids: list[int]
     logp: list[float]
     version: int
+    kept: Sequence[np.ndarray] | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.errors import ConfigError
 from mcore_rl.processes.child import kill_all
-from mcore_rl.types import TokenSets
 from mcore_rl.weights.engine_config import engine_layout
 
 
@@ -120,8 +119,10 @@ class SglangEngine(RankEngine):
         # The ranks are one token ahead while results are held.
         return {engine_id: rows[: self._running[engine_id].num_routed] for engine_id, rows in routing.items()}
 
-    def _sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
-        by_rank = self._request_ranks.distinct(self._ranks.call("sets_of", dict(wanted)))
+    def _sets_of(
+        self, wanted: Mapping[str, tuple[int, int]], ended: Sequence[str]
+    ) -> Mapping[str, Sequence[np.ndarray]]:
+        by_rank = self._request_ranks.distinct(self._ranks.call("sets_of", dict(wanted), list(ended)))
         sets = {engine_id: own for each in by_rank for engine_id, own in each.items()}
         if missing := sorted(wanted.keys() - sets.keys()):
             raise RuntimeError(f"no rank of the engine recorded the sampling sets of {missing[:10]}")

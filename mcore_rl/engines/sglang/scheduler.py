@@ -37,7 +37,6 @@ from mcore_rl.engines.sglang.set_capture import SetCapture
 from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.sglang.weights import ParameterLoader
 from mcore_rl.engines.step_output import StepOutput
-from mcore_rl.types.token_sets import TokenSets
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.shard_map import model_shard_map
 from mcore_rl.weights.slices.stacked_parts import loaded_tensors
@@ -227,10 +226,14 @@ class SteppedScheduler(RankMemory):
         assert self._routing is not None
         return self._routing.of(engine_ids)
 
-    def sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
+    def sets_of(self, wanted: Mapping[str, tuple[int, int]], ended: Sequence[str]) -> dict[str, list[np.ndarray]]:
         """See SteppedEngine._sets_of. Requests of other data-parallel ranks are absent; {} on ranks that do not
         record."""
-        return {} if self._sets is None else self._sets.take(wanted)
+        if self._sets is None:
+            return {}
+        taken = self._sets.take(wanted)
+        self._sets.forget(ended)
+        return taken
 
     def _kv_caches(self) -> list[torch.Tensor]:
         return kv_caches(self._scheduler)

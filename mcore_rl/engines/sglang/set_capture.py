@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from mcore_rl.engines.set_recorder import SetRecorder
-from mcore_rl.types.token_sets import TokenSets
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -47,12 +47,9 @@ class SetCapture:
         self._requests.difference_update(requests)
         self._recorder.forget(requests)
 
-    def take(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
-        """Call SetRecorder.take for the requests of this rank among `wanted`, and remove them."""
-        own = {request: span for request, span in wanted.items() if request in self._requests}
-        taken = self._recorder.take(own)
-        self._requests.difference_update(own)
-        return taken
+    def take(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, list[np.ndarray]]:
+        """Call SetRecorder.take for the requests of this rank among `wanted`."""
+        return self._recorder.take({request: span for request, span in wanted.items() if request in self._requests})
 
     def attach(self, output: LogitsProcessorOutput, kept: torch.Tensor) -> None:
         """Leave the sets of a batch at its output. Shapes: bool [rows, V], at least one row per request."""

@@ -24,7 +24,7 @@ from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.ports import Engine
 from mcore_rl.processes.large_imports import first_import
-from mcore_rl.types import DraftCounts, GenerationRequest, SamplingOptions, TokenSets
+from mcore_rl.types import DraftCounts, GenerationRequest, SamplingOptions
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -184,8 +184,10 @@ class VllmEngine(RankEngine):
         routing: dict[str, np.ndarray] = self._ranks.call("routing_of_requests", wanted)[0]
         return routing
 
-    def _sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
-        sets: dict[str, TokenSets] = self._ranks.call("sets_of_requests", dict(wanted))[0]
+    def _sets_of(
+        self, wanted: Mapping[str, tuple[int, int]], ended: Sequence[str]
+    ) -> Mapping[str, Sequence[np.ndarray]]:
+        sets: dict[str, list[np.ndarray]] = self._ranks.call("sets_of_requests", dict(wanted), list(ended))[0]
         return sets
 
 

@@ -19,7 +19,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from mcore_rl.engines.drafts import row_requests
 from mcore_rl.engines.noise import noise_keys, sample_tokens
 from mcore_rl.engines.set_recorder import SetRecorder
-from mcore_rl.types import TokenSets
 
 KEEP_SET = "keep_set"
 """Key of SamplingParams.extra_args: record the set that each token of the request is sampled from."""
@@ -129,9 +128,15 @@ class SetExtension:
         global _recorder
         _recorder = None if self.rank else SetRecorder()
 
-    def sets_of_requests(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
-        """Call SetRecorder.take on rank 0; {} on other ranks."""
-        return {} if _recorder is None else _recorder.take(wanted)
+    def sets_of_requests(
+        self, wanted: Mapping[str, tuple[int, int]], ended: Sequence[str]
+    ) -> dict[str, list[np.ndarray]]:
+        """Call SetRecorder.take, and forget the requests `ended`; {} on ranks other than 0."""
+        if _recorder is None:
+            return {}
+        taken = _recorder.take(wanted)
+        _recorder.forget(ended)
+        return taken
 
     def forget_sets(self, requests: Sequence[str]) -> None:
         """Call SetRecorder.forget."""

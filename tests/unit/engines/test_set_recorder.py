@@ -43,14 +43,15 @@ def test_recorder_keeps_the_last_sample_of_a_position() -> None:
     recorder.record(["a", "b"], [3, 9], one_hot(1, 2))
     recorder.record(["a", "a", "a"], [5, 6, 7], one_hot(3, 4, 5))
     recorder.record(["a"], [6], one_hot(6))
-    sets = recorder.take({"a": (5, 2)})["a"]
-    assert sets.words.tolist() == [3, 6]
+    assert [run.tolist() for run in recorder.take({"a": (5, 2)})["a"]] == [[3], [6]]
+    assert [run.tolist() for run in recorder.take({"a": (7, 1)})["a"]] == [[5]]
     with pytest.raises(RuntimeError, match="no sampling set for 1 of 1 tokens of a, the first at position 5"):
         recorder.take({"a": (5, 1)})
+    recorder.record(["b"], [10], one_hot(2))
     recorder.forget(["b", "unknown"])
     with pytest.raises(RuntimeError, match="no sampling set for 2 of 2 tokens of b, the first at position 9"):
         recorder.take({"b": (9, 2)})
-    assert len(recorder.take({"c": (4, 0)})["c"]) == 0
+    assert recorder.take({"c": (4, 0)}) == {"c": []}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,8 @@ class ScriptedEngine(SteppedEngine):
 
     def __init__(self, sets: TokenSets) -> None:
         super().__init__(RolloutConfig(), captures_routing=False)
-        self.sets, self.steps, self.wanted = sets, 0, {}
+        self.sets, self.steps = [sets.take(np.array([row])).words for row in range(len(sets))], 0
+        self.wanted: list[tuple[tuple[int, int], int]] = []
 
     def _require_awake(self) -> None: ...
     def _add(self, added: Mapping[str, ActiveRequest]) -> None: ...
@@ -85,9 +87,11 @@ class ScriptedEngine(SteppedEngine):
         self.steps += 1
         return [StepOutput(i, [7], [-1.0], "length" if self.steps == 3 else None) for i in self._running]
 
-    def _sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
-        self.wanted = dict(wanted)
-        return dict.fromkeys(wanted, self.sets)
+    def _sets_of(
+        self, wanted: Mapping[str, tuple[int, int]], ended: Sequence[str]
+    ) -> Mapping[str, Sequence[np.ndarray]]:
+        self.wanted += [(span, len(ended)) for span in wanted.values()]
+        return dict.fromkeys(wanted, self.sets[self.steps - 1 : self.steps])
 
 
 def run(sets: TokenSets, keep_mask: bool = True) -> tuple[ScriptedEngine, list[object]]:
@@ -102,7 +106,7 @@ def test_engine_reads_sets_of_the_sampled_positions() -> None:
     engine, (kept,) = run(sets)
     assert isinstance(kept, TokenSets)
     assert kept.words.tolist() == sets.words.tolist()
-    assert list(engine.wanted.values()) == [(2, 3)]
+    assert engine.wanted == [((2, 1), 0), ((3, 1), 0), ((4, 1), 1)]
     assert run(sets, keep_mask=False)[1] == [None]
 
 

@@ -36,9 +36,14 @@ def test_set_capture_stores_sets_of_appended_tokens_only() -> None:
     sets = SetCapture()
     sets.add(["a", "b"])
     captured([a, b, c], sets, [1, 2, 3, 8], ["a", "c"])  # a fourth row is padding
+    with pytest.raises(RuntimeError, match="no sampling set for 1 of 1 tokens of b"):
+        sets.take({"b": (5, 1)})
     captured([b, a], sets, [4, 5], ["a", "b"])
     taken = sets.take({"a": (3, 2), "b": (5, 1), "other rank": (0, 1)})
-    assert {name: each.sizes().tolist() for name, each in taken.items()} == {"a": [1, 5], "b": [4]}
+    # A set of more than two tokens is a bit set with one word.
+    found = {name: [run.tolist() for run in runs] for name, runs in taken.items()}
+    assert found == {"a": [[0], [-1, 0b11111]], "b": [[-1, 0b1111]]}
+    sets.forget(["a", "b"])
     assert not sets.is_needed
 
 

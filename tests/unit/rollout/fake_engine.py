@@ -9,7 +9,6 @@ import numpy as np
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest, SteppedEngine
-from mcore_rl.types import TokenSets
 
 VOCABULARY = 50
 
@@ -46,7 +45,9 @@ class FakeEngine(SteppedEngine):
     def _cancel(self, engine_ids: Sequence[str]) -> None:
         self.cancelled += engine_ids
 
-    def _sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
+    def _sets_of(
+        self, wanted: Mapping[str, tuple[int, int]], ended: Sequence[str]
+    ) -> Mapping[str, Sequence[np.ndarray]]:
         raise AssertionError("no sets are recorded")
 
     def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:

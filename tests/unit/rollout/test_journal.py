@@ -13,7 +13,7 @@ import pytest
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal, read_journal
 from mcore_rl.rollout.loop import EngineLoop
-from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
+from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions, TokenSets
 from tests.unit.rollout.fake_engine import FakeEngine
 
 SEED = 2**63 + 5
@@ -86,6 +86,36 @@ def test_journal_tokens_keep_their_temperatures(path: Path, tmp_path: Path) -> N
     last = TokenJournal(tmp_path / "last")
     last.take_over([replace(read_journal(tmp_path / "copy")["a"], finish_reason="stop")])
     assert temperatures_in(tmp_path / "last") == expected
+
+
+def test_journal_tokens_keep_their_sets(path: Path, tmp_path: Path) -> None:
+    """Across journals, a rewritten file and copies; responses without sets stay without them."""
+    runs = [np.array(words, np.int32) for words in ([10, 12], [-1, 0, 5], [12], [-1, -1, -1])]
+    partial = None
+    for number, journal_path in enumerate((path, tmp_path / "next")):
+        journal = TokenJournal(journal_path, small_words=0)
+        journal.begin([request("released"), request("other", 1), request("a", partial=partial)])
+        for step in range(2):
+            token = 2 * number + step
+            journal.add(
+                [
+                    Delta("other", [1], [-1.0], number),
+                    Delta("a", [token], [-0.5], number, [runs[token]]),
+                    Delta("released", [2], [-1.0], number, [runs[0]]),
+                ],
+                [],
+            )
+        journal.discard(["released"])
+        journal.copy(tmp_path / "copy", ["a", "other"])
+        for found in (read_journal(journal_path), read_journal(tmp_path / "copy")):
+            assert found.keys() == {"a", "other"}
+            assert found["other"].completion.kept is None
+            kept = found["a"].completion.kept
+            expected = TokenSets.of(runs[: 2 * number + 2])
+            assert kept is not None
+            np.testing.assert_array_equal(kept.words, expected.words)
+            np.testing.assert_array_equal(kept.offsets, expected.offsets)
+        partial = found["a"].completion
 
 
 def test_read_journal_earlier_version_has_no_temperatures(path: Path) -> None:

@@ -18,7 +18,6 @@ from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tools.interface import ToolResult
-from mcore_rl.types import TokenSets
 from tests.unit.data.chat import made
 
 END = made.CLOSE
@@ -79,7 +78,9 @@ class ScriptedEngine(SteppedEngine):
     def _cancel(self, engine_ids: Sequence[str]) -> None:
         self.cancelled += engine_ids
 
-    def _sets_of(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, TokenSets]:
+    def _sets_of(
+        self, wanted: Mapping[str, tuple[int, int]], ended: Sequence[str]
+    ) -> Mapping[str, Sequence[np.ndarray]]:
         raise AssertionError("no sets are recorded")
 
     def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:
