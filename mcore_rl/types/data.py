@@ -34,6 +34,7 @@ class SamplingOverrides(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
     # A list, because the value comes from JSON; SamplingOptions has a tuple.
     stop: list[str]
 

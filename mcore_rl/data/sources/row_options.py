@@ -20,15 +20,15 @@ from mcore_rl.errors import DataError
 from mcore_rl.types import SamplingOptions, SamplingOverrides
 from mcore_rl.types.chat import ToolSchema, tool_function, tool_name
 
-SAMPLING = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_response_tokens", "stop")
 """Keys of `rollout` that a row or a call of session.generate may override."""
 CHANGES_DISTRIBUTION = (
-    *("min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
+    *("typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
     *("bad_words_ids", "allowed_token_ids", "min_tokens", "min_new_tokens", "logits_processors", "structured_outputs"),
 )
 """Engine options that are rejected: they change the sampling distribution."""
-_NEUTRAL = {"min_p": 0, "repetition_penalty": 1}
-"""Values that change nothing. `SamplingOptions` has these fields too, for validation."""
+_NEUTRAL = {"repetition_penalty": 1}
+"""Values that change nothing. `SamplingOptions` has this field too, for validation."""
 _WHOLE = ("top_k", "max_response_tokens")
 # No option needs more digits, and int() takes quadratic time for a long text.
 _MOST_DIGITS = 10
@@ -65,7 +65,8 @@ def check_sampling(
         )
     # An option that is not set has the run's value, which the rules of the configuration have checked.
     temperature, top_p, top_k = checked.get("temperature", 1.0), checked.get("top_p", 1.0), checked.get("top_k", -1)
-    found = untrainable(temperature=temperature, top_p=top_p, top_k=top_k, keeps_mask=keeps_mask)
+    min_p = checked.get("min_p", 0.0)
+    found = untrainable(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, keeps_mask=keeps_mask)
     if trained and found is not None:
         name, reason = found
         raise DataError(f"{where}: sampling.{name} is {given[name]}, which {reason}, or remove it")
@@ -80,6 +81,7 @@ def with_overrides(options: SamplingOptions, wanted: SamplingOverrides) -> Sampl
         temperature=wanted.get("temperature", options.temperature) if options.temperature > 0 else 0.0,
         top_p=wanted.get("top_p", options.top_p),
         top_k=wanted.get("top_k", options.top_k),
+        min_p=wanted.get("min_p", options.min_p),
         stop=tuple(wanted.get("stop", options.stop)),
     )
 

@@ -194,7 +194,7 @@ def test_load_prompts_training_rows_are_checked_as_trained(tmp_path: Path, token
     [
         ({"sampling": {"temperatur": 1}}, "sampling has 'temperatur'; did you mean temperature"),
         ({"sampling": {"beam_width": 1}}, "sampling has 'beam_width'; it may set temperature"),
-        ({"sampling": {"min_p": 0.1}}, r"sampling\.min_p changes the sampling distribution.*remove it"),
+        ({"sampling": {"min_p": 1.5}}, r"sampling\.min_p is 1\.5, but must be"),
         ({"sampling": {"repetition_penalty": 1.1}}, r"sampling\.repetition_penalty changes the sampling distribution"),
         ({"sampling": {"min_tokens": 3}}, r"sampling\.min_tokens changes the sampling distribution"),
         ({"sampling": {"top_k": 0}}, r"sampling\.top_k is 0, which leaves no token"),

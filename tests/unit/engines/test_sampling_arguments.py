@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mcore_rl.data.sources.row_options import with_overrides
+from mcore_rl.data.sources.row_options import check_sampling, with_overrides
 from mcore_rl.engines.sglang.arguments import sampling_arguments as sglang_arguments
 from mcore_rl.engines.vllm.arguments import sampling_arguments as vllm_arguments
+from mcore_rl.errors import DataError
 from mcore_rl.types import GenerationRequest, SamplingOptions
 
 OPTIONS = SamplingOptions(8, 0.7, 0.9, 20, ("stop",), min_p=0.05, repetition_penalty=1.2)
@@ -27,6 +28,21 @@ def test_sampling_arguments_sglang_has_all_options(eos: tuple[int, ...], ignores
     given = sglang_arguments(request, 3, eos)
     rest = {"max_new_tokens": 5, "stop_token_ids": list(eos), "ignore_eos": ignores, "sampling_seed": 9}
     assert given == {**SHARED, **rest}
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
+def test_row_without_truncation_overrides_a_run_that_truncates(name: str) -> None:
+    run = SamplingOptions(8, top_p=0.9, top_k=20, min_p=0.1, keep_mask=True)
+    neutral = getattr(SamplingOptions(8), name)
+    wanted = check_sampling({name: neutral}, "row", trained=True, keeps_mask=True)
+    assert wanted is not None
+    assert with_overrides(run, wanted) == replace(run, **{name: neutral})
+
+
+def test_row_with_min_p_needs_sampling_sets() -> None:
+    assert check_sampling({"min_p": 0.1}, "row", trained=True, keeps_mask=True) == {"min_p": 0.1}
+    with pytest.raises(DataError, match=r"^row: sampling\.min_p is 0\.1, which samples from fewer .*, or remove it"):
+        check_sampling({"min_p": 0.1}, "row", trained=True)
 
 
 def test_with_overrides_keeps_options_that_rows_cannot_set() -> None:

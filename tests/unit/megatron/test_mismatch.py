@@ -39,6 +39,18 @@ def measured(cuts: list[int]) -> dict[str, float]:
     return found
 
 
+def test_mismatch_differences_leave_out_tokens_alone_in_their_set() -> None:
+    engine, trainer = torch.tensor([0.0, -1.0, 0.0, -2.0]), torch.tensor([0.0, -1.5, 0.0, -2.25])
+    staleness = torch.tensor([1.0, 1.0, 1.0, 2.0])
+    sets: Any = SimpleNamespace(num_ids=10)
+    for kept, mean, fresh in ((sets, 0.375, 0.5), (None, 0.1875, 0.5 / 3)):
+        batch: Any = SimpleNamespace(logp_rollout=engine, staleness=staleness, kept=kept)
+        found = {name: metric.value for name, metric in merge_metrics([mismatch(batch, trainer)]).items()}
+        assert found["rollout/logp_diff_mean"] == pytest.approx(mean)
+        assert found["rollout/logp_diff_fresh_mean"] == pytest.approx(fresh)
+        assert found["rollout/kl"] == pytest.approx(0.1875)  # over all tokens
+
+
 def test_mismatch_estimates_are_unbiased_in_both_directions() -> None:
     """Weigh every token of a vocabulary by its probability in the engine: the sums are the exact divergences."""
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
