@@ -123,6 +123,8 @@ class EngineRole(KeyNames):
             tokenizer_path=judge.tokenizer_path,
             dtype=judge.dtype or model.dtype,
             random_init=False,
+            float32_head=False,  # no trainer computes the judge's log-probabilities
+            float32_router=False,
         )
         return cls(
             "judge",

@@ -49,6 +49,12 @@ class ModelConfig:
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16"))
     """Data type of the parameters: float32, or bfloat16 with float32 main parameters in the optimizer. auto: bfloat16
     on GPUs, float32 on CPU."""
+    float32_head: bool = False
+    """Compute logits in float32 in engines, too, from hidden states and output weights in model.dtype. The trainer's
+    logits are always float32; with this key, their gradients are not rounded on GPUs either."""
+    float32_router: bool = False
+    """Compute the logits of routers in float32 in engines, too, so that rounding does not choose other experts than the
+    trainer, whose routers are always float32."""
     random_init: bool = False
     """Initialize the weights randomly, from config.json and run.seed, instead of loading them (for tests and throughput
     measurements)."""

@@ -51,6 +51,7 @@ class EngineSettings:
     load_weights: if False, weights are random until the first update.
     capture_routing: completions contain the experts of their tokens.
     hosts: the engine starts the ranks on the first host; the others run `follow`.
+    float32_head, float32_router: the model's keys of these names.
     decode: required for requests with stop strings.
     names: names of configuration keys, for messages.
     """
@@ -65,6 +66,8 @@ class EngineSettings:
     eos_token_ids: Sequence[int] = ()
     load_weights: bool = True
     capture_routing: bool = False
+    float32_head: bool = False
+    float32_router: bool = False
     hosts: EngineHosts = ONE_HOST
     decode: Decode | None = None
     names: KeyNames = ROLLOUT

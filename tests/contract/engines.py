@@ -113,6 +113,8 @@ class RemoteEngine:
         dtype: str = "float32",
         load_weights: bool = True,
         capture_routing: bool = False,
+        float32_head: bool = False,
+        float32_router: bool = False,
         **rollout: Any,
     ) -> RemoteEngine:
         """Start an engine with a small KV cache; token 1 is the end of sequence. Another engine in the same process is
@@ -132,6 +134,8 @@ class RemoteEngine:
             "timeout_seconds": 300,  # the first calls on a GPU compile kernels
             "load_weights": load_weights,
             "capture_routing": capture_routing,
+            "float32_head": float32_head,
+            "float32_router": float32_router,
             "decode": one_character_per_token,
         }
         self.call("start", str(directory), settings)

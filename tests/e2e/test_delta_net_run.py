@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.on_demand]
 
 # vLLM's kernels for CPUs need heads of this size, and bfloat16.
 SIZES = {"hidden_size": 128, "head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-KEYS = ("model.dtype=bfloat16", "weights.verify_every=1", "trainer.steps=2", "rollout.max_logp_gap=1")
+KEYS = (
+    "model.dtype=bfloat16", "model.float32_head=true", "model.float32_router=true",
+    "weights.verify_every=1", "trainer.steps=2", "rollout.max_logp_gap=1",
+)  # fmt: skip
 
 
 def test_run_with_delta_nets_is_certified_and_close(task: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from mcore_rl.config.rules.models import (
 )
 from mcore_rl.config.rules.objective import check_objective, check_pairs_per_update, responses_per_prompt
 from mcore_rl.config.rules.observe import check_profile, check_trajectories
+from mcore_rl.config.rules.precision import check_float32_router, check_precision
 from mcore_rl.config.rules.quantization import check_quantization
 from mcore_rl.config.rules.rollout import (
     check_draft_layers,
@@ -87,6 +88,7 @@ def validate_keys(config: Config, *, run_here: bool = True) -> None:
     check_drafts(config.rollout, config.actor)
     check_weights(config)
     check_quantization(config)
+    check_precision(config)
     _check_layout(policy, config)
     if config.actor.moe.router_replay == "engine" and is_supervised(config.algorithm):
         raise ConfigError(
@@ -295,6 +297,7 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> N
         )
     check_sglang_model(role, hf, cuda=cuda)
     check_linear_attention(role, hf, cuda=cuda)
+    check_float32_router(role, hf)
     check_draft_layers(rollout, hf.get("num_nextn_predict_layers"))
     if rollout.expert_parallel:
         key, experts = role.key("expert_parallel"), max(hf.get(count) or 0 for count in EXPERT_COUNTS)

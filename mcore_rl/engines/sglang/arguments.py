@@ -35,6 +35,7 @@ def server_arguments(settings: EngineSettings, device: str) -> dict[str, object]
         "random_seed": settings.seed,
         "log_level": "error",
         "enable_return_routed_experts": settings.capture_routing,
+        "enable_fp32_lm_head": settings.float32_head,
     }
     if config.max_batched_tokens is not None:
         arguments["chunked_prefill_size"] = config.max_batched_tokens

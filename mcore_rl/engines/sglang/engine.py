@@ -43,6 +43,7 @@ class SglangEngine(RankEngine):
             device=device,
             num_hosts=settings.hosts.num,
             keep_sets=config.keep_sampling_mask,
+            float32_router=settings.float32_router,
         )
         try:
             self._ranks = RankProcesses(

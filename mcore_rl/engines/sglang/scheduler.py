@@ -26,6 +26,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from mcore_rl.engines.rank_memory import RankMemory
+from mcore_rl.engines.sglang import float32_routers
 from mcore_rl.engines.sglang.devices.interface import Device
 from mcore_rl.engines.sglang.devices.memory import kv_caches
 from mcore_rl.engines.sglang.finish_signal import FinishSignal
@@ -68,6 +69,8 @@ class SteppedScheduler(RankMemory):
 
     def __init__(self, settings: RankSettings, device: Device) -> None:
         check_signatures()
+        if settings.float32_router:
+            float32_routers.install()
         self._device = device
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = settings.init_method
         arguments = ServerArgs(**settings.server_arguments)

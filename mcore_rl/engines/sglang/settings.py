@@ -14,6 +14,7 @@ class RankSettings:
 
     server_arguments: fields of SGLang's ServerArgs.
     device: cpu or cuda.
+    float32_router: model.float32_router.
     kv_cache_bytes: size of this rank's KV cache on CPU. On GPUs, the server arguments determine it.
     num_hosts: hosts of the engine, with equally many ranks.
     init_method: URL at which the ranks create their process group.
@@ -28,6 +29,7 @@ class RankSettings:
     rank: int = 0
     init_method: str = ""
     keep_sets: bool = False
+    float32_router: bool = False
 
     @property
     def local_rank(self) -> int:

@@ -56,6 +56,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         quantization=config.quantization,
         group=config.quantization_group,
     )
+    if settings.float32_head:
+        overrides["head_dtype"] = "float32"  # read by ModelConfig.head_dtype; vLLM has no argument for it
     arguments: dict[str, object] = {
         "model": str(settings.model_dir),
         "dtype": settings.dtype,
@@ -78,6 +80,10 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         # With asynchronous scheduling a step would return the tokens of the previous one.
         "async_scheduling": False,
     }
+    if settings.float32_router:
+        from mcore_rl.engines.vllm.float32_routers import ADDITIONAL_CONFIG
+
+        arguments["additional_config"] = ADDITIONAL_CONFIG
     if config.draft != NO_DRAFTS:
         arguments["speculative_config"] = _draft_arguments(config)
     if config.draft == MTP:

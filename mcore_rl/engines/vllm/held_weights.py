@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (  # noqa: E501
     CompressedTensorsWNA16MoEMethod,
 )
@@ -56,7 +57,7 @@ def held_tensors(model: torch.nn.Module) -> Iterator[Held]:
     """
     names = {module: name for name, module in model.named_modules()}
     readers: list[Reader] = [
-        (VocabParallelEmbedding, UnquantizedEmbeddingMethod, _vocabulary),
+        (VocabParallelEmbedding, UnquantizedEmbeddingMethod, partial(_vocabulary, packed=_packs_head(model))),
         (LinearBase, UnquantizedLinearMethod, lambda module, name: linear_parts(module, name, _weight(module))),
         (RoutedExperts, UnquantizedFusedMoEMethod, _experts),
         (LinearBase, Fp8LinearMethod, linear_codes),
@@ -114,9 +115,16 @@ def _absorbed(module: MLAAttention, name: str) -> Held:
     return f"{name}.weight", weight.flatten(0, 1)
 
 
-def _vocabulary(module: VocabParallelEmbedding, name: str) -> list[Held]:
+def _packs_head(model: torch.nn.Module) -> bool:
+    """Return True if logits are computed from a packed copy of the output weights; a head in another dtype than the
+    model's (model.float32_head) reads the weights themselves."""
+    processors = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    return all(each.head_dtype in (None, next(model.parameters()).dtype) for each in processors)
+
+
+def _vocabulary(module: VocabParallelEmbedding, name: str, *, packed: bool) -> list[Held]:
     # The embedding lookup reads the table itself; logits are computed from its packed copy.
-    weight = _weight(module) if isinstance(module, ParallelLMHead) else module.weight.detach()
+    weight = _weight(module) if packed and isinstance(module, ParallelLMHead) else module.weight.detach()
     return [(f"{name}.weight", weight[: module.shard_indices.num_org_elements])]
 
 

@@ -23,6 +23,7 @@ from mcore_rl.engines.vllm import (  # noqa: F401  (importing them patches vLLM)
     cpu_routing,
     draft_layers,
     drafts,
+    float32_routers,
 )
 from mcore_rl.engines.vllm.ranks import RankMethods
 from mcore_rl.engines.vllm.routing import RoutingExtension

@@ -180,7 +180,7 @@ _EXPERT_ARGUMENTS = {
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
     "moe_router_bias_update_rate": 0.0,
-    # bfloat16 logits cause ties and unstable top-k choices. Engines route in float32 as well.
+    # bfloat16 logits cause ties and unstable top-k choices. Engines route in float32 with model.float32_router.
     "moe_router_dtype": "fp32",
 }
 

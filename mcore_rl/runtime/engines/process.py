@@ -364,5 +364,7 @@ def _settings(config: Config, hosts: EngineHosts, *, load_weights: bool) -> Engi
         timeout_seconds=config.cluster.collective_timeout_seconds,
         load_weights=load_weights,
         capture_routing=config.actor.moe.router_replay == "engine",
+        float32_head=config.model.float32_head,
+        float32_router=config.model.float32_router,
         hosts=hosts,
     )

@@ -1,0 +1,58 @@
+"""Rules of model.float32_head and model.float32_router."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from mcore_rl.config import Config
+from mcore_rl.config.load import load_text
+from mcore_rl.config.roles import EngineRole
+from mcore_rl.config.rules.precision import check_float32_router, check_precision
+from mcore_rl.config.schema import ModelConfig, RolloutConfig
+from mcore_rl.errors import ConfigError
+
+
+def configured(dtype: str, device: str, **keys: bool) -> Config:
+    config = load_text("run: {dir: x}\nmodel: {hf_path: y}\n", needs_data=False)
+    config.cluster.device = device
+    config.model = ModelConfig("y", dtype=dtype, **keys)
+    return config
+
+
+@pytest.mark.parametrize("key", ["float32_head", "float32_router"])
+@pytest.mark.parametrize(("dtype", "device"), [("float32", "cuda"), ("auto", "cpu")])
+def test_check_part_in_float32_of_float32_model_is_rejected(key: str, dtype: str, device: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{key}=true has no effect with model\.dtype={dtype}"):
+        check_precision(configured(dtype, device, **{key: True}))
+    check_precision(configured(dtype, device))
+
+
+@pytest.mark.parametrize(("dtype", "device"), [("bfloat16", "cpu"), ("auto", "cuda"), ("auto", "auto")])
+def test_check_parts_in_float32_of_bfloat16_model_are_accepted(dtype: str, device: str) -> None:
+    check_precision(configured(dtype, device, float32_head=True, float32_router=True))
+
+
+@pytest.mark.parametrize(
+    ("engine", "fields", "message"),
+    [
+        ("vllm", {"model_type": "qwen3"}, "model.float32_router=true has no effect: the model has no experts"),
+        ("sglang", {"model_type": "gpt_oss", "num_local_experts": 8}, "rollout.engine=sglang computes the router"),
+        ("vllm", {"model_type": "gpt_oss", "num_local_experts": 8}, None),
+        ("vllm", {"model_type": "ernie4_5_moe", "moe_num_experts": 8}, None),
+        ("sglang", {"model_type": "qwen3_moe", "num_experts": 8}, None),
+    ],
+)
+def test_check_router_that_cannot_be_float32_is_rejected(
+    engine: str, fields: dict[str, Any], message: str | None
+) -> None:
+    role = EngineRole.rollout(RolloutConfig(engine=engine), ModelConfig("y", float32_router=True))
+    if message is None:
+        check_float32_router(role, fields)
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_float32_router(role, fields)
+    unset = EngineRole.rollout(RolloutConfig(engine=engine), ModelConfig("y"))
+    check_float32_router(unset, fields)
