@@ -42,6 +42,7 @@ is added to the buffer, and on the last stage the output projection: hidden stat
 two tiles of logits, and float32 gradients of the hidden states and of the weight (megatron/step/logprobs.py). With
 rollout.keep_sampling_mask, also the mask of a tile, copied columns, the states in the order of the groups, and the
 largest sets of one row (megatron/step/kept_tokens.py).
+With model.float32_head on GPUs, also a float32 copy of a tile's weights or hidden states.
 
 The first stage of a model with a vision tower has its tensors, too (layers/vision.py).
 
@@ -379,4 +380,6 @@ def _output_projection_bytes(arguments: ModelArguments, run: Execution) -> float
         # most as many as the tile has logits, and their gradients; sorted states; the largest sets of the row's tokens.
         masks = 1.5 * tile + (b + 4) * min(tile, vocabulary * hidden) + tokens * hidden * b
         masks += tokens * max_device_bytes(arguments.vocab_size)
-    return row + gradients + 2 * 4 * tile + masks
+    # Products of the backward pass in float32 convert the weights of a tile's entries, then its hidden states.
+    converted = 4 * hidden * max(tile // chunk, chunk) if run.float32_head and run.cuda and b < 4 else 0
+    return row + gradients + 2 * 4 * tile + masks + converted

@@ -20,7 +20,7 @@ rank gathers the logits of the whole vocabulary and samples. Bytes per logit:
 
 | engine and validation | tensors | bytes |
 |---|---|---|
-| vLLM | logits in a 16-bit dtype, float32 logits, log-probabilities, probabilities | 14 (float32: 12) |
+| vLLM | logits in a 16-bit dtype, float32 logits, log-probabilities, probabilities | 14 (float32, float32_head: 12) |
 | vLLM, repetition penalty | counts and masks of prompts and responses, a product | 14 more, not profiled |
 | SGLang | float32 logits, and their softmax or log-probabilities | 8 |
 | SGLang, top-p, top-k or min-p | probabilities, sorted values and indices, torch's sort (20 or 32) | 36 or 48 |
@@ -121,10 +121,11 @@ def engine_rank(
     element_bytes: int,
     cuda: bool,
     captures_routing: bool = False,
+    float32_head: bool = False,
 ) -> EngineRank:
     """Compute the bytes of an engine's fullest rank. kv_cache_bytes is negative if weights and workspace do not fit.
 
-    captures_routing: the engine returns the experts of all tokens.
+    captures_routing: the engine returns the experts of all tokens. float32_head: model.float32_head.
     """
     layout = engine_layout(rollout)
     tensors = tensor_bytes(rows, layout, element_bytes, rollout.quantization, rollout.quantization_group)
@@ -139,7 +140,8 @@ def engine_rank(
     if not cuda:
         cache = int(rollout.kv_cache_gib * GIB)
         return EngineRank(weights, 0, cache, per_token, sequences(cache), request_ranks=layout.dp)
-    hidden, (sampling, unprofiled) = _hidden(rollout, sizes, element_bytes), _sampling(rollout, element_bytes)
+    hidden = _hidden(rollout, sizes, element_bytes)
+    sampling, unprofiled = _sampling(rollout, 4 if float32_head else element_bytes)
     workspace = hidden + sampling * arguments.vocab_size
     cache = int(rollout.gpu_memory_fraction * cluster.gpu_memory_gib * GIB) - weights
     cache -= 0 if sglang else workspace + ASLEEP_BYTES
@@ -227,13 +229,13 @@ def _hidden(rollout: RolloutConfig, sizes: TransformerArguments, element_bytes: 
     return int((4 * sizes["hidden_size"] + widest) * _batched_tokens(rollout) * element_bytes)
 
 
-def _sampling(rollout: RolloutConfig, element_bytes: int) -> tuple[int, int]:
+def _sampling(rollout: RolloutConfig, logit_bytes: int) -> tuple[int, int]:
     """Return the bytes of sampling per token of the vocabulary: profiled by the engine or beside its fraction, and
-    unprofiled."""
+    unprofiled. logit_bytes: bytes of a logit as the output projection returns it."""
     rows = min(rollout.max_concurrent_requests // engine_layout(rollout).dp, _batched_tokens(rollout))
     penalized = rollout.validation_repetition_penalty != 1
     if rollout.engine != "sglang":
-        each = 12 + (element_bytes if element_bytes < 4 else 0)
+        each = 12 + (logit_bytes if logit_bytes < 4 else 0)
         most, profiled = _rows_with_drafts(rollout, rows)
         return profiled * each, max(most - profiled, 0) * each + most * 14 * penalized
     truncated = rollout.validation_top_p < 1 or rollout.validation_top_k > 0 or rollout.validation_min_p > 0

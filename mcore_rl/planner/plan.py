@@ -175,6 +175,7 @@ class Job:
             element_bytes=dtype.itemsize,
             cuda=cuda,
             captures_routing=config.actor.moe.router_replay == "engine",
+            float32_head=config.model.float32_head,
         )
         return cls(config, spec, implementation, run, rows, adapters, engine, colocated_ranks(config, spec, cuda=cuda))
 

@@ -81,6 +81,7 @@ def execution_of(
         imbalance=plan.moe_imbalance,
         square_length=longest,
         unfused_rotation=implementation.rope.value == "unfused",
+        float32_head=spec.role.model.float32_head,
     )
 
 

@@ -54,12 +54,17 @@ def fused(
     group: object = None,
     *,
     device: str = "cpu",
+    float32_head: bool = False,
 ) -> Results:
     """Call the fused function with the rows `shard` of the weight."""
     hidden, weight, targets = inputs(dtype, device)
     hidden, weight = hidden.requires_grad_(), weight[shard].contiguous().requires_grad_()
     logp, entropy = linear_logp_entropy(
-        hidden, weight, targets, temperature=per_token(temperature, device), chunk_tokens=chunk, group=group
+        *(hidden, weight, targets),
+        temperature=per_token(temperature, device),
+        chunk_tokens=chunk,
+        group=group,
+        float32_head=float32_head,
     )
     grad_logp, grad_entropy = upstream(device)
     ((logp * grad_logp).sum() + (entropy * grad_entropy).sum()).backward()

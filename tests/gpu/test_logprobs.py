@@ -31,6 +31,13 @@ def test_values_and_gradients_are_those_of_float64(
     assert_close(ours, reference(dtype, temperature), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_of_float32_head_are_rounded_once(temperature: float, device: str) -> None:
+    """Only the results are rounded to bfloat16, as on a CPU; the gradient of the logits is not."""
+    ours = fused(torch.bfloat16, temperature, 8, slice(None), device=device, float32_head=True)
+    assert_close(ours, reference(torch.bfloat16, temperature), 4e-3)
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_log_probabilities_do_not_round_as_their_operands_do(dtype: torch.dtype, device: str) -> None:
     """Products of bfloat16 numbers are exact in float32, in which they are added; a bfloat16 logit would have an error

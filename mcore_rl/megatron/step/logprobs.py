@@ -31,6 +31,7 @@ def linear_logp_entropy(
     compute_entropy: bool = True,
     vocab_size: int | None = None,
     kept: KeptTokens | None = None,
+    float32_head: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute log softmax(hidden weight^T / temperature) at the targets, and the entropy of the distribution.
 
@@ -40,6 +41,10 @@ def linear_logp_entropy(
 
     kept: set of entries of each token; the softmax, its entropy and their gradients cover the set only. It must contain
     the token's target. None: the whole vocabulary.
+
+    The logits are float32 whatever the dtype of hidden and weight: products of bfloat16 numbers are exact in float32,
+    in which they are added. With float32_head, products of the backward pass are float32 on GPUs too
+    (tiles.accumulate_product).
 
     Shapes: hidden [T, h]; weight [V, h], this rank's rows of the vocabulary; targets int64 [T], global token ids;
     temperature: a number or [T], without gradient; results float32 [T] (float64 for float64 inputs). At most
@@ -56,7 +61,7 @@ def linear_logp_entropy(
         hidden, targets = hidden.index_select(0, kept.order), targets.index_select(0, kept.order)
         if isinstance(temperature, torch.Tensor):
             temperature = temperature.index_select(0, kept.order)
-    options = Options(temperature, chunk_tokens, group, compute_entropy, vocab_size, kept)
+    options = Options(temperature, chunk_tokens, group, compute_entropy, vocab_size, kept, float32_head)
     logp, entropy = _LinearLogpEntropy.apply(hidden, weight, targets, options)
     if kept is not None:
         logp, entropy = logp.index_select(0, kept.places), entropy.index_select(0, kept.places)
@@ -90,7 +95,7 @@ class _LinearLogpEntropy(torch.autograd.Function):
             return None, None, None, None
         slope, offset = _softmax_coefficients(grad_logp, grad_entropy, entropy, ctx.options.temperature)
         at_target = None if grad_logp is None else grad_logp / ctx.options.temperature
-        dtype = log_sum.dtype
+        dtype, exact = log_sum.dtype, ctx.options.float32_head
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if ctx.needs_input_grad[1] else None
         # Recompute the logits tile by tile; the tile's memory is reused for the gradient of its logits.
@@ -103,9 +108,9 @@ class _LinearLogpEntropy(torch.autograd.Function):
                 index, inside = targets_in_tile(local_targets, tile)
                 grad_logits.scatter_add_(1, index, (at_target[rows] * inside)[:, None])
             if grad_hidden is not None:
-                accumulate_product(grad_hidden[rows], grad_logits, tile.weight)
+                accumulate_product(grad_hidden[rows], grad_logits, tile.weight, float32_head=exact)
             if grad_weight is not None:
-                tile.add_weight_gradient(grad_weight, grad_logits, hidden[rows])
+                tile.add_weight_gradient(grad_weight, grad_logits, hidden[rows], float32_head=exact)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -41,6 +41,7 @@ def mtp_loss(
             group=outputs.group,
             compute_entropy=False,
             vocab_size=model.unpadded_vocab_size,
+            float32_head=outputs.float32_head,
         )
         total, count = total - logp.sum(), count + len(positions)
     loss = total * (weight / model.config.mtp_num_layers)

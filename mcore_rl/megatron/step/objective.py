@@ -108,6 +108,7 @@ class Objective:
             config.actor.logprob_chunk_tokens,
             sampled,
             sampled and rollout.keep_sampling_mask,
+            config.model.float32_head,
         )
         return cls(
             algorithm,

@@ -30,6 +30,8 @@ class TokenOutputs:
     temperature at which each token was sampled, which is `temperature` unless the batch has another one. With `masked`,
     they cover the set of tokens that each token was sampled from. Otherwise the distribution is the model's own, at
     `temperature`.
+
+    float32_head: model.float32_head, for policy, reference, teacher and multi-token prediction.
     """
 
     temperature: float
@@ -37,6 +39,7 @@ class TokenOutputs:
     chunk_tokens: int
     sampled: bool = True
     masked: bool = False
+    float32_head: bool = False
 
     def logp(
         self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, *, compute_entropy: bool
@@ -56,6 +59,7 @@ class TokenOutputs:
             compute_entropy=compute_entropy,
             vocab_size=unwrap(chunk).unpadded_vocab_size,
             kept=self._kept(batch),
+            float32_head=self.float32_head,
         )
 
     def logp_of(
@@ -108,6 +112,7 @@ class TokenOutputs:
             self.chunk_tokens,
             self.group,
             unwrap(chunk).unpadded_vocab_size,
+            self.float32_head,
         )
 
     def _kept(self, batch: MicroBatch) -> KeptTokens | None:

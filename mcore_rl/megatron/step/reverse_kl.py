@@ -83,7 +83,7 @@ class _LinearReverseKL(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         hidden, weight, teacher_hidden, log_sums, kl = ctx.saved_tensors
         policy, teacher = ctx.projections
-        gradients = _Gradients(ctx, hidden, weight)
+        gradients = _Gradients(ctx, hidden, weight, policy)
         scale = grad_kl / policy.options(hidden).temperature
         for tile, z, u in _pairs(hidden, policy, teacher_hidden, teacher):
             # d KL / d z_j = p_j (log p_j - log q_j - KL)
@@ -113,8 +113,8 @@ def _rescale(sums: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> None:
 class _Gradients:
     """Gradients of hidden states and of the projection's weight, accumulated over tiles of gradients of logits."""
 
-    def __init__(self, ctx: FunctionCtx, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-        dtype = compute_dtype(hidden)
+    def __init__(self, ctx: FunctionCtx, hidden: torch.Tensor, weight: torch.Tensor, model: Projection) -> None:
+        dtype, self._exact = compute_dtype(hidden), model.float32_head
         self._inputs = hidden, weight
         self._sums = [
             torch.zeros(tensor.shape, dtype=dtype, device=tensor.device) if needed else None
@@ -124,9 +124,9 @@ class _Gradients:
     def add(self, tile: Tile, grad_logits: torch.Tensor) -> None:
         (hidden, weight), (of_hidden, of_weight) = self._inputs, self._sums
         if of_hidden is not None:
-            accumulate_product(of_hidden[tile.rows], grad_logits, weight[tile.columns])
+            accumulate_product(of_hidden[tile.rows], grad_logits, weight[tile.columns], float32_head=self._exact)
         if of_weight is not None:
-            accumulate_product(of_weight[tile.columns], grad_logits.t(), hidden[tile.rows])
+            accumulate_product(of_weight[tile.columns], grad_logits.t(), hidden[tile.rows], float32_head=self._exact)
 
     def results(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         of_hidden, of_weight = (
@@ -273,7 +273,7 @@ class _LinearLogpAt(torch.autograd.Function):
         ctx: FunctionCtx, grad_logp: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         hidden, weight, local, largest, log_sum, logp = ctx.saved_tensors
-        options, gradients = ctx.model.options(hidden), _Gradients(ctx, hidden, weight)
+        options, gradients = ctx.model.options(hidden), _Gradients(ctx, hidden, weight, ctx.model)
         temperature = options.temperature
         grad = grad_logp / (temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature)
         total, of_rest = grad.sum(1, keepdim=True), grad[:, -1:]

@@ -33,6 +33,7 @@ class Options:
     compute_entropy: bool
     vocab_size: int | None
     kept: KeptTokens | None
+    float32_head: bool = False
 
     def first_entry(self, weight: torch.Tensor) -> int:
         """Return the token id of the first row of the shard."""
@@ -72,19 +73,26 @@ class Tile:
         torch.exp(log_ratios.clamp_min_(lowest), out=out)
         return torch.nn.functional.threshold_(out, math.exp(lowest + 0.2), 0.0)
 
-    def add_weight_gradient(self, total: torch.Tensor, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Add the gradient of the projection's rows to `total`, in place. Shapes: total [V, h]; hidden [n, h]."""
+    def add_weight_gradient(
+        self, total: torch.Tensor, grad_logits: torch.Tensor, hidden: torch.Tensor, *, float32_head: bool
+    ) -> None:
+        """Add the gradient of the projection's rows to `total`, in place. `float32_head`: see accumulate_product.
+
+        Shapes: total [V, h]; hidden [n, h].
+        """
         if self.entries is None:
-            accumulate_product(total[self.columns], grad_logits.t(), hidden)
+            accumulate_product(total[self.columns], grad_logits.t(), hidden, float32_head=float32_head)
             return
         part = torch.zeros(self.weight.shape, dtype=total.dtype, device=total.device)
-        accumulate_product(part, grad_logits.t(), hidden)
+        accumulate_product(part, grad_logits.t(), hidden, float32_head=float32_head)
         total.index_add_(0, self.entries, part)  # deterministic: the entries are distinct
 
 
 @dataclass(frozen=True)
 class Projection:
     """Output projection of a model on one tensor-parallel rank, with the options of linear_logp_entropy.
+
+    float32_head: see accumulate_product.
 
     Shapes: weight [V, h], the rank's rows; temperature: a number or [T].
     """
@@ -94,13 +102,14 @@ class Projection:
     chunk_tokens: int = 1024
     group: dist.ProcessGroup | None = None
     vocab_size: int | None = None
+    float32_head: bool = False
 
     def options(self, hidden: torch.Tensor) -> Options:
         """Return the options of its tiles, without entropy and sets."""
         temperature = self.temperature
         if isinstance(temperature, torch.Tensor):
             temperature = temperature.detach().to(compute_dtype(hidden))
-        return Options(temperature, self.chunk_tokens, self.group, False, self.vocab_size, None)
+        return Options(temperature, self.chunk_tokens, self.group, False, self.vocab_size, None, self.float32_head)
 
     def reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> None:
         """Add a tensor over the ranks of the group, in place, or take the largest value."""
@@ -203,9 +212,14 @@ def _product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: 
         torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=beta, alpha=scale, out=out)
 
 
-def accumulate_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add left @ right to total in place. left has the dtype of total; right has the dtype of the model."""
-    if total.is_cuda and right.dtype != total.dtype:
+def accumulate_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, float32_head: bool) -> None:
+    """Add left @ right to total in place. left, a gradient of logits, has the dtype of total; right, the weight or the
+    hidden states, has the dtype of the model.
+
+    float32_head: on GPUs, multiply in float32, for which `right` is converted. Otherwise the gradient of the logits is
+    rounded to the model's dtype there.
+    """
+    if total.is_cuda and right.dtype != total.dtype and not float32_head:
         # Use tensor cores. An unfused projection also rounds the gradient of the logits to the model's dtype.
         total.add_(torch.mm(left.to(right.dtype), right, out_dtype=total.dtype))
     else:

@@ -30,7 +30,7 @@ class Execution:
     `section`: the model's configuration, with resolved recompute_modules. `fused`: the layers are TransformerEngine's.
     `cuda`: the ranks are on GPUs. `imbalance`: plan.moe_imbalance. `square_length`: mean square over mean length of
     sequences, in tokens. `unfused_rotation`: rotary embeddings do not use TransformerEngine's kernel. `masked`:
-    rollout.keep_sampling_mask, for the policy.
+    rollout.keep_sampling_mask, for the policy. `float32_head`: model.float32_head.
     """
 
     section: ActorConfig
@@ -42,6 +42,7 @@ class Execution:
     square_length: float
     unfused_rotation: bool = False
     masked: bool = False
+    float32_head: bool = False
 
     @property
     def scatter(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from mcore_rl.algorithms.registry import POLICY_LOSSES
 from mcore_rl.config.algorithm import CorrectionConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.model.output import ModelChunk
+from mcore_rl.megatron.step import logprobs, reverse_kl, tiles
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.objective import Objective, RankBatch
 from mcore_rl.megatron.step.token_choice import TokenChoice
@@ -162,3 +165,39 @@ def test_choice_of_a_rank_without_weights_has_no_tokens() -> None:
     kept = choices(made, part(1), part()).kept
     assert kept is not None
     assert kept[1].tolist() == [False] * 3
+
+
+class Head(ModelChunk):
+    """A chunk that has an output projection only."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.post_process, self.share_embeddings_and_output_weights = True, False
+        self.output_layer = torch.nn.Linear(4, 10, bias=False)
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_float32_head_reaches_all_products_of_the_backward_pass(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, all of them are float32; tests/gpu/test_logprobs.py checks the products of GPUs."""
+    found = []
+
+    def product(*tensors: torch.Tensor, float32_head: bool) -> None:
+        found.append(float32_head)
+        tiles.accumulate_product(*tensors, float32_head=float32_head)
+
+    for module in (logprobs, reverse_kl):
+        monkeypatch.setattr(module, "accumulate_product", product)
+    made = Config()
+    made.model.float32_head = chosen
+    outputs, head = Objective.from_config(made, None).outputs, Head()
+    hidden = torch.randn(3, 4, requires_grad=True)
+    fields = {"predictors": torch.arange(3), "targets": torch.arange(3), "temperatures": None, "kept": None}
+    batch = cast("Any", SimpleNamespace(**fields))
+    policy = outputs.projection(head, batch)
+    values = (
+        outputs.logp(head, hidden, batch, compute_entropy=True)[0],
+        reverse_kl.linear_reverse_kl(hidden, policy, hidden.detach(), policy),
+        reverse_kl.linear_logp_at(hidden, policy, torch.arange(3)[:, None]),
+    )
+    sum(value.sum() for value in values).backward()
+    assert found == [chosen] * 6  # gradients of hidden states and weight

@@ -38,7 +38,9 @@ def _make_rank(overrides: list[str]) -> MakeRank:
     rows, arguments = bound_rows(hf_config, torch.bfloat16), model_arguments(hf_config)
     neutral = replace(config.rollout, validation_top_p=1.0, max_concurrent_requests=100)
 
-    def of(element_bytes: int = 2, captures_routing: bool = False, **changes: Any) -> EngineRank:
+    def of(
+        element_bytes: int = 2, captures_routing: bool = False, float32_head: bool = False, **changes: Any
+    ) -> EngineRank:
         return engine_rank(
             replace(neutral, **changes),
             config.cluster,
@@ -47,6 +49,7 @@ def _make_rank(overrides: list[str]) -> MakeRank:
             element_bytes=element_bytes,
             cuda=True,
             captures_routing=captures_routing,
+            float32_head=float32_head,
         )
 
     return of
@@ -58,6 +61,7 @@ def _make_rank(overrides: list[str]) -> MakeRank:
     [
         ("vllm", 2, {}, 14),
         ("vllm", 4, {}, 12),
+        ("vllm, float32_head", 2, {}, 12),
         ("vllm", 2, {"top_p": 0.7, "top_k": 5, "min_p": 0.1}, 14),  # truncates in place
         ("sglang", 2, {}, 8),
         ("sglang", 2, {"top_p": 0.7}, 36),
@@ -70,11 +74,10 @@ def _make_rank(overrides: list[str]) -> MakeRank:
 def test_engine_rank_samples_all_logits_of_each_row(
     rank: MakeRank, tp: int, engine: str, element_bytes: int, validation: dict[str, float], per_logit: int
 ) -> None:
-    keys = {f"validation_{name}": value for name, value in validation.items()}
-    few, many = (
-        rank(element_bytes, engine=engine, tp=tp, max_concurrent_requests=rows, **keys).workspace_bytes
-        for rows in (200, 300)
-    )
+    keys: dict[str, Any] = {f"validation_{name}": value for name, value in validation.items()}
+    engine, _, head = engine.partition(", ")
+    keys |= {"engine": engine, "tp": tp, "float32_head": bool(head)}
+    few, many = (rank(element_bytes, max_concurrent_requests=rows, **keys).workspace_bytes for rows in (200, 300))
     assert many - few == 100 * VOCABULARY * per_logit
 
 
