@@ -87,12 +87,17 @@ class LogpGapCheck:
 
 def probable_causes(config: Config, gap: LogpGap) -> list[str]:
     """List possible reasons for a difference under this configuration, the most frequent first."""
-    rollout, causes = config.rollout, []
+    rollout, model, causes = config.rollout, config.model, []
+    rounds = model.dtype != "float32"
     causes.append(
-        f"a field of {config.model.hf_path}/config.json that {rollout.engine} and the trainer interpret differently "
+        f"a field of {model.hf_path}/config.json that {rollout.engine} and the trainer interpret differently "
         "(sliding_window, rope_scaling, logit_scale and the like)"
     )
-    causes.append(f"rounding: model.dtype={config.model.dtype}, or a quantised model.hf_path")
+    causes.append(f"rounding: model.dtype={model.dtype}, or a quantised model.hf_path")
+    if rounds and not model.float32_head:
+        causes.append(
+            "rounding of the engine's logits: model.float32_head=true keeps them in float32, as in the trainer"
+        )
     if config.actor.fp8 != "none":
         causes.append(f"rounding of actor.fp8={config.actor.fp8}")
     if rollout.quantization != UNQUANTIZED and not config.actor.quantization_aware:
@@ -102,6 +107,8 @@ def probable_causes(config: Config, gap: LogpGap) -> list[str]:
         causes.append("rounding of the adapters, which the engine holds merged into the weights")
     if gap.own_routing:
         causes.append("different routing in the engine: actor.moe.router_replay=engine replays it in the trainer")
+        if rounds and not model.float32_router:
+            causes.append("rounding in the engine's routers: model.float32_router=true keeps their logits in float32")
     if not config.weights.verify_every:
         causes.append("different weights in the engine: weights.verify_every=1 compares them after every sync")
     return causes

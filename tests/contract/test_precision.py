@@ -17,19 +17,23 @@ from mcore_rl.errors import WeightSyncError
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
 from tests.contract.engines import DIVIDED_BY_TWO, LATENT, ON_DEMAND, WITH_SGLANG, RemoteEngine
 from tests.contract.hf_trainer import HFTrainer
-from tests.tiny_models import GROUPS, OSS, VOCABULARY, YARN, tiny_model, write_tiny_model
+from tests.tiny_models import OSS, VOCABULARY, YARN, tiny_model, write_tiny_model
 
 FLOAT32 = {"float32_head": True, "float32_router": True}
-EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
-SIZES = DIVIDED_BY_TWO | EXPERTS | {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 1024}
+SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 1024, "num_experts_per_tok": 8}
+ONE_GROUP = {"n_routed_experts": 128, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": SIZES | DIVIDED_BY_TWO | {"num_experts": 128},
+    "deepseek_v3": SIZES | DIVIDED_BY_TWO | LATENT | ONE_GROUP | {"rope_parameters": YARN},
+}
 WHOLE_BLOCKS = {"hidden_size": 256, "head_dim": 128, "moe_intermediate_size": 256}
 # float32 logits of up to 20, added in another order
 TOLERANCE = 3e-5
 
 
-def build_model(*, tied: bool) -> Any:
+def build_model(family: str, *, tied: bool) -> Any:
     """Build a model in bfloat16 whose largest logits are about 15, like those of a trained one."""
-    model = tiny_model("qwen3_moe", seed=3, tie_word_embeddings=tied, **SIZES)
+    model = tiny_model(family, seed=3, tie_word_embeddings=tied, **MODELS[family])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -39,11 +43,6 @@ def build_model(*, tied: bool) -> Any:
         # Signs instead of ones: with tied embeddings, a token would otherwise predict itself.
         model.model.norm.weight.copy_(1 - 2 * (torch.arange(128) % 3 == 0).float())
     return model.bfloat16()
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return build_model(tied=False)
 
 
 def make_requests() -> list[GenerationRequest]:
@@ -76,7 +75,10 @@ def different_experts(model: Any, requests: list[GenerationRequest], done: dict[
         for index, layer in enumerate(model.model.layers):
             with torch.no_grad():
                 hidden = layer.post_attention_layernorm(model.model.embed_tokens(torch.from_numpy(ids)))
-                best = (hidden.double() @ layer.mlp.gate.weight.double().t()).topk(8).indices
+                scores = hidden.double() @ layer.mlp.gate.weight.double().t()
+                if hasattr(layer.mlp.gate, "e_score_correction_bias"):
+                    scores = scores.sigmoid() + layer.mlp.gate.e_score_correction_bias.double()
+                best = scores.topk(8).indices
             assert completion.routed_experts is not None
             found = np.sort(completion.routed_experts[:, index], -1)
             differ.append((found != best.sort(-1).values.numpy()).any(-1))
@@ -84,18 +86,22 @@ def different_experts(model: Any, requests: list[GenerationRequest], done: dict[
 
 
 @pytest.mark.parametrize(
-    ("process", "keys"),
+    ("process", "keys", "family"),
     [
-        pytest.param("vllm", FLOAT32, id="vllm"),
-        pytest.param("vllm", {}, id="vllm-bfloat16"),
-        pytest.param("sglang", FLOAT32, id="sglang", marks=WITH_SGLANG),
-        pytest.param("sglang", {}, id="sglang-bfloat16", marks=[WITH_SGLANG, *ON_DEMAND]),
+        pytest.param("vllm", FLOAT32, "qwen3_moe", id="vllm"),
+        pytest.param("vllm", {}, "qwen3_moe", id="vllm-bfloat16"),
+        pytest.param("vllm", FLOAT32, "deepseek_v3", id="vllm-deepseek_v3"),
+        pytest.param("vllm", FLOAT32 | {"tp": 2}, "qwen3_moe", id="vllm-tp2", marks=ON_DEMAND),
+        pytest.param("sglang", FLOAT32, "qwen3_moe", id="sglang", marks=WITH_SGLANG),
+        pytest.param("sglang", {}, "qwen3_moe", id="sglang-bfloat16", marks=[WITH_SGLANG, *ON_DEMAND]),
+        pytest.param("sglang", FLOAT32, "deepseek_v3", id="sglang-deepseek_v3", marks=[WITH_SGLANG, *ON_DEMAND]),
     ],
     indirect=["process"],
 )
 def test_head_and_routers_in_float32_equal_float64(
-    process: RemoteEngine, keys: dict[str, bool], model: Any, tmp_path: Path
+    process: RemoteEngine, keys: dict[str, Any], family: str, tmp_path: Path
 ) -> None:
+    model = build_model(family, tied=False)
     model.save_pretrained(tmp_path)
     engine = process.start(tmp_path, "bfloat16", capture_routing=True, **keys)
     requests = make_requests()
@@ -123,7 +129,7 @@ def _change_head(engine: Any) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_float32_engine_receives_and_certifies_weights(process: RemoteEngine, tied: bool, tmp_path: Path) -> None:
     """The kernels read the output weights and the routers themselves, not packed copies."""
-    model = build_model(tied=tied)
+    model = build_model("qwen3_moe", tied=tied)
     model.save_pretrained(tmp_path)
     engine = process.start(tmp_path, "bfloat16", load_weights=False, capture_routing=True, **FLOAT32)
     trainer = HFTrainer(model, engine, 40 << 10, 2)
@@ -167,12 +173,11 @@ def _router_errors(engine: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("family", "fields", "keys"),
     [
-        ("deepseek_v3", LATENT | GROUPS | {"rope_parameters": YARN}, {}),
         ("gpt_oss", OSS | {"head_dim": 32}, {}),  # a router with biases
         ("qwen3_moe", WHOLE_BLOCKS, {"quantization": "fp8", "load_weights": False}),
-        ("qwen3_moe", SIZES, {"quantization": "int4", "quantization_group": 32, "load_weights": False}),
+        ("qwen3_moe", MODELS["qwen3_moe"], {"quantization": "int4", "quantization_group": 32, "load_weights": False}),
     ],
-    ids=["deepseek_v3", "gpt_oss", "fp8", "int4"],
+    ids=["gpt_oss", "fp8", "int4"],
 )
 def test_vllm_routers_in_float32_equal_float64(
     process: RemoteEngine, family: str, fields: dict[str, Any], keys: dict[str, Any], tmp_path: Path

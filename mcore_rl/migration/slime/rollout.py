@@ -31,6 +31,8 @@ def translate_rollout(run: SlimeRun) -> None:
     draft.set("rollout.engine", "sglang", "slime's only engine")
     if source.flag("sglang-disable-cuda-graph"):
         draft.take(source, "rollout.enforce_eager", True, "sglang-disable-cuda-graph")
+    if source.flag("sglang-enable-fp32-lm-head"):
+        draft.take(source, "model.float32_head", True, "sglang-enable-fp32-lm-head")
     _translate_engine_layout(run)
     for key in ("rollout-top-p", "rollout-top-k"):
         value = source.number(key)

@@ -218,6 +218,13 @@ def test_import_engine_with_data_parallel_attention(tmp_path: Path) -> None:
     assert "rollout.data_parallel_attention" not in single
 
 
+def test_import_engine_with_float32_head(tmp_path: Path) -> None:
+    _, draft, uncovered = translated("--sglang-enable-fp32-lm-head", tmp_path)
+    assert draft.values["model.float32_head"] is True
+    assert uncovered == []
+    assert "model.float32_head" not in translated("--bf16", tmp_path)[1].values
+
+
 def test_import_dense_model_has_no_expert_layout(tmp_path: Path) -> None:
     flags = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
     assert "actor.parallel.etp" not in translated(flags, tmp_path)[1].values

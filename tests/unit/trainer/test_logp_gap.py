@@ -13,7 +13,7 @@ import pytest
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.trainer.logp_gap import LogpGapCheck, logp_gap_limit
+from mcore_rl.trainer.logp_gap import LogpGapCheck, logp_gap_limit, probable_causes
 from mcore_rl.trainer.loop import train
 from mcore_rl.types import Batch, BuffersRef, LogpGap, RolloutResult
 from tests.unit.rollouts import scalars_of
@@ -147,14 +147,19 @@ def test_probable_causes_depend_on_the_configuration() -> None:
     message = str(raised.value)
     assert "model.dtype=float32" in message
     # Temperatures are exact per token, and truncated sampling is rejected.
-    for absent in ("verify_every", "fp8", "router_replay", "adapters", "temperature", "top_p"):
+    for absent in ("verify_every", "fp8", "router_replay", "adapters", "temperature", "top_p", "float32_head"):
         assert absent not in message
     config = settled()
-    config.actor.lora.rank, config.actor.fp8 = 8, "blockwise"
+    config.actor.lora.rank, config.actor.fp8, config.model.dtype = 8, "blockwise", "bfloat16"
     with pytest.raises(ConfigError) as raised:
         checked(config, gap(1.0))
-    for present in ("verify_every=1", "actor.fp8=blockwise", "adapters"):
+    for present in ("verify_every=1", "actor.fp8=blockwise", "adapters", "model.float32_head=true"):
         assert present in str(raised.value)
+    assert "float32_router" not in str(raised.value)
+    routed = probable_causes(config, gap(1.0, own_routing=True))
+    assert [cause for cause in routed if "model.float32_router=true" in cause]
+    config.model.float32_head = config.model.float32_router = True
+    assert not [cause for cause in probable_causes(config, gap(1.0, own_routing=True)) if "float32_" in cause]
 
 
 def test_logp_gap_sum_of_parts_equals_the_whole() -> None:
