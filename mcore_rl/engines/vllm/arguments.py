@@ -81,7 +81,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         "async_scheduling": False,
     }
     if settings.float32_router:
-        from mcore_rl.engines.vllm.float32_routers import ADDITIONAL_CONFIG
+        from mcore_rl.engines.vllm.routers import ADDITIONAL_CONFIG
 
         arguments["additional_config"] = ADDITIONAL_CONFIG
     if config.draft != NO_DRAFTS:

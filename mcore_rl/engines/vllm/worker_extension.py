@@ -20,10 +20,9 @@ from mcore_rl.engines.vllm import (  # noqa: F401  (importing them patches vLLM)
     cpu,
     cpu_fp8,
     cpu_int4,
-    cpu_routing,
     draft_layers,
     drafts,
-    float32_routers,
+    routers,
 )
 from mcore_rl.engines.vllm.ranks import RankMethods
 from mcore_rl.engines.vllm.routing import RoutingExtension
