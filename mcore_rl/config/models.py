@@ -248,7 +248,7 @@ class TeacherConfig:
     hf_path: str | None = setting(None, path=True, hub="model")
     """Hugging Face directory of the teacher, with the policy's tokenizer. Its family and sizes may differ from the
     policy's; null: no teacher."""
-    in_advantage: float = setting(1.0, minimum=0)
+    in_advantage: float = setting(0.0, minimum=0)
     """Weight of log p_teacher - log p_old (nats) of each sampled token, which is added to the token's advantage. p_old
     is the old policy of the loss (algorithm.old_logp). 0: no such term."""
     in_loss: float = setting(0.0, minimum=0)

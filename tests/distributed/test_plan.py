@@ -116,7 +116,7 @@ def test_plan_of_recipes_fits(capsys: pytest.CaptureFixture[str], recipe: str, t
     # `make demo` creates the demos' models, with experts except for these.
     model = ["model.hf_path=configs/models/gsm8k_tiny"] if recipe.startswith("demo_") else []
     if recipe == "demo_distill_cpu.yaml":
-        model.append("teacher.hf_path=configs/models/gsm8k_tiny")
+        model += ["teacher.hf_path=configs/models/gsm8k_tiny", "teacher.in_advantage=1"]
     kind = {"demo_fsdp2_cpu.yaml": "qwen3", "demo_see_cpu.yaml": "qwen3_vl"}.get(recipe)
     if kind is not None:
         (tmp_path / "config.json").write_text(json.dumps(tiny_fields(kind)))

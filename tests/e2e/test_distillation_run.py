@@ -14,8 +14,14 @@ pytestmark = pytest.mark.slow
 
 KEYS = (
     *("reward.function=none", "reward.overlong.enable=false", "algorithm.dynamic_sampling.enable=false"),
-    *("data.val=null", "teacher.alone=true", "teacher.in_loss=0.5", "actor.optimizer.warmup_steps=0"),
-    *("actor.optimizer.lr=2e-3", "checkpoint.every_steps=0", "trainer.validate_every_steps=0", "trainer.steps=6"),
+    *("data.val=null", "teacher.alone=true", "teacher.in_advantage=1", "teacher.in_loss=0.5"),
+    *(
+        "actor.optimizer.warmup_steps=0",
+        "actor.optimizer.lr=2e-3",
+        "checkpoint.every_steps=0",
+        "trainer.validate_every_steps=0",
+        "trainer.steps=6",
+    ),
 )
 
 

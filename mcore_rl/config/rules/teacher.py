@@ -34,8 +34,9 @@ def check_teacher(config: Config) -> None:
         )
     if not teacher.in_advantage and not teacher.in_loss:
         raise ConfigError(
-            f"teacher.hf_path={teacher.hf_path} has no effect with teacher.in_advantage=0 and teacher.in_loss=0; set "
-            "one of them above 0, or teacher.hf_path to null"
+            f"teacher.hf_path={teacher.hf_path} has no effect with teacher.in_advantage=0 and teacher.in_loss=0: set "
+            "teacher.in_advantage=1 for the teacher's log-probabilities in the advantages, teacher.in_loss=1 for the "
+            "reverse KL in the loss, or teacher.hf_path to null"
         )
     if config.rollout.keep_sampling_mask:
         raise ConfigError(

@@ -9,7 +9,7 @@ from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.validation import validate_keys
 from mcore_rl.errors import ConfigError
 
-ON = ["teacher.hf_path=/teacher"]
+ON = ["teacher.hf_path=/teacher", "teacher.in_advantage=1"]
 NONE = "reward.function=none"
 
 
@@ -18,7 +18,7 @@ NONE = "reward.function=none"
     [
         (["teacher.in_loss=0.1"], r"^teacher\.in_loss=0\.1 has no effect; set teacher\.hf_path, or leave"),
         (["teacher.alone=true"], r"^teacher\.alone=True has no effect; set teacher\.hf_path"),
-        ([*ON, "teacher.in_advantage=0"], r"^teacher\.hf_path=/teacher has no effect with teacher\.in_advantage=0 and"),
+        (ON[:1], r"^teacher\.hf_path=/teacher has no effect with .*set teacher\.in_advantage=1 .*teacher\.in_loss=1"),
         ([*ON, "teacher.in_advantage=-1"], r"^teacher\.in_advantage=-1\.0 must be 0 or more"),
         ([*ON, "teacher.top_k=8"], r"^teacher\.top_k=8 has no effect; set teacher\.in_loss above 0"),
         (
