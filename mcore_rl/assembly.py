@@ -12,9 +12,11 @@ from typing import TypeVar
 import numpy as np
 
 from mcore_rl.algorithms.filters import groups_with_variance
-from mcore_rl.config.reward import NO_RULE, STEP, JudgeConfig, RewardConfig
+from mcore_rl.config.models import TeacherConfig
+from mcore_rl.config.reward import NO_RULE, STEP, RewardConfig
 from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.rollout import concurrent_episodes
+from mcore_rl.config.rules.teacher import is_on_engines, is_on_server
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import spread
 from mcore_rl.data.kept_steps.writers import ResponseWriter
@@ -42,6 +44,7 @@ from mcore_rl.runtime.roles.critic import CriticGroup, critic_role
 from mcore_rl.runtime.roles.groups import RankMap, Role, RoleGroup
 from mcore_rl.runtime.roles.judge import JudgeGroup, judge_role
 from mcore_rl.runtime.roles.reward_model import RewardModelGroup, reward_model_role
+from mcore_rl.runtime.roles.teacher import TeacherGroup, teacher_role
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.step_profiler import StepProfiler
 from mcore_rl.runtime.stops import STOPS
@@ -67,7 +70,7 @@ def assemble(
 ) -> Iterator[Run | SupervisedRun]:
     """Start all processes of the configured run and yield the run; the processes end with the block. `logs`: folder for
     their output. `show` prints start-up lines. `board` receives the work in progress."""
-    ranks, roles = _rank_map(prepared.layout), roles_of(config.judge, prepared)
+    ranks, roles = _rank_map(prepared.layout), roles_of(config, prepared)
     checking = model_check(config.model, config.actor, prepared.layout.dp, prepared.cost)
     recorder = SpanRecorder("driver")
     if board is not None:
@@ -102,7 +105,7 @@ def assemble_rollout(
     """Start the engines and graders of the run, without trainer ranks, and yield a collector that generates one batch
     per step with the weights of model.hf_path; the processes end with the block. `logs`: folder for their output.
     `show` prints start-up lines and the first grading failure."""
-    roles = roles_of(config.judge, replace(prepared, critic=None))
+    roles = roles_of(replace(config, teacher=TeacherConfig()), replace(prepared, critic=None))
     starting = launch_engines(config, prepared.data.prompts, roles, Stages(), logs=logs, show=show)
     with groups_removed(), starting as processes:
         scheduler = Scheduler(processes.engines, concurrent_episodes(config.rollout), steals=_steals(config.reward))
@@ -119,6 +122,7 @@ def assemble_update(
     """Start the trainer and critic ranks of the run, and yield what repeats an update, with a function that wraps
     trajectories for it; the processes end with the block. The other arguments are as in `assemble`."""
     roles = [] if models.critic is None else [_critic_role(models, models.critic)]
+    roles += _teacher_roles(config, models)
     with launch(config, _rank_map(models.layout), {}, roles, Stages(), logs=logs, show=show) as processes:
         recorded: dict[str, Metric] = {}
         reference, entropy, controllers = build_controllers(config, models.estimator, recorded.update)
@@ -128,6 +132,7 @@ def assemble_update(
                 actor=processes.trainers,
                 critic=_group_of(processes.groups, CriticGroup),
                 reference=reference,
+                teacher=_group_of(processes.groups, TeacherGroup),
                 entropy=entropy,
                 batch_of=recorded_batches(config, models.layout.dp, models.cost, models.estimator, recorded.update),
                 estimates_tokens=not models.estimator.per_response,
@@ -138,14 +143,20 @@ def assemble_update(
         )
 
 
-def roles_of(judge: JudgeConfig, prepared: Prepared) -> list[Role]:
+def roles_of(config: Config, prepared: Prepared) -> list[Role]:
     """Return the roles that need processes in addition to trainer ranks and engines."""
-    roles = [judge_role(judge)] if uses_judge(judge) else []
+    roles = [judge_role(config.judge)] if uses_judge(config.judge) else []
+    roles += _teacher_roles(config, prepared)
     if prepared.critic is not None:
         roles.append(_critic_role(prepared, prepared.critic))
     if prepared.reward_model is not None:
         roles.append(reward_model_role(_rank_map(prepared.reward_model)))
     return roles
+
+
+def _teacher_roles(config: Config, models: PreparedModels) -> list[Role]:
+    served = is_on_engines(config.teacher) or is_on_server(config.teacher)
+    return [teacher_role(config.teacher, models.layout.dp)] if served else []
 
 
 def _critic_role(models: PreparedModels, layout: TrainLayout) -> Role:
@@ -224,6 +235,7 @@ class _Site:
             estimates_tokens=not self.prepared.estimator.per_response,
             critic=self._group(CriticGroup),
             reference=reference,
+            teacher=self._group(TeacherGroup),
             entropy=entropy,
             logp_gap=self._logp_gap(scheduler),
             profiler=self._profiler(journal),

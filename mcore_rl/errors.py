@@ -46,6 +46,11 @@ class RewardError(McoreRLError):
     """Too many responses could not be graded; the message names the function and its first error."""
 
 
+class TeacherError(McoreRLError):
+    """A teacher's server does not answer, or its answer has no log-probabilities of the tokens that were sent; the
+    message names the server."""
+
+
 class CurriculumError(McoreRLError):
     """A user's curriculum function failed or returned invalid rows for an epoch; the message names the function, its
     file and the line."""

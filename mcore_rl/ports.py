@@ -24,8 +24,11 @@ from mcore_rl.types import (
     SavedFile,
     SavedState,
     Score,
+    ScoreRefs,
     SequenceLogp,
     TokenRefs,
+    TokenScores,
+    TokenSequence,
 )
 
 
@@ -89,6 +92,16 @@ class Engine(Protocol):
         update."""
 
     def shutdown(self) -> None: ...
+
+
+class TokenScorer(Protocol):
+    """Language model that computes the log-probabilities of given tokens."""
+
+    def score(self, sequences: Sequence[TokenSequence], top_k: int) -> list[TokenScores]:
+        """Return the scores of each sequence's tokens from its `start`, with the `top_k` most probable tokens.
+
+        Raises: TeacherError if a server does not answer; WorkerDiedError.
+        """
 
 
 class Rewarder(Protocol):
@@ -187,8 +200,9 @@ class Actor(SavedModel, Protocol):
     def reference_logp(self, handle: BatchHandle) -> BatchHandle:
         """Compute the reference policy's log-probabilities of the batch, before its updates. They stay on the ranks."""
 
-    def teacher_outputs(self, handle: BatchHandle) -> BatchHandle:
-        """Compute the teacher's probabilities of the batch, before its updates. They stay on the ranks."""
+    def teacher_outputs(self, handle: BatchHandle, scores: ScoreRefs | None) -> BatchHandle:
+        """Compute the teachers' probabilities of the batch on the ranks, before its updates, or send the `scores` of
+        Teacher.scores there. They stay on the ranks."""
 
     def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
         """Compute KL(policy, reference) times `coefficient` for a batch from `reference_logp`. The per-token values
@@ -228,6 +242,16 @@ class Critic(SavedModel, Protocol):
         """Run one optimizer step per update of the batch of `values`, towards the `returns` from Actor.estimate.
 
         Raises: NonFiniteError before the optimizer step if a loss or gradient is not finite.
+        """
+
+
+class Teacher(Protocol):
+    """Teachers of a distillation on engines or servers."""
+
+    def scores(self, batch: Batch) -> ScoreRefs:
+        """Compute the teachers' log-probabilities of every trained token; they stay in the object store.
+
+        Raises: TeacherError naming the server that does not answer.
         """
 
 

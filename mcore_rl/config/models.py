@@ -12,6 +12,8 @@ from mcore_rl.config.quantization import FP8_RECIPES, GROUPS
 
 FSDP2 = "fsdp2"
 """Value of `strategy` for transformers' own model."""
+OTHERS = ""
+"""Source of the teacher of all rows that no entry of teacher.by_source names."""
 
 
 @dataclass
@@ -241,13 +243,43 @@ class ReferenceConfig:
 
 
 @dataclass
+class TeacherSourceConfig:
+    """Teacher of the rows of one data_source, an entry of teacher.by_source."""
+
+    source: str = MISSING
+    """data_source of the rows."""
+    hf_path: str | None = setting(None, path=True, hub="model")
+    """Hugging Face directory of the teacher, like teacher.hf_path."""
+    url: str | None = None
+    """Address of a server that has the teacher, like teacher.url."""
+    served_model: str | None = None
+    """Model name on the server, like teacher.served_model."""
+
+    def key(self, name: str) -> str:
+        """Return the full key of a field, for messages."""
+        return f"teacher.{name}" if self.source == OTHERS else f"teacher.by_source, {self.source}: {name}"
+
+    @property
+    def given(self) -> str:
+        """Key and value that select the teacher, for messages."""
+        name = "url" if self.url is not None else "hf_path"
+        return f"{self.key(name)}={getattr(self, name)}"
+
+
+@dataclass
 class TeacherConfig:
     """Frozen model from which the policy learns (distillation): it computes the probabilities of the policy's own
-    responses, on the actor's ranks and in the actor's layout."""
+    responses, on the actor's ranks and in the actor's layout, on engines, or on a server."""
 
     hf_path: str | None = setting(None, path=True, hub="model")
     """Hugging Face directory of the teacher, with the policy's tokenizer. Its family and sizes may differ from the
-    policy's; null: no teacher."""
+    policy's; null: no teacher, or the one of teacher.url."""
+    url: str | None = None
+    """Address of a server that has the teacher and returns log-probabilities of given tokens, such as
+    http://host:8000/v1; null: no server."""
+    by_source: list[TeacherSourceConfig] = field(default_factory=list)
+    """List of teachers by data_source. Responses to rows of other sources learn from teacher.hf_path or teacher.url; if
+    both are null, they have no term of a teacher."""
     in_advantage: float = setting(0.0, minimum=0)
     """Weight of log p_teacher - log p_old (nats) of each sampled token, which is added to the token's advantage. p_old
     is the old policy of the loss (algorithm.old_logp). 0: no such term."""
@@ -264,3 +296,42 @@ class TeacherConfig:
     left out, and both distributions are divided by their sums over the top_k tokens."""
     offload: bool = True
     """Keep its weights in host memory except during its forward pass."""
+    num_engines: int = setting(0, minimum=0)
+    """Number of vLLM engines that compute the log-probabilities, for each teacher, each with a copy of it on teacher.tp
+    ranks; 0: the teacher runs on the actor's ranks."""
+    tp: int = setting(1, minimum=1)
+    """Tensor-parallel ranks per engine."""
+    dtype: str | None = setting(None, choices=("float32", "bfloat16"))
+    """Data type of the parameters on engines; null: model.dtype."""
+    max_concurrent_requests: int = setting(64, minimum=1)
+    """Maximum number of sequences that one engine computes at a time, or of concurrent requests to one server."""
+    max_batched_tokens: int = setting(2048, minimum=1)
+    """Maximum number of tokens in one pass of an engine. The pass has the float32 logits of one sequence at a time, 4
+    bytes per token and entry of the vocabulary."""
+    kv_cache_gib: float = setting(0.25, above=0)
+    """Size of the KV cache per engine rank on CPU; on GPUs, gpu_memory_fraction applies."""
+    gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)
+    """Fraction of a GPU's memory that an engine rank uses; see rollout.gpu_memory_fraction."""
+    enforce_eager: bool = False
+    """Run the engines without CUDA graphs and compilation; see rollout.enforce_eager."""
+    api: str = setting("vllm", choices=("vllm", "sglang", "completions"))
+    """Interface of the server. vllm: /completions with prompt_logprobs; sglang: /generate; completions: /completions
+    with echo and logprobs, which has no token ids, so that teacher.top_k is not available."""
+    served_model: str | None = None
+    """Model name on the server; null: the only model that it serves."""
+    tokenizer_path: str | None = setting(None, path=True, hub="model")
+    """Tokenizer of the server's model, a directory or a tokenizer.json file, which is compared with the policy's; null:
+    the server's texts of some tokens are compared instead."""
+    api_key_variable: str | None = None
+    """Environment variable with the server's API key, in the process that starts the run; null: no key."""
+    timeout_seconds: float = setting(120.0, above=0)
+    """Timeout of one request to the server."""
+    max_retries: int = setting(3, minimum=0, maximum=10)
+    """Number of retries of a failed request to the server, after 1, 2, 4 ... seconds, at most 8. If it still fails, the
+    run ends."""
+
+    @property
+    def entries(self) -> list[TeacherSourceConfig]:
+        """All teachers: the one for all other rows first, if there is one, with the source `OTHERS`."""
+        others = TeacherSourceConfig(OTHERS, self.hf_path, self.url, self.served_model)
+        return ([others] if self.hf_path is not None or self.url is not None else []) + self.by_source

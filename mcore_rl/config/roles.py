@@ -17,6 +17,7 @@ from mcore_rl.config.models import (
     ReferenceConfig,
     RewardModelConfig,
     TeacherConfig,
+    TeacherSourceConfig,
 )
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.schema import ModelConfig, RolloutConfig
@@ -69,8 +70,8 @@ class ModelRole(KeyNames):
         return cls("actor", "reference.hf_path", section=actor, model=own)
 
     @classmethod
-    def teacher(cls, teacher: TeacherConfig, actor: ActorConfig, model: ModelConfig) -> ModelRole:
-        """Return the teacher in the actor's layout, without the parts of the actor that belong to training."""
+    def teacher(cls, teacher: TeacherSourceConfig, actor: ActorConfig, model: ModelConfig) -> ModelRole:
+        """Return a teacher in the actor's layout, without the parts of the actor that belong to training."""
         assert teacher.hf_path is not None
         own = replace(model, hf_path=teacher.hf_path, random_init=False)
         section = replace(
@@ -82,12 +83,12 @@ class ModelRole(KeyNames):
             fp8="none",
             quantization_aware=0,
         )
-        return cls("actor", "teacher.hf_path", section=section, model=own)
+        return cls("actor", teacher.key("hf_path"), section=section, model=own)
 
     @classmethod
-    def judge(cls, engines: EngineRole) -> ModelRole:
-        """Return the judge's weights, as its engines load them: without multi-token prediction."""
-        # No key of a trained model applies to the judge, so its section has the defaults.
+    def on_engines(cls, engines: EngineRole) -> ModelRole:
+        """Return the weights of a judge or a teacher, as its engines load them: without multi-token prediction."""
+        # No key of a trained model applies to it, so its section has the defaults.
         return cls(engines.prefix, engines.checkpoint, section=ActorConfig(), model=engines.model)
 
     @classmethod
@@ -99,7 +100,7 @@ class ModelRole(KeyNames):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRole(KeyNames):
-    """A model on inference engines: the policy in the rollout, or the judge."""
+    """A model on inference engines: the policy in the rollout, the judge, or a teacher."""
 
     section: RolloutConfig
     model: ModelConfig
@@ -109,6 +110,22 @@ class EngineRole(KeyNames):
     @classmethod
     def rollout(cls, rollout: RolloutConfig, model: ModelConfig) -> EngineRole:
         return cls("rollout", section=rollout, model=model)
+
+    @classmethod
+    def teacher(
+        cls, section: TeacherConfig, teacher: TeacherSourceConfig, rollout: RolloutConfig, model: ModelConfig
+    ) -> EngineRole:
+        """Return a teacher on vLLM engines of the run, which compute the policy's sequences and one more token."""
+        assert teacher.hf_path is not None
+        shared = vars(section).keys() & vars(RolloutConfig()).keys()
+        engines = RolloutConfig(**{name: getattr(section, name) for name in shared})
+        # vLLM samples a token after every sequence that it computes.
+        longest = rollout.max_response_tokens + 1
+        engines = replace(
+            engines, engine="vllm", max_prompt_tokens=rollout.max_prompt_tokens, max_response_tokens=longest
+        )
+        own = replace(model, hf_path=teacher.hf_path, dtype=section.dtype or model.dtype, random_init=False)
+        return cls("teacher", teacher.key("hf_path"), section=engines, model=own)
 
     @classmethod
     def judge(cls, judge: JudgeConfig, rollout: RolloutConfig, model: ModelConfig) -> EngineRole:

@@ -74,7 +74,7 @@ def _print_processes(config: Config, show: Show, console: Console) -> bool:
     check_newest(run_dir)
     for line in prepared.lines:
         show(str(line))
-    guests = guests_of(roles_of(config.judge, prepared))
+    guests = guests_of(roles_of(config, prepared))
     processes = plan_processes(config, guests, with_engines=prepared.data.targets is None)
     plan = make_plan(config)
     print_plan(plan, console)

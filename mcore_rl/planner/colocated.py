@@ -4,7 +4,8 @@ The ranks of critic and reward model are processes of their own; rank i runs on 
 its state for a call and moves the parts named in its `offload` section to host memory afterwards. Their parameters come
 from Megatron's own model, like the policy's (stages.py). A value head saves its float32 input for the backward pass.
 
-A judge is an engine that sleeps except while it scores. It is counted on every GPU even if it runs only on some.
+A judge is an engine that sleeps except while it scores. It is counted on every GPU even if it runs only on some. The
+same holds for a teacher on engines.
 
 The reference has the policy's layout and parameters and runs in the same process; in a LoRA run it is the policy
 without its adapters. The teacher runs in the same process and layout, with parameters of its own. On CPU every process
@@ -13,7 +14,7 @@ has its own memory, so no memory is shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from mcore_rl.algorithms import advantage_options, estimator
@@ -22,9 +23,9 @@ from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.judge import has_judge_engines, validate_judge
 from mcore_rl.config.rules.models import base_is_reference, has_reference, uses_reward_model
-from mcore_rl.config.rules.teacher import uses_teacher
+from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks
 from mcore_rl.config.rules.validation import validate_critic, validate_reward_model
-from mcore_rl.config.schema import ClusterConfig, Config
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.megatron.model.output import PolicyModel
@@ -66,6 +67,7 @@ class ColocatedModels:
     reward_model: ColocatedRank | None = None
     judge: ColocatedRank | None = None
     teacher: ColocatedRank | None = None
+    teacher_engine: ColocatedRank | None = None
     reference: bool = False
     reference_leaves: bool = True
     staging: int = 0
@@ -85,7 +87,8 @@ class ColocatedModels:
 
     @property
     def _ranks(self) -> list[ColocatedRank]:
-        return [rank for rank in (self.critic, self.reward_model, self.judge, self.teacher) if rank is not None]
+        ranks = (self.critic, self.reward_model, self.judge, self.teacher, self.teacher_engine)
+        return [rank for rank in ranks if rank is not None]
 
 
 ALONE = ColocatedModels()
@@ -138,36 +141,64 @@ def colocated_ranks(config: Config, policy: ResolvedModel, *, cuda: bool) -> Col
         model = value_model_ranks(role, config, trained=False, cuda=cuda)
     if has_judge_engines(config.judge):
         validate_judge(config.judge, config.rollout, config.model, cuda=cuda)
-        engines = EngineRole.judge(config.judge, config.rollout, config.model)
-        hf_config, _ = policy_config(ModelRole.judge(engines))
-        check_engine_model(engines, config.algorithm, hf_config)
-        judge = _judge_rank(engines, hf_config, config.cluster, cuda=cuda)
+        judge = _sleeping_rank(EngineRole.judge(config.judge, config.rollout, config.model), config, cuda=cuda)
     teacher: tuple[ColocatedRank, ...] = ()
-    if uses_teacher(config.teacher):
-        teacher = teacher_ranks(config, resolved_teacher(config.teacher, policy), cuda=cuda)
+    teacher_engines = None
+    if is_on_ranks(config.teacher):
+        specs = [resolved_teacher(config.teacher, entry, policy) for entry in config.teacher.entries]
+        teacher = _take_turns([teacher_ranks(config, spec, cuda=cuda) for spec in specs])
+    elif is_on_engines(config.teacher):
+        teacher_engines = _widest(
+            _sleeping_rank(EngineRole.teacher(config.teacher, entry, config.rollout, config.model), config, cuda=cuda)
+            for entry in config.teacher.entries
+        )
     reference = has_reference(config) and not base_is_reference(config.actor, config.reference)
     staging = 0
     if not is_supervised(config.algorithm):
         staging = staging_bytes(config.weights, config.cluster, config.num_trainer_ranks, cuda=cuda)
     # Computed on CPU as well, for the errors, but there every process has its own memory.
     everywhere = ColocatedModels(
-        judge=judge if cuda else None, reference=reference, reference_leaves=config.reference.offload, staging=staging
+        judge=judge if cuda else None,
+        teacher_engine=teacher_engines if cuda else None,
+        reference=reference,
+        reference_leaves=config.reference.offload,
+        staging=staging,
     )
     return ColocatedRanks(critic, model, teacher, everywhere) if cuda else ColocatedRanks(everywhere=everywhere)
 
 
-def _judge_rank(role: EngineRole, hf_config: dict[str, object], cluster: ClusterConfig, *, cuda: bool) -> ColocatedRank:
-    """Compute the memory of a judge's engine rank, asleep and at work.
+def _take_turns(teachers: list[tuple[ColocatedRank, ...]]) -> tuple[ColocatedRank, ...]:
+    """Compute the memory of every rank of teachers of which one is at work at a time."""
+    of_ranks = zip(*teachers, strict=True)
+    return tuple(
+        ColocatedRank(
+            resident=(resident := sum(each.resident for each in ranks)),
+            working=resident + max(each.working - each.resident for each in ranks),
+            host_bytes=sum(each.host_bytes for each in ranks),
+        )
+        for ranks in of_ranks
+    )
 
-    Raises: ConfigError for a judge without memory for one question.
+
+def _widest(ranks: Iterable[ColocatedRank]) -> ColocatedRank:
+    """Return the rank with the highest use at work: every GPU has at most one engine of a section."""
+    return max(ranks, key=lambda rank: rank.working)
+
+
+def _sleeping_rank(role: EngineRole, config: Config, *, cuda: bool) -> ColocatedRank:
+    """Compute the memory of an engine rank of a judge or a teacher, asleep and at work.
+
+    Raises: ConfigError for a model without memory for one sequence.
     """
+    hf_config, _ = policy_config(ModelRole.on_engines(role))
+    check_engine_model(role, config.algorithm, hf_config)
     dtype, key = DTYPES[role.model.dtype], role.checkpoint
     rows, arguments = bound_rows(hf_config, dtype, key), model_arguments(hf_config, key)
-    engine = engine_rank(role.section, cluster, rows, arguments, element_bytes=dtype.itemsize, cuda=cuda)
+    engine = engine_rank(role.section, config.cluster, rows, arguments, element_bytes=dtype.itemsize, cuda=cuda)
     if engine.sequences < 1:
         raise ConfigError(
-            f"judge.gpu_memory_fraction={role.section.gpu_memory_fraction:g} (judge.kv_cache_gib on CPU) leaves no "
-            "room for one question and its answer; raise it, or judge.tp"
+            f"{role.key('gpu_memory_fraction')}={role.section.gpu_memory_fraction:g} ({role.key('kv_cache_gib')} on "
+            f"CPU) leaves no room for one sequence of it; raise it, or {role.key('tp')}"
         )
     return ColocatedRank(resident=engine.asleep_bytes, working=engine.total_bytes, host_bytes=engine.kept_bytes)
 

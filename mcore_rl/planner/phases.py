@@ -5,7 +5,7 @@
 | generate | state that is not offloaded | all of its memory | state that is not offloaded |
 | score | state that is not offloaded | asleep | forward pass of the reward model, or the judge awake |
 | logp | weights, state that is not offloaded, one forward pass | asleep | weights of the reference |
-| teacher | weights, state that is not offloaded | asleep | forward pass of the teacher |
+| teacher | weights, state that is not offloaded | asleep | forward pass of the teacher, or its engine awake |
 | critic | weights, state that is not offloaded | asleep | update of the critic |
 | update | all state, activations | asleep | state that is not offloaded |
 | sync | weights, state that is not offloaded | as asleep, weights | state that is not offloaded |
@@ -85,7 +85,8 @@ def rank_phases(
         "generate": resident + others + (engine.total_bytes if shared else 0),
         "score": max(at_work(models.reward_model, resident), at_work(models.judge, resident)),
         "logp": state.weights_bytes + kept + forward + asleep + models.resident + reference,
-        "teacher": at_work(models.teacher, state.weights_bytes + kept),
+        # Engines score before the ranks load their state for the step.
+        "teacher": max(at_work(models.teacher, state.weights_bytes + kept), at_work(models.teacher_engine, resident)),
         "critic": at_work(models.critic, state.weights_bytes + kept),
         # The activations are freed before the optimizer step.
         "update": state.total_bytes + max(update, state.piece_bytes) + asleep + others,

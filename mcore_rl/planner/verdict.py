@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.models import FSDP2, ActorConfig
+from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks
 from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
 from mcore_rl.planner.engine import GIB, EngineRank, longest_sequence
 from mcore_rl.planner.host_memory import HostMemory, fullest_node
@@ -80,7 +81,7 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
     away = _not_offloaded("actor", config.actor)
     if "critic" in phases.by_name and phase != "critic":
         away += _not_offloaded("critic", config.critic)
-    if "teacher" in phases.by_name and not config.teacher.offload:
+    if is_on_ranks(config.teacher) and not config.teacher.offload:
         away.append("teacher.offload=true")
     if phase in ("critic", "score"):
         section: ActorConfig
@@ -92,6 +93,8 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
         steps.append(f"a higher {axes}")
     elif phase in ("generate", "sync"):
         steps = [*away, "a lower rollout.gpu_memory_fraction" if phase == "generate" else "a higher rollout.tp"]
+    elif phase == "teacher" and is_on_engines(config.teacher):
+        steps = [*away, "a lower teacher.gpu_memory_fraction"]
     else:
         longest = longest_sequence(config.rollout)
         steps = [] if phase == "teacher" or config.actor.recompute == "full" else ["actor.recompute=full"]

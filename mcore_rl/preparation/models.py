@@ -174,9 +174,9 @@ def check_judge(
     score_reader(judge)
     if has_judge_engines(judge):
         engines = EngineRole.judge(judge, rollout, model)
-        hf_config, _ = policy_config(ModelRole.judge(engines))
+        hf_config, _ = policy_config(ModelRole.on_engines(engines))
         check_engine_model(engines, algorithm, hf_config)
-        check_weights(ModelRole.judge(engines))
+        check_weights(ModelRole.on_engines(engines))
     if (path := judge.tokenizer_path or judge.hf_path) is not None:
         key = "judge.tokenizer_path"
         tokenizer = load_tokenizer(path, key)

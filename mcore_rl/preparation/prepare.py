@@ -54,7 +54,7 @@ from mcore_rl.rollout.tools.parsers import ToolCallParser
 from mcore_rl.rollout.tools.toolbox import check_tools
 from mcore_rl.sandbox.check import check_sandbox
 from mcore_rl.trainer.batches import response_filter
-from mcore_rl.trainer.sources import Sources, check_sources
+from mcore_rl.trainer.sources import Sources, check_sources, check_teacher_sources
 from mcore_rl.trainer.validation import ValidationParts, validation_parts
 from mcore_rl.types.json import JsonObject
 from mcore_rl.vision.processor import ImageProcessor
@@ -121,10 +121,10 @@ def prepare_models(config: Config) -> PreparedModels:
 
     Raises: ConfigError for the first setting that cannot work.
     """
-    if config.algorithm.uses_sources:
+    if config.algorithm.uses_sources or config.teacher.by_source:
         raise ConfigError(
-            "algorithm.per_source and algorithm.baseline=source need the training data, which is not read to repeat an "
-            "update; remove them"
+            "algorithm.per_source, algorithm.baseline=source and teacher.by_source need the training data, which is "
+            "not read to repeat an update; remove them"
         )
     return _prepare_models(config, _policy(config))
 
@@ -193,8 +193,11 @@ def prepare(config: Config) -> Prepared:
     notes = [*data.notes, *(overridden_fields(config.model, spec.hf_config) if needs.advantages else [])]
     notes += _try_rewards(config.reward, data.prompts, multi_turn=has_turns(config.rollout))
     lines: tuple[LoadReport | str, ...] = (*data.reports, *notes)
-    sources = Sources.of(data.prompts["train"].columns["data_source"]) if algorithm.uses_sources else None
+    sources = None
+    if algorithm.uses_sources or config.teacher.by_source:
+        sources = Sources.of(data.prompts["train"].columns["data_source"])
     check_sources(algorithm, sources)
+    check_teacher_sources(config.teacher, sources)
     return Prepared(**vars(models), reward_model=reward_model, data=data, sampler=sampler, lines=lines, sources=sources)
 
 

@@ -1,28 +1,36 @@
-"""Checks of the teacher of a distillation run before it is built."""
+"""Checks of the teachers of a distillation run before they are built."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mcore_rl.algorithms import Estimator
-from mcore_rl.config.roles import EngineRole
-from mcore_rl.config.rules.teacher import replaces_rewards, uses_teacher
-from mcore_rl.config.rules.validation import check_positions
+from mcore_rl.config.models import TeacherSourceConfig
+from mcore_rl.config.roles import EngineRole, ModelRole
+from mcore_rl.config.rules.teacher import is_on_engines, replaces_rewards, server_key, uses_teacher
+from mcore_rl.config.rules.validation import check_engine_sizes, check_positions
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.engines.server.client import ServerScorer, connect, served_models, try_server
 from mcore_rl.errors import ConfigError
 from mcore_rl.preparation.models import check_implementation, check_weights
-from mcore_rl.resolved.model import ResolvedModel
-from mcore_rl.resolved.teacher import resolved_teacher
+from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
+from mcore_rl.resolved.teacher import check_vocabulary_sizes, resolved_teacher
+from mcore_rl.types import TokenSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KEY = "teacher.hf_path"
+PROBED_TOKENS = 256
+"""Number of tokens whose texts are compared with a server's, at most."""
 
 
 def check_teacher(config: Config, policy: ResolvedModel, estimator: Estimator) -> None:
-    """Check the teacher's layout and weights, if the run has one. Reads headers of weight files.
+    """Check layouts, sizes and weights of the run's teachers, if it has any. Reads headers of weight files.
 
     Raises: ConfigError.
     """
@@ -34,29 +42,129 @@ def check_teacher(config: Config, policy: ResolvedModel, estimator: Estimator) -
             f"teacher.alone=true drops the advantages of algorithm.advantage={advantage}, whose critic would be "
             "trained for nothing; set algorithm.advantage to an estimator without a critic, such as grpo"
         )
-    spec = resolved_teacher(teacher, policy)
-    check_implementation(config.cluster, spec)
-    check_positions(EngineRole.rollout(config.rollout, config.model), spec.hf_config, f"{KEY}'s")
-    check_weights(spec.role)
+    for entry in teacher.entries:
+        if entry.url is not None:
+            _check_served(config, policy, entry)
+        elif is_on_engines(teacher):
+            _check_engines(config, policy, entry)
+        else:
+            spec = resolved_teacher(teacher, entry, policy)
+            check_implementation(config.cluster, spec)
+            rollout = EngineRole.rollout(config.rollout, config.model)
+            check_positions(rollout, spec.hf_config, f"{entry.key('hf_path')}'s")
+            check_weights(spec.role)
+
+
+def _check_engines(config: Config, policy: ResolvedModel, entry: TeacherSourceConfig) -> None:
+    _check_served(config, policy, entry)
+    role = EngineRole.teacher(config.teacher, entry, config.rollout, config.model)
+    weights = ModelRole.on_engines(role)
+    hf_config, _ = policy_config(weights)
+    sizes = model_arguments(hf_config, role.checkpoint)
+    if sizes.vision is not None:
+        raise ConfigError(
+            f"{entry.given}: the teacher has a vision tower, and teachers read texts only; set it to null"
+        )
+    check_vocabulary_sizes(config.teacher, entry, sizes.vocab_size, policy.arguments.vocab_size)
+    # Before check_engine_sizes, which would name keys of the section teacher.
+    longer = replace(config.rollout, max_response_tokens=config.rollout.max_response_tokens + 1)
+    whose = f"{role.checkpoint}'s (vLLM samples one more token)"
+    check_positions(EngineRole.rollout(longer, config.model), hf_config, whose)
+    check_engine_sizes(role, hf_config, cuda=config.cluster.uses_cuda)
+    check_engine_model(role, config.algorithm, hf_config)
+    check_weights(weights)
+
+
+def _check_served(config: Config, policy: ResolvedModel, entry: TeacherSourceConfig) -> None:
+    if policy.arguments.vision is not None:
+        raise ConfigError(
+            f"{entry.given}: model.hf_path has a vision tower, and teachers read texts only; set it to null"
+        )
+    if config.teacher.top_k >= policy.arguments.vocab_size:
+        raise ConfigError(
+            f"teacher.top_k={config.teacher.top_k} must be below the {policy.arguments.vocab_size} tokens of the "
+            "vocabulary; lower it"
+        )
 
 
 def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Require that the teacher, if the run has one, has the tokens of the policy's tokenizer with the same ids.
+    """Require that the teachers, if the run has any, have the tokens of the policy's tokenizer with the same ids.
 
-    Chat templates may differ: the teacher reads the policy's tokens.
+    Chat templates may differ: the teachers read the policy's tokens. A server is asked for log-probabilities of some
+    tokens; without teacher.tokenizer_path, its texts of them are compared with the policy's.
 
-    Raises: ConfigError naming the first different token.
+    Raises: ConfigError naming the first different token, or the server that does not answer.
     """
-    if not uses_teacher(config.teacher):
-        return
-    path = str(config.teacher.hf_path)
-    ours, theirs = tokenizer.get_vocab(), load_tokenizer(path, KEY).get_vocab()
+    ours = tokenizer.get_vocab()
+    for entry in config.teacher.entries:
+        if entry.url is None:
+            _compare(ours, str(entry.hf_path), entry.key("hf_path"))
+    if (path := config.teacher.tokenizer_path) is not None:
+        _compare(ours, path, "teacher.tokenizer_path")
+    for entry in config.teacher.entries:
+        if entry.url is not None:
+            _check_server(config, entry, tokenizer)
+
+
+def _compare(ours: dict[str, int], path: str, key: str) -> None:
+    theirs = load_tokenizer(path, key).get_vocab()
     if ours == theirs:
         return
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     first = different[0]
     numbers = [f"id {ids[first]}" if first in ids else "no id" for ids in (ours, theirs)]
     raise ConfigError(
-        f"{KEY}={path} has another vocabulary than the policy: {len(different)} tokens differ, such as {first!r} with "
+        f"{key}={path} has another vocabulary than the policy: {len(different)} tokens differ, such as {first!r} with "
         f"{numbers[0]} for the policy and {numbers[1]} for the teacher; set it to a model with the policy's tokenizer"
     )
+
+
+def _check_server(config: Config, entry: TeacherSourceConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a server computes sequences as long as the run's, and knows the policy's tokens."""
+    teacher, rollout = config.teacher, config.rollout
+    key = server_key(teacher)
+    scorer = connect(teacher, entry, key)
+    # Servers sample a token after the sequence.
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens + 1
+    limits = {} if teacher.api == "sglang" else dict(served_models(teacher, entry, key))
+    limit = limits.get(scorer.model)
+    if limit is not None and limit < longest:
+        raise ConfigError(
+            f"{entry.given}: the server's model reads sequences of up to {limit} tokens, and rollout.max_prompt_tokens "
+            f"+ rollout.max_response_tokens + 1 = {longest}; lower them, or start the server with a larger limit"
+        )
+    _compare_texts(scorer, tokenizer, min(longest - 1, limit or longest), compare=teacher.tokenizer_path is None)
+
+
+def _compare_texts(scorer: ServerScorer, tokenizer: PreTrainedTokenizerBase, longest: int, *, compare: bool) -> None:
+    """Send tokens from the whole vocabulary, in pieces of `longest`, and with `compare` compare the server's text of
+    each with the policy's."""
+    ids = np.unique(np.linspace(0, len(tokenizer) - 1, PROBED_TOKENS).astype(np.int32))
+    compared = 0
+    for piece in np.array_split(ids, -(-len(ids) // (longest - 1))):
+        # The first token has no log-probability.
+        sequence = TokenSequence(np.concatenate([ids[:1], piece]), 1)
+        answer = try_server(scorer, sequence, scorer.config.top_k)
+        if not np.isfinite(answer.scores.logp).all():
+            raise ConfigError(
+                f"{scorer.entry.given} returned log-probabilities of tokens {piece[0]} to {piece[-1]} that are not "
+                "finite; set it to a server with the policy's vocabulary"
+            )
+        if not compare:
+            continue
+        for token, theirs in zip(piece.tolist(), answer.texts, strict=True):
+            text = tokenizer.decode([token])
+            # Servers write incomplete characters and special tokens in their own ways.
+            if theirs is None or token in tokenizer.all_special_ids or not text.strip() or not text.isascii():
+                continue
+            compared += 1
+            if theirs.strip() != text.strip():
+                raise ConfigError(
+                    f"{scorer.entry.given} has another vocabulary than the policy: token {token} is {text!r} for the "
+                    f"policy and {theirs!r} for the teacher; set it to a server with the policy's tokenizer"
+                )
+    if compare and not compared:
+        raise ConfigError(
+            f"{scorer.entry.given} returns no texts of tokens, so its vocabulary is unknown; set "
+            "teacher.tokenizer_path to the tokenizer of the server's model"
+        )

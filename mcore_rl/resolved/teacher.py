@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mcore_rl.config.models import TeacherConfig
+from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import ResolvedModel, policy_config
 
 
-def resolved_teacher(teacher: TeacherConfig, policy: ResolvedModel) -> ResolvedModel:
-    """Resolve the teacher in the process groups of the policy's ranks.
+def resolved_teacher(teacher: TeacherConfig, entry: TeacherSourceConfig, policy: ResolvedModel) -> ResolvedModel:
+    """Resolve the teacher of an entry in the process groups of the policy's ranks.
 
     A teacher without experts does not use the groups of actor.parallel.ep and etp, so it needs no such axis.
 
-    Raises: ConfigError naming teacher.hf_path for a model that the policy's layout does not divide, or whose vocabulary
-    or inputs differ from the policy's.
+    Raises: ConfigError naming the teacher's key for a model that the policy's layout does not divide, or whose
+    vocabulary or inputs differ from the policy's.
     """
-    role = ModelRole.teacher(teacher, policy.role.section, policy.role.model)
-    given = f"teacher.hf_path={teacher.hf_path}"
+    role, given = ModelRole.teacher(entry, policy.role.section, policy.role.model), entry.given
     sizes = model_arguments(policy_config(role)[0], role.checkpoint)
     if sizes.vision is not None or policy.arguments.vision is not None:
         which = "the teacher" if sizes.vision is not None else "model.hf_path"
@@ -37,17 +36,17 @@ def resolved_teacher(teacher: TeacherConfig, policy: ResolvedModel) -> ResolvedM
             f"{given} has experts that are divided over {spec.layout.etp} ranks, and the actor's ranks form groups of "
             f"{policy.layout.etp}; set actor.parallel.etp={spec.layout.etp}"
         )
-    _check_sizes(teacher, spec, policy)
+    check_vocabulary_sizes(teacher, entry, spec.arguments.vocab_size, policy.arguments.vocab_size)
     return spec
 
 
-def _check_sizes(teacher: TeacherConfig, spec: ResolvedModel, policy: ResolvedModel) -> None:
-    """Require that the teacher has a probability for every token of the policy, and for the KL also the reverse.
+def check_vocabulary_sizes(teacher: TeacherConfig, entry: TeacherSourceConfig, theirs: int, ours: int) -> None:
+    """Require that a teacher (vocab_size `theirs`) has a probability for every token of the policy (`ours`), and for
+    the KL also the reverse.
 
     Published checkpoints of one tokenizer differ in the number of padding rows of their embeddings (vocab_size).
     """
-    ours, theirs = policy.arguments.vocab_size, spec.arguments.vocab_size
-    given = f"teacher.hf_path={teacher.hf_path}"
+    given = entry.given
     if theirs < ours:
         raise ConfigError(
             f"{given} has vocab_size {theirs} in config.json, and the policy {ours}: tokens of the policy would have "
@@ -56,7 +55,7 @@ def _check_sizes(teacher: TeacherConfig, spec: ResolvedModel, policy: ResolvedMo
     if teacher.in_loss and theirs != ours:
         raise ConfigError(
             f"teacher.in_loss={teacher.in_loss} compares distributions over one vocabulary, but {given} has vocab_size "
-            f"{theirs} in config.json, and the policy {ours}; set teacher.in_loss=0, which leaves teacher.in_advantage"
+            f"{theirs} in config.json, and the policy {ours}; set teacher.in_loss=0 and teacher.in_advantage=1"
         )
     if teacher.top_k >= ours:
         raise ConfigError(

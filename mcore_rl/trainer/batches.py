@@ -35,7 +35,7 @@ from mcore_rl.trainer.diagnostics import (
     describe_groups,
     describe_lengths,
 )
-from mcore_rl.trainer.sources import SourceRules, Sources
+from mcore_rl.trainer.sources import SourceRules, Sources, teacher_numbers
 from mcore_rl.types import Batch, Groups, Max, Mean, Metric, RolloutScalars, Total
 
 BatchBuilder = Callable[[Groups, int, int], Batch]
@@ -99,7 +99,7 @@ def batch_builder(
         schedule = UpdateSchedule(
             config.trainer.prompts_per_update, config.trainer.update_epochs, dp_size, (config.run.seed, step), cost
         )
-        return build_batch(
+        batch = build_batch(
             groups.chunks,
             kept,
             advantages=advantages,
@@ -109,6 +109,9 @@ def batch_builder(
             loss_factors=rules.loss_weights(kept.prompt_rows),
             version=version,
         )
+        if sources is None or not config.teacher.by_source:
+            return batch
+        return replace(batch, teachers=teacher_numbers(config.teacher, sources, kept.prompt_rows))
 
     return build
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from mcore_rl.algorithms.entropy_controller import EntropyController
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import CheckpointError
-from mcore_rl.ports import Actor, Critic
+from mcore_rl.ports import Actor, Critic, Teacher
 from mcore_rl.trainer.checkpoints import Checkpoints, split_files
 from mcore_rl.trainer.reference import CONTROLLERS, Reference
 from mcore_rl.trainer.run import GROUPS, Stateful, load_actor_and_critic
@@ -29,6 +29,7 @@ class Repetition:
     actor: Actor
     critic: Critic | None
     reference: Reference | None
+    teacher: Teacher | None
     entropy: EntropyController | None
     batch_of: Callable[[Groups, int, int], Batch]
     estimates_tokens: bool

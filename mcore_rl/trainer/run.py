@@ -11,7 +11,7 @@ from typing import Protocol
 from mcore_rl.algorithms.entropy_controller import EntropyController
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
-from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Validator
+from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Teacher, Validator
 from mcore_rl.trainer.checkpoints import Checkpoints, CheckpointState, JoinedSave, split_files
 from mcore_rl.trainer.logp_gap import LogpGapCheck
 from mcore_rl.trainer.reference import CONTROLLERS, Reference
@@ -133,6 +133,8 @@ class Run(TrainingRun):
     estimates_tokens: bool = False
     """True if the ranks compute per-token advantages; otherwise batch_of computes one per response."""
     reference: Reference | None = None
+    teacher: Teacher | None = None
+    """Teachers on engines or servers; None for teachers on the actor's ranks."""
     entropy: EntropyController | None = None
     """Controller of the entropy bonus; None if its coefficient is fixed."""
     logp_gap: LogpGapCheck | None = None

@@ -10,6 +10,7 @@ import numpy as np
 
 from mcore_rl.algorithms import Estimator, advantage_options, estimator
 from mcore_rl.config.algorithm import AlgorithmConfig, SourceConfig
+from mcore_rl.config.models import OTHERS, TeacherConfig
 from mcore_rl.errors import ConfigError
 
 MAX_LISTED = 20
@@ -66,6 +67,32 @@ class SourceRules:
         return [*of_sources, (self.algorithm, rest)]
 
 
+def teacher_numbers(teacher: TeacherConfig, sources: Sources, prompt_rows: np.ndarray) -> np.ndarray:
+    """Return the number of the teacher of each response in TeacherConfig.entries, -1 without one.
+
+    Shapes: int64 [B] -> int32 [B].
+    """
+    numbers = {entry.source: number for number, entry in enumerate(teacher.entries)}
+    others = numbers.get(OTHERS, -1)
+    of_sources = np.array([numbers.get(name, others) for name in sources.names], np.int32)
+    return of_sources[sources.of_rows[prompt_rows]]
+
+
+def check_teacher_sources(teacher: TeacherConfig, sources: Sources | None) -> None:
+    """Check that teacher.by_source names sources of the training data.
+
+    Raises: ConfigError naming the source.
+    """
+    for entry in teacher.by_source:
+        _check_known(f"teacher.by_source, {entry.source}", entry.source, sources)
+
+
+def _check_known(key: str, source: str, sources: Sources | None) -> None:
+    if sources is not None and source not in sources.names:
+        known = ", ".join(sources.names[:MAX_LISTED]) + (", ..." if len(sources.names) > MAX_LISTED else "")
+        raise ConfigError(f"{key}: data.train has no row with this data_source; it has: {known}")
+
+
 def of_source(algorithm: AlgorithmConfig, entry: SourceConfig) -> AlgorithmConfig:
     """Return the settings of the advantages of a source. An entry that names an estimator has only its own options; one
     without uses the estimator of all sources and its other options."""
@@ -103,9 +130,7 @@ def check_sources(algorithm: AlgorithmConfig, sources: Sources | None = None) ->
         )
     for entry in algorithm.per_source:
         key = f"algorithm.per_source, {entry.source}"
-        if sources is not None and entry.source not in sources.names:
-            known = ", ".join(sources.names[:MAX_LISTED]) + (", ..." if len(sources.names) > MAX_LISTED else "")
-            raise ConfigError(f"{key}: data.train has no row with this data_source; it has: {known}")
+        _check_known(key, entry.source, sources)
         if not entry.has_estimator:
             continue
         for settings in (algorithm, of_source(algorithm, entry)):

@@ -9,7 +9,7 @@ from typing import Protocol
 from mcore_rl.algorithms.entropy_controller import EntropyController
 from mcore_rl.config.rules.teacher import uses_teacher
 from mcore_rl.config.schema import Config
-from mcore_rl.ports import Actor, Critic
+from mcore_rl.ports import Actor, Critic, Teacher
 from mcore_rl.trainer.reference import Reference
 from mcore_rl.types import Batch, BatchHandle, Groups, Mean, Metric, merge_metrics
 
@@ -30,6 +30,9 @@ class UpdateParts(Protocol):
     def reference(self) -> Reference | None: ...
 
     @property
+    def teacher(self) -> Teacher | None: ...
+
+    @property
     def entropy(self) -> EntropyController | None: ...
 
     @property
@@ -46,11 +49,13 @@ def update_models(run: UpdateParts, groups: Groups, step: int, version: int) -> 
     Raises: NonFiniteError before an optimizer step with non-finite values.
     """
     batch = run.batch_of(groups, step, version)
+    # First: engines that share GPUs with the ranks need the memory that later passes use.
+    scores = run.teacher.scores(batch) if run.teacher is not None else None
     logp = run.actor.recompute_logp(batch)  # returns a handle; the tensors stay on the ranks
     if run.reference is not None:
         logp = run.reference.apply(run.actor, groups, logp)
     if uses_teacher(run.config.teacher):
-        logp = run.actor.teacher_outputs(logp)
+        logp = run.actor.teacher_outputs(logp, scores)
     # Per-token estimators run here, with the critic's values and the reference's KL; others ran in batch_of.
     logp, critic = estimate(run, logp)
     update: dict[str, Metric] = {}

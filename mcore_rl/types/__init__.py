@@ -42,6 +42,7 @@ from mcore_rl.types.rollout import (
     Groups,
     RolloutResult,
     RolloutTask,
+    ScoreRefs,
     TokenRefs,
     Trajectory,
     extra_of_turns,
@@ -49,5 +50,6 @@ from mcore_rl.types.rollout import (
 from mcore_rl.types.saved import SavedFile, SavedState
 from mcore_rl.types.sequences import SequenceLogp, SequenceSums
 from mcore_rl.types.token_column import TokenColumn
+from mcore_rl.types.token_scores import ScoreColumn, TokenScores, TokenSequence
 from mcore_rl.types.token_sets import TokenSets
 from mcore_rl.types.vision import ImageSource, PromptImages

@@ -274,6 +274,7 @@ class Batch:
     version: weight version at the start of the first update; no token was sampled with a newer one.
     loss_weights[b] multiplies every trained token of response b, such that the plain sum over all tokens of all ranks
     is the aggregated loss. Ranks need no counts from each other.
+    teachers: int32 [B], number of each response's teacher in TeacherConfig.entries, -1 for none; None: 0 for all.
     """
 
     chunks: tuple[BuffersRef, ...]
@@ -288,6 +289,7 @@ class Batch:
     dp_ranks: np.ndarray
     updates: tuple[np.ndarray, ...]
     version: int = 0
+    teachers: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)

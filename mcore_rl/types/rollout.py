@@ -186,6 +186,13 @@ class TokenRefs:
         return tuple(self.columns[part] for part in matching(dp_rank, num_dp_ranks, len(self.columns)))
 
 
+@dataclass(frozen=True)
+class ScoreRefs:
+    """References to ScoreColumns in the object store, by data-parallel rank of the actor."""
+
+    by_rank: tuple[tuple[object, ...], ...]
+
+
 def matching(dp_rank: int, num_dp_ranks: int, others: int) -> range:
     """Return the ranks of a group of `others` ranks that share samples with `dp_rank`. The larger group is divided into
     runs of equal length."""

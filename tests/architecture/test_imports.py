@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "planner": {"config", "resolved", "algorithms", "model_converters", "megatron", "weights"},
     "preparation": {
         *("types", "config", "resolved", "data", "algorithms", "rewards", "rollout", "sandbox", "trainer", "megatron"),
-        *("model_converters", "remote", "vision"),
+        *("model_converters", "remote", "vision", "engines"),
     },
     "runtime": {
         *("types", "config", "resolved", "ports", "data", "megatron", "engines", "rollout", "weights", "rewards"),

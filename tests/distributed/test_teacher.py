@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.types import merge_metrics
+from mcore_rl.config.models import TeacherSourceConfig
+from mcore_rl.types import ScoreColumn, TokenScores, merge_metrics
 from tests.distributed import policy_batch
 from tests.distributed.gradient_oracle import ONE_MICROBATCH, SMALL, case_parameters, check_gradients, launch_cases
 from tests.tiny_models import checkpoint_tensors, write_tiny_model
@@ -28,7 +29,11 @@ TERMS: dict[str, dict[str, Any]] = {
     "bucket": {"in_advantage": 0.0, "in_loss": 0.4, "top_k": K},
     "renormalize": {"in_advantage": 0.0, "in_loss": 0.4, "top_k": K, "rest": "renormalize"},
     "both": {"in_advantage": 0.7, "in_loss": 0.4, "top_k": K},
+    "sources": {"in_advantage": 0.7, "in_loss": 0.4},
+    "served": {"in_advantage": 0.7, "in_loss": 0.4, "top_k": K},
 }
+TEACHERS_OF = np.array([1, 0, 0, 0, -1, 0, 1, 0, 0], np.int32)
+"""Teacher of each sample in the term "sources": the second one has the policy's own weights, -1 none."""
 Case = tuple[str, dict[str, Any], int]
 CASES: dict[int, dict[str, Case]] = {
     1: {"moe": ("moe", {}, ONE_MICROBATCH)},
@@ -64,12 +69,12 @@ class _Expected:
         self.policy = policy_batch.reference_model(directory)
         teacher = policy_batch.reference_model(f"{directory} teacher")
         with torch.no_grad():
-            self.log_q = {s: _log_p(teacher, s) for s in SAMPLES}
-            self.at_tokens = {s: policy_batch.reference_logp(teacher, s)[0] for s in SAMPLES}
             logp = {s: policy_batch.reference_logp(self.policy, s)[0] for s in SAMPLES}
+            self.log_q = [{s: _log_p(model, s) for s in SAMPLES} for model in (teacher, self.policy)]
+            self.at_tokens = [{s: policy_batch.reference_logp(teacher, s)[0] for s in SAMPLES}, logp]
         self.old = {s: logp[s] + torch.from_numpy(policy_batch.drift(s)).double() for s in SAMPLES}
 
-    def update(self, terms: dict[str, Any]) -> tuple[float, float, dict[str, torch.Tensor]]:
+    def update(self, name: str, terms: dict[str, Any]) -> tuple[float, float, dict[str, torch.Tensor]]:
         """Return loss, mean of the KL in the loss, and gradients by HF name."""
         weights, rewards = policy_batch.loss_weights(SAMPLES).astype(float), policy_batch.advantages().astype(float)
         total, kls = torch.zeros((), dtype=torch.float64), []
@@ -79,11 +84,17 @@ class _Expected:
             logp = policy_batch.reference_logp(self.policy, sample)[0]
             entropy = -(log_p.exp() * log_p).sum(1)
             advantage = torch.full_like(logp.detach(), 0.0 if terms.get("alone") else rewards[sample])
-            advantage = advantage + terms["in_advantage"] * (self.at_tokens[sample] - self.old[sample])
-            kl = _kl(log_p, self.log_q[sample], terms)
-            loss = _ppo(logp, self.old[sample], advantage) + terms.get("in_loss", 0.0) * kl
+            number = int(TEACHERS_OF[sample]) if name == "sources" else 0
+            at_tokens, kl = self.at_tokens[number][sample], _kl(log_p, self.log_q[number][sample], terms)
+            if name == "served":
+                scores = served(sample)
+                at_tokens, ids = torch.from_numpy(scores.logp), torch.from_numpy(scores.top_ids).long()
+                kl = _distance(_outcomes(log_p.exp().gather(1, ids)), torch.from_numpy(scores.top_logp))
+            if number >= 0:
+                advantage = advantage + terms["in_advantage"] * (at_tokens - self.old[sample])
+                kls.append(kl.detach())
+            loss = _ppo(logp, self.old[sample], advantage) + terms.get("in_loss", 0.0) * (kl if number >= 0 else 0)
             total = total + weights[sample] * (loss - policy_batch.ENTROPY_COEFFICIENT * entropy).sum()
-            kls.append(kl.detach())
         total.backward()
         gradients = {name: parameter.grad for name, parameter in self.policy.named_parameters()}
         return float(total.detach()), float(torch.cat(kls).mean()), checkpoint_tensors(self.policy, gradients)
@@ -106,6 +117,23 @@ def _ppo(logp: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torc
     return torch.where(advantage < 0, torch.minimum(loss, -advantage * policy_batch.DUAL_CLIP), loss)
 
 
+def served(sample: int) -> TokenScores:
+    """Random answer of a server, with the most probable tokens in its own order."""
+    count, generator = int(policy_batch.trained(sample).sum()), np.random.default_rng(600 + sample)
+    ids = np.stack([generator.permutation(policy_batch.VOCABULARY)[:K] for _ in range(count)])
+    parts = np.log(generator.dirichlet(np.ones(K + 1), count))
+    return TokenScores.of(generator.normal(-4, 1, count), ids, parts[:, :K])
+
+
+def _outcomes(probabilities: torch.Tensor) -> torch.Tensor:
+    """Add the probability of all other tokens."""
+    return torch.cat((probabilities, 1 - probabilities.sum(1, keepdim=True)), 1)
+
+
+def _distance(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    return (p * (p.log() - log_q)).sum(1)
+
+
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor, terms: dict[str, Any]) -> torch.Tensor:
     if k := terms.get("top_k"):
         best = log_q.topk(k).indices
@@ -113,9 +141,9 @@ def _kl(log_p: torch.Tensor, log_q: torch.Tensor, terms: dict[str, Any]) -> torc
         if terms.get("rest") == "renormalize":
             p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
         else:
-            p, q = (torch.cat((part, 1 - part.sum(1, keepdim=True)), 1) for part in (p, q))
-        log_p, log_q = p.log(), q.log()
-    return (log_p.exp() * (log_p - log_q)).sum(1)
+            p, q = _outcomes(p), _outcomes(q)
+        return _distance(p, q.log())
+    return _distance(log_p.exp(), log_q)
 
 
 def _measure(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> dict[str, Any]:
@@ -128,18 +156,24 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
 
     config = policy_batch.config(directories[model], parallel, tokens)
     config.teacher.hf_path = directories[f"{model} teacher"]
+    config.teacher.by_source = [TeacherSourceConfig("own", directories[model])]
     actor = policy_batch.build_actor(config)
     # Like a second update, with old log-probabilities.
     shares, chunks = policy_batch.shares(actor)[::-1], policy_batch.chunks()
     found: dict[str, Any] = {}
+    teachers = actor.teachers
+    column = ScoreColumn.of({sample: served(sample) for sample in range(len(policy_batch.PROMPTS))})
     for name, terms in TERMS.items():
         section = replace(config.teacher, **terms)
+        actor.teachers = [] if name == "served" else teachers
         actor.objective = Objective.from_config(replace(config, teacher=section), actor.group, actor.context)
-        actor.teacher.section, actor.teacher.terms = section, Distillation(section)
+        for teacher in teachers:
+            teacher.section, teacher.terms = section, Distillation(section)
         batch, _ = actor.recompute_logp(shares, chunks)
         for sample, logp in batch.old_logp.items():
             logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
-        batch = actor.teacher_outputs(batch)
+        chosen = TEACHERS_OF if name == "sources" else None
+        batch = actor.teacher_outputs(batch, chosen, [column] if name == "served" else [])
         with policy_batch.complete_gradients(actor):
             _, reports = actor.accumulate_gradients(batch, 1)
         found[name] = {
@@ -151,7 +185,7 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
                 for s, logp in batch.teacher.logp.items()
             },
         }
-    found["memory"] = actor.teacher.memory.released_bytes
+    found["memory"] = teachers[0].memory.released_bytes
     return found
 
 
@@ -159,7 +193,7 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
 def expected(directories: dict[str, str]) -> dict[str, dict[str, Any]]:
     wanted = {name: _Expected(directories[name]) for name in POLICIES}
     return {
-        name: {"logp": each.at_tokens} | {term: each.update(terms) for term, terms in TERMS.items()}
+        name: {"logp": each.at_tokens[0]} | {term: each.update(term, terms) for term, terms in TERMS.items()}
         for name, each in wanted.items()
     }
 
@@ -194,7 +228,11 @@ def test_teacher_term_loss_and_gradients_equal_float64(
     assert ("distillation/kl_loss" in metrics) == ("in_loss" in TERMS[term])
     if "in_loss" in TERMS[term]:
         assert metrics["distillation/kl_loss"].value == pytest.approx(kl, rel=1e-4)
-        assert metrics["distillation/kl_loss"].count == sum(policy_batch.trained(s).sum() for s in SAMPLES)
+        counts = {s: int(policy_batch.trained(s).sum()) for s in SAMPLES}
+        untaught = sum(counts[s] for s in SAMPLES if term == "sources" and TEACHERS_OF[s] < 0)
+        assert metrics["distillation/kl_loss"].count == sum(counts.values()) - untaught
+        found = metrics["distillation/untaught_fraction"]
+        assert (found.total, found.count) == (untaught, sum(counts.values()))
 
 
 def test_teacher_terms_have_different_gradients(expected: dict[str, dict[str, Any]]) -> None:

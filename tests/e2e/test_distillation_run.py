@@ -35,10 +35,11 @@ def other(task: Path) -> Path:
     return directory
 
 
-def test_teacher_equal_to_the_policy_gives_no_signal(task: Path) -> None:
+def test_teacher_on_engines_equal_to_the_policy_gives_no_signal(task: Path) -> None:
     run = task.parent / "same"
     keys = (*KEYS, *ONE_RANK, f"teacher.hf_path={task.parent / 'model'}", "trainer.steps=1")
-    train(task, run, *keys, "trainer.prompts_per_update=8")
+    engines = ("teacher.num_engines=1", "teacher.top_k=4", "teacher.kv_cache_gib=0.03", "rollout.temperature=1")
+    train(task, run, *keys, *engines, "trainer.prompts_per_update=8")
     row = metrics(run)[1]
     # The same weights twice in float32: log-probabilities differ in the last digits.
     assert abs(row["distillation/kl"]) < 1e-5

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import os
+from urllib.parse import urlsplit
+
 from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import reject_unless_default
-from mcore_rl.config.models import TeacherConfig
+from mcore_rl.config.models import OTHERS, TeacherConfig
 from mcore_rl.config.reward import NO_RULE
 from mcore_rl.config.rules.estimators import OF_TOKENS
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
+RANK_KEYS = ("offload",)
+"""Keys with an effect on teachers on the actor's ranks only."""
+ENGINE_KEYS = ("tp", "dtype", "max_batched_tokens", "kv_cache_gib", "gpu_memory_fraction", "enforce_eager")
+"""Keys with an effect on teachers on engines only."""
+SERVER_KEYS = ("api", "tokenizer_path", "api_key_variable", "timeout_seconds", "max_retries")
+"""Keys with an effect on teachers behind servers only."""
+SERVED_KEYS = ("max_concurrent_requests",)
+"""Keys without effect on teachers on the actor's ranks."""
+
 
 def uses_teacher(teacher: TeacherConfig) -> bool:
     """Return True if the policy learns from a teacher."""
-    return teacher.hf_path is not None
+    return bool(teacher.entries)
+
+
+def is_on_server(teacher: TeacherConfig) -> bool:
+    """Return True if servers compute the teachers' log-probabilities."""
+    return any(entry.url is not None for entry in teacher.entries)
+
+
+def is_on_engines(teacher: TeacherConfig) -> bool:
+    """Return True if the run's own engines compute the teachers' log-probabilities."""
+    return uses_teacher(teacher) and teacher.num_engines > 0
+
+
+def is_on_ranks(teacher: TeacherConfig) -> bool:
+    """Return True if the actor's ranks compute the teachers' log-probabilities."""
+    return uses_teacher(teacher) and not is_on_server(teacher) and not is_on_engines(teacher)
 
 
 def replaces_rewards(teacher: TeacherConfig) -> bool:
@@ -21,39 +48,124 @@ def replaces_rewards(teacher: TeacherConfig) -> bool:
     return uses_teacher(teacher) and teacher.alone
 
 
+def server_key(teacher: TeacherConfig) -> str | None:
+    """Return the API key in teacher.api_key_variable; None if the servers need no key.
+
+    Raises: ConfigError if the variable is not set.
+    """
+    variable = teacher.api_key_variable
+    if variable is None:
+        return None
+    # An empty variable counts as unset.
+    if key := os.environ.get(variable):
+        return key
+    raise ConfigError(f"teacher.api_key_variable={variable}: there is no such environment variable; export it")
+
+
 def check_teacher(config: Config) -> None:
     """Raise ConfigError for a key that has no effect or that another key excludes."""
     teacher, algorithm = config.teacher, config.algorithm
     if not uses_teacher(teacher):
-        reject_unless_default("teacher", teacher, "set teacher.hf_path")
+        reject_unless_default("teacher", teacher, "set teacher.hf_path or teacher.url")
         return
+    _check_entries(teacher)
+    given = teacher.entries[0].given
     if is_supervised(algorithm):
         raise ConfigError(
-            f"teacher.hf_path={teacher.hf_path}: the teacher computes probabilities of sampled responses, and "
+            f"{given}: the teacher computes probabilities of sampled responses, and "
             f"algorithm.policy_loss.name={algorithm.policy_loss.name} samples none; set it to null"
         )
     if not teacher.in_advantage and not teacher.in_loss:
         raise ConfigError(
-            f"teacher.hf_path={teacher.hf_path} has no effect with teacher.in_advantage=0 and teacher.in_loss=0: set "
-            "teacher.in_advantage=1 for the teacher's log-probabilities in the advantages, teacher.in_loss=1 for the "
-            "reverse KL in the loss, or teacher.hf_path to null"
+            f"{given} has no effect with teacher.in_advantage=0 and teacher.in_loss=0: set teacher.in_advantage=1 for "
+            "the teacher's log-probabilities in the advantages, teacher.in_loss=1 for the reverse KL in the loss, or "
+            "the teacher to null"
         )
     if config.rollout.keep_sampling_mask:
         raise ConfigError(
-            f"teacher.hf_path={teacher.hf_path}: the teacher's distribution covers the whole vocabulary, and "
-            "rollout.keep_sampling_mask=true trains on the sampled sets; sample from all tokens with "
-            "rollout.keep_sampling_mask=false, or set teacher.hf_path to null"
+            f"{given}: the teacher's distribution covers the whole vocabulary, and rollout.keep_sampling_mask=true "
+            "trains on the sampled sets; sample from all tokens with rollout.keep_sampling_mask=false, or set the "
+            "teacher to null"
         )
     if not teacher.in_loss:
         reject_unless_default("teacher", teacher, "set teacher.in_loss above 0", ("top_k",))
     if not teacher.top_k:
         reject_unless_default("teacher", teacher, "set teacher.top_k above 0", ("rest",))
+    _check_place(config, given)
     if teacher.alone:
         _check_alone(algorithm)
     if config.reward.function == NO_RULE and teacher.alone and algorithm.dynamic_sampling.enable:
         raise ConfigError(
             "algorithm.dynamic_sampling.enable=true drops groups of equal rewards, and with reward.function=none all "
             "rewards are 0; set it to false"
+        )
+
+
+def _check_entries(teacher: TeacherConfig) -> None:
+    """Check that every entry has one teacher, and that all are in one kind of place."""
+    named = [entry.source for entry in teacher.by_source]
+    if twice := [name for name in dict.fromkeys(named) if named.count(name) > 1]:
+        raise ConfigError(f"teacher.by_source names {', '.join(twice)} twice; leave one entry")
+    if OTHERS in named:
+        raise ConfigError("teacher.by_source has an entry with an empty source; set teacher.hf_path or teacher.url")
+    for entry in teacher.entries:
+        path, url = entry.hf_path, entry.url
+        if path is not None and url is not None:
+            raise ConfigError(
+                f"{entry.key('hf_path')}={path} has no effect with {entry.key('url')}={url}; set one of "
+                "the two (the server's tokenizer is teacher.tokenizer_path)"
+            )
+        if path is None and url is None:
+            raise ConfigError(f"{entry.key('hf_path')} must be set, or url: the entry has no teacher")
+        if url is None:
+            if entry.served_model is not None:
+                key = entry.key("served_model")
+                raise ConfigError(f"{key}={entry.served_model} has no effect without a url; remove it")
+            continue
+        address = urlsplit(url)
+        # urlsplit accepts any text; without a scheme, the host is part of the path.
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise ConfigError(
+                f"{entry.key('url')}={url} is not the address of a server; write it as http://host:8000/v1"
+            )
+    if is_on_server(teacher) and any(entry.hf_path is not None for entry in teacher.entries):
+        raise ConfigError(
+            "teacher: some teachers have a url and others an hf_path; serve all of them, or load all of them in the run"
+        )
+
+
+def _check_place(config: Config, given: str) -> None:
+    """Reject keys of other places than the teachers', and terms that the teachers' place does not support."""
+    teacher = config.teacher
+    if not is_on_server(teacher):
+        reject_unless_default("teacher", teacher, "set teacher.url instead of teacher.hf_path", SERVER_KEYS)
+    if not is_on_engines(teacher):
+        reject_unless_default("teacher", teacher, "set teacher.num_engines above 0", ENGINE_KEYS)
+    if is_on_ranks(teacher):
+        reject_unless_default("teacher", teacher, "set teacher.num_engines above 0, or teacher.url", SERVED_KEYS)
+        return
+    if is_on_server(teacher) and teacher.num_engines:
+        raise ConfigError(
+            f"teacher.num_engines={teacher.num_engines} has no effect with {given}, whose engines belong to the "
+            "server; set it to 0"
+        )
+    where = "a server" if is_on_server(teacher) else f"engines (teacher.num_engines={teacher.num_engines})"
+    reject_unless_default("teacher", teacher, "leave the teacher on the actor's ranks", RANK_KEYS)
+    if teacher.in_loss and not teacher.top_k:
+        raise ConfigError(
+            f"teacher.in_loss={teacher.in_loss:g} over the whole vocabulary needs the teacher's hidden states, and "
+            f"{where} returns log-probabilities; set teacher.top_k above 0, or teacher.in_advantage=1 instead"
+        )
+    if teacher.top_k and is_on_server(teacher) and teacher.api == "completions":
+        raise ConfigError(
+            f"teacher.top_k={teacher.top_k}: teacher.api=completions returns no ids of the most probable tokens; set "
+            "teacher.api to vllm or sglang, or teacher.in_loss=0"
+        )
+    if config.rollout.temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature={config.rollout.temperature:g}: {where} returns log-probabilities at temperature 1, "
+            "and both models must have the temperature of the sampling; set it to 1, or load the teacher on the "
+            "actor's ranks"
         )
 
 

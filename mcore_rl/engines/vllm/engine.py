@@ -22,9 +22,15 @@ from mcore_rl.engines.vllm.images import image_features
 from mcore_rl.engines.vllm.optional_imports import check_imports, import_without_lowering, inspect_models_here
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.ports import Engine
+from mcore_rl.ports import Engine, TokenScorer
 from mcore_rl.processes.large_imports import first_import
-from mcore_rl.types import DraftCounts, GenerationRequest, SamplingOptions
+from mcore_rl.types import (
+    DraftCounts,
+    GenerationRequest,
+    SamplingOptions,
+    TokenScores,
+    TokenSequence,
+)
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -71,6 +77,45 @@ class VllmEngine(RankEngine):
         self.vocab_size = self._engine.model_config.get_vocab_size()
         vision = getattr(self._engine.model_config.hf_config, "vision_config", None)
         self._merge_size: int | None = None if vision is None else vision.spatial_merge_size
+
+    def score(self, sequences: Sequence[TokenSequence], top_k: int) -> list[TokenScores]:
+        """Implement ports.TokenScorer.score. Nothing else may be running. vLLM also samples one token after each
+        sequence, which is ignored."""
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        self._require_awake()
+        # vLLM reads no prefix cache for these requests, because it would not compute the logits of cached tokens.
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=top_k, detokenize=False)
+        found: dict[int, TokenScores] = {}
+        try:
+            for number, sequence in enumerate(sequences):
+                self._core.add_request(
+                    EngineCoreRequest(
+                        request_id=str(number),
+                        prompt_token_ids=sequence.token_ids.tolist(),
+                        mm_features=None,
+                        sampling_params=copy(sampling),
+                        pooling_params=None,
+                        arrival_time=0.0,
+                        lora_request=None,
+                        cache_salt=None,
+                        data_parallel_rank=None,
+                    )
+                )
+            while len(found) < len(sequences):
+                with self._ranks.waiting("execute_model"):
+                    outputs = self._core.get_output().outputs
+                for output in outputs:
+                    if (tensors := output.new_prompt_logprobs_tensors) is not None:
+                        number = int(output.request_id)
+                        # Row i is about token i + 1: the token itself, then the most probable ones.
+                        rows = slice(sequences[number].start - 1, None)
+                        ids, logp = (each[rows].numpy() for each in (tensors.logprob_token_ids, tensors.logprobs))
+                        found[number] = TokenScores.of(logp[:, 0], ids[:, 1:], logp[:, 1:])
+        finally:
+            self._core.abort_requests([str(number) for number in range(len(sequences))])
+        return [found[number] for number in range(len(sequences))]
 
     def _release(self, *, keep_weights: bool) -> int:
         """Use vLLM's sleep mode on GPUs: level 1 (weights to host memory) or 2 (weights discarded).
@@ -237,3 +282,4 @@ def follow(settings: EngineSettings) -> None:
 
 if TYPE_CHECKING:
     _port: type[Engine] = VllmEngine
+    _scorer: type[TokenScorer] = VllmEngine

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import base_is_reference, has_reference, uses_lora
-from mcore_rl.config.rules.teacher import uses_teacher
+from mcore_rl.config.rules.teacher import is_on_ranks
 from mcore_rl.config.schema import Config
 from mcore_rl.data.kept_steps.writers import TrajectoryWriter
 from mcore_rl.megatron.lora.adapters import attach_adapters
@@ -23,12 +23,14 @@ from mcore_rl.megatron.model.loading import load_hf
 from mcore_rl.megatron.optim.optimizer import updates_of_run
 from mcore_rl.megatron.roles.rank_model import TrainedModel, join_and_build
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
-from mcore_rl.megatron.roles.teacher import FrozenTeacher
+from mcore_rl.megatron.roles.teacher import FrozenTeacher, served_outputs
+from mcore_rl.megatron.step.distillation import TeacherOutputs
 from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import (
     MicroBatch,
     by_sample,
+    chosen_samples,
     distinct_samples,
     sequence_sums,
     whole_by_sample,
@@ -39,7 +41,16 @@ from mcore_rl.megatron.step.replay import engine_routing
 from mcore_rl.megatron.step.token_choice import TokenChoice
 from mcore_rl.megatron.step.token_values import TokenValueWriter
 from mcore_rl.resolved.model import ResolvedModel
-from mcore_rl.types import LogpGap, Mean, Metric, RankShare, SequenceSums, TrajectoryBuffers, merge_metrics
+from mcore_rl.types import (
+    LogpGap,
+    Mean,
+    Metric,
+    RankShare,
+    ScoreColumn,
+    SequenceSums,
+    TrajectoryBuffers,
+    merge_metrics,
+)
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.topology import Topology
@@ -55,7 +66,8 @@ logger = logging.getLogger(__name__)
 class MegatronActor(TrainedModel):
     """The policy on one rank: model, optimizer, loss, and the reference of a KL term.
 
-    `reference` is None without a KL term, `teacher` without distillation. Passes over a batch take a RankBatch and
+    `reference` is None without a KL term. `teachers` are the teachers on these ranks, in the order of
+    TeacherConfig.entries. Passes over a batch take a RankBatch and
     return one with their results added.
 
     `init_method` is tcp://host:port of the process group to join, or None if this process has joined it already.
@@ -101,10 +113,13 @@ class MegatronActor(TrainedModel):
                 gpus = config.cluster.gpus_per_node
                 self.reference = FrozenPolicy(spec, config.reference, self.objective, chunks, gpus_per_node=gpus)
                 self.saved_reference = self.reference if self.reference.is_saved else None
-        self.teacher: FrozenTeacher | None = None
-        if uses_teacher(config.teacher):
+        self.teachers: list[FrozenTeacher] = []
+        if is_on_ranks(config.teacher):
             gpus = config.cluster.gpus_per_node
-            self.teacher = FrozenTeacher(config.teacher, spec, self.objective, gpus_per_node=gpus)
+            self.teachers = [
+                FrozenTeacher(config.teacher, entry, spec, self.objective, gpus_per_node=gpus)
+                for entry in config.teacher.entries
+            ]
 
     def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
         """Measure how much the policy's log-probabilities differ from the recorded ones. Nothing is changed.
@@ -210,13 +225,35 @@ class MegatronActor(TrainedModel):
         assert self.reference is not None
         return replace(batch, ref_logp=self.reference.logp(distinct_samples(batch.shares), batch.chunks))
 
-    def teacher_outputs(self, batch: RankBatch) -> RankBatch:
-        """Add the teacher's outputs for all samples to the batch.
+    def teacher_outputs(
+        self, batch: RankBatch, teachers: np.ndarray | None = None, scores: Sequence[ScoreColumn] = ()
+    ) -> RankBatch:
+        """Add the teachers' outputs for all samples to the batch: `scores` of teachers on engines or servers, or
+        results of the teachers on these ranks, which take turns.
 
+        Shapes: teachers [B], see Batch.teachers; None: all samples have teacher 0.
         Raises: NonFiniteError on every rank, naming the samples.
         """
-        assert self.teacher is not None
-        return replace(batch, teacher=self.teacher.outputs(distinct_samples(batch.shares), batch.chunks))
+        share = distinct_samples(batch.shares)
+        numbers = np.zeros(len(share.samples), np.int32) if teachers is None else teachers[share.samples]
+        untaught = frozenset(share.samples[numbers < 0].tolist())
+        # All ranks run the same teachers.
+        used = {0} if teachers is None else set(teachers.tolist())
+        parts = [
+            teacher.outputs(chosen_samples(share, numbers == number), batch.chunks, number)
+            for number, teacher in enumerate(self.teachers)
+            if number in used
+        ]
+        if not self.teachers:
+            parts = [self._served_outputs(chosen_samples(share, numbers >= 0), batch, scores)]
+        return replace(batch, teacher=TeacherOutputs.joined(parts, untaught))
+
+    def _served_outputs(self, share: RankShare, batch: RankBatch, scores: Sequence[ScoreColumn]) -> TeacherOutputs:
+        outputs = served_outputs(self.microbatches(share, batch.chunks), scores, self.context)
+        finite = [outputs.logp, outputs.top_logp]
+        bad = {sample for field in finite for sample, values in field.items() if not values.isfinite().all()}
+        require_finite(describe_samples("output of the teacher", sorted(bad), share), self.device)
+        return outputs
 
     def kl_penalties(self, batch: RankBatch, coefficient: float) -> tuple[RankBatch, dict[str, Metric]]:
         """Add the KL penalties of the rewards, between the old policy and the reference. Returns the batch and metrics.

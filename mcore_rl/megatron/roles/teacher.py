@@ -6,46 +6,53 @@ from collections.abc import Sequence
 
 import torch
 
-from mcore_rl.config.models import TeacherConfig
+from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
+from mcore_rl.megatron.model.attention.context import ContextPart
 from mcore_rl.megatron.model.loading import load_hf
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.output import output_weight
 from mcore_rl.megatron.roles.rank_model import FrozenModel
 from mcore_rl.megatron.step.distillation import Distillation, TeacherOutputs
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
-from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample
+from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, samples_and_positions
 from mcore_rl.megatron.step.objective import Objective, non_finite_samples
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.teacher import resolved_teacher
-from mcore_rl.types import RankShare, TrajectoryBuffers
+from mcore_rl.types import RankShare, ScoreColumn, TrajectoryBuffers
 
 Fields = dict[str, torch.Tensor]
 """Outputs of one micro-batch by field of TeacherOutputs."""
 
 
 class FrozenTeacher(FrozenModel):
-    """The model of teacher.hf_path, which computes its probabilities of the policy's responses.
+    """A teacher of teacher.hf_path or teacher.by_source, which computes its probabilities of the policy's responses.
 
     With teacher.offload, `memory` keeps the weights in host memory between passes. It is loaded again when a run
     resumes, so checkpoints do not contain it.
 
     Collective: every method, over all ranks.
-    Raises: ConfigError, naming teacher.hf_path, for a model that does not fit the policy's ranks, or its weights.
+    Raises: ConfigError, naming the teacher's key, for a model that does not fit the policy's ranks, or its weights.
     """
 
     def __init__(
-        self, section: TeacherConfig, policy: ResolvedModel, objective: Objective, *, gpus_per_node: int
+        self,
+        section: TeacherConfig,
+        entry: TeacherSourceConfig,
+        policy: ResolvedModel,
+        objective: Objective,
+        *,
+        gpus_per_node: int,
     ) -> None:
-        spec = resolved_teacher(section, policy)
+        spec = resolved_teacher(section, entry, policy)
         chunks = build_model(spec, gpus_per_node=gpus_per_node)
-        load_hf(chunks, str(section.hf_path), spec.layout, spec.role.checkpoint)
+        load_hf(chunks, str(entry.hf_path), spec.layout, spec.role.checkpoint)
         super().__init__(spec, chunks, offload=section.offload, name="teacher")
         self.section, self.objective, self.terms = section, objective, Distillation(section)
         self._weight: torch.Tensor | None = None
         self.memory.offload()
 
-    def outputs(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> TeacherOutputs:
-        """Compute what the terms of the objective read, at the temperature of each token.
+    def outputs(self, share: RankShare, chunks: Sequence[TrajectoryBuffers], number: int = 0) -> TeacherOutputs:
+        """Compute what the terms of the objective read, at the temperature of each token. number: of this teacher.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
@@ -57,7 +64,14 @@ class FrozenTeacher(FrozenModel):
         names = dict.fromkeys(name for _, fields in found for name in fields)
         # In host memory: at most the hidden states of all tokens of the step.
         columns = {name: by_sample((batch, fields[name].cpu()) for batch, fields in found) for name in names}
-        return TeacherOutputs(**columns, weight=self._weight)
+        return TeacherOutputs(
+            columns.get("logp", {}),
+            columns.get("hidden", {}),
+            columns.get("top_ids", {}),
+            columns.get("top_logp", {}),
+            weights={} if self._weight is None else {number: self._weight},
+            teachers=dict.fromkeys(share.samples.tolist(), number),
+        )
 
     def _fields(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, Fields]:
         states, terms = hidden.index_select(0, batch.predictors), self.terms
@@ -74,6 +88,24 @@ class FrozenTeacher(FrozenModel):
             # A copy, because the model's own is in host memory, or a shard, when updates need it.
             self._weight = output_weight(chunk).detach().clone() if self._weight is None else self._weight
         return batch, fields
+
+
+def served_outputs(
+    batches: Sequence[MicroBatch], columns: Sequence[ScoreColumn], context: ContextPart
+) -> TeacherOutputs:
+    """Select this rank's tokens from the scores of teachers on engines or servers. Other fields of columns are left
+    out."""
+    scores = {sample: found for column in columns for sample, found in column.by_sample().items()}
+    fields: dict[str, dict[int, torch.Tensor]] = {"logp": {}, "top_ids": {}, "top_logp": {}}
+    for batch in batches:
+        _, positions = samples_and_positions(batch, context)
+        parts = positions.cpu().split(list(batch.trained_counts))
+        # A sample without scores is found when an update reads it.
+        for sample, own in zip(batch.samples, parts, strict=True):
+            for name, of_sample in fields.items():
+                if sample in scores and (values := getattr(scores[sample], name)) is not None:
+                    of_sample[sample] = torch.from_numpy(values)[own]
+    return TeacherOutputs(fields["logp"], top_ids=fields["top_ids"], top_logp=fields["top_logp"])
 
 
 def _bad(batch: MicroBatch, values: torch.Tensor) -> tuple[int, ...]:

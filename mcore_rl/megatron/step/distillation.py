@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,8 +27,10 @@ class TeacherOutputs:
     They are in host memory, by sample. A field that no term reads is empty.
 
     logp: log-probabilities of the sampled tokens.
-    hidden: hidden states at the predictors, with `weight`, this rank's rows of the teacher's output projection.
+    hidden: hidden states at the predictors, with `weights`, this rank's rows of the output projection of each teacher,
+        by its number, and `teachers`, the number of each sample's teacher.
     top_ids, top_logp: the most probable tokens; the last column of top_logp is the probability of all other tokens.
+    untaught: samples of the batch without a teacher (teacher.by_source). They have no term.
 
     Shapes: logp float32 [n]; hidden [n, h]; top_ids int32 [n, k]; top_logp float32 [n, k + 1]. Units: logp in nats.
     """
@@ -37,7 +39,43 @@ class TeacherOutputs:
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
     top_ids: Mapping[int, torch.Tensor] = field(default_factory=dict)
     top_logp: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    weight: torch.Tensor | None = None
+    weights: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    teachers: Mapping[int, int] = field(default_factory=dict)
+    untaught: frozenset[int] = frozenset()
+
+    @classmethod
+    def joined(cls, parts: Sequence[TeacherOutputs], untaught: frozenset[int]) -> TeacherOutputs:
+        """Join the outputs of teachers of different samples."""
+        names = ("logp", "hidden", "top_ids", "top_logp", "weights", "teachers")
+        merged = {name: {key: value for part in parts for key, value in getattr(part, name).items()} for name in names}
+        return cls(**merged, untaught=untaught)
+
+    def tokens(self, batch: MicroBatch, teacher: int | None = None) -> torch.Tensor | None:
+        """Return the indices of a micro-batch's trained tokens that have a teacher, or the teacher of this number:
+        int64 on its device, None for all tokens."""
+        chosen = [self._has(sample, teacher) for sample in batch.samples]
+        if all(chosen):
+            return None
+        counts = torch.tensor(batch.trained_counts, dtype=torch.int64)
+        return torch.tensor(chosen).repeat_interleave(counts).nonzero().squeeze(1).to(batch.tokens.device)
+
+    def of(self, name: str, batch: MicroBatch, *width: int, teacher: int | None = None) -> torch.Tensor:
+        """Join a field for the tokens of `tokens` on their device, [M, *width]."""
+        by_sample: Mapping[int, torch.Tensor] = getattr(self, name)
+        counts = zip(batch.samples, batch.trained_counts, strict=True)
+        samples = [sample for sample, count in counts if count and self._has(sample, teacher)]
+        unknown = [sample for sample in samples if sample not in by_sample]
+        if unknown:
+            raise McoreRLError(
+                f"samples {unknown} have no outputs of the teacher: they must be computed before the updates of a batch"
+            )
+        parts = [by_sample[sample] for sample in samples] or [torch.empty(0, *width)]  # none in a dummy micro-batch
+        return torch.cat(parts).to(batch.tokens.device)
+
+    def _has(self, sample: int, teacher: int | None) -> bool:
+        if teacher is None:
+            return sample not in self.untaught
+        return self.teachers.get(sample) == teacher
 
 
 @dataclass(frozen=True)
@@ -77,7 +115,9 @@ class Distillation:
         if not self.in_advantage:
             return advantages
         assert old_logp is not None
-        return advantages + self.teacher.in_advantage * (_joined(batch, outputs.logp) - old_logp).detach()
+        taught = outputs.tokens(batch)
+        term = outputs.of("logp", batch) - _rows(old_logp, taught)
+        return advantages + _spread(self.teacher.in_advantage * term.detach(), taught, len(advantages))
 
     def loss(
         self,
@@ -89,37 +129,50 @@ class Distillation:
     ) -> tuple[torch.Tensor | float, dict[str, Metric]]:
         """Compute the teacher's part of each token's loss, [N] with gradient, or 0 without such a term.
 
-        The metrics are the means over tokens of the reverse KL in the loss and, given old_logp, of
-        log p_old(y) - log q(y), which estimates the reverse KL from the sampled tokens.
+        The metrics are the means over tokens with a teacher of the reverse KL in the loss and, given old_logp, of
+        log p_old(y) - log q(y), which estimates the reverse KL from the sampled tokens; with teacher.by_source also the
+        fraction of tokens without a teacher.
 
         Shapes: hidden [N, h], the policy's at the predictors; old_logp [N].
         Collective: the tensor-parallel group.
         """
         metrics: dict[str, Metric] = {}
+        taught, total = outputs.tokens(batch), len(batch.targets)
+        if self.teacher.by_source:
+            known = total if taught is None else len(taught)
+            metrics["distillation/untaught_fraction"] = Mean(float(total - known), total)
         if self.in_advantage and old_logp is not None:
-            metrics["distillation/kl"] = _mean(old_logp.detach() - _joined(batch, outputs.logp))
+            metrics["distillation/kl"] = _mean(_rows(old_logp.detach(), taught) - outputs.of("logp", batch))
         if not self.in_loss:
             return 0.0, metrics
         kl = self.reverse_kl(hidden, policy, batch, outputs)
-        return self.teacher.in_loss * kl, metrics | {"distillation/kl_loss": _mean(kl.detach())}
+        return self.teacher.in_loss * kl, metrics | {"distillation/kl_loss": _mean(_rows(kl.detach(), taught))}
 
     def reverse_kl(
         self, hidden: torch.Tensor, policy: Projection, batch: MicroBatch, outputs: TeacherOutputs
     ) -> torch.Tensor:
-        """Compute the reverse KL at every trained token, [N], with gradient.
+        """Compute the reverse KL at every trained token, [N], with gradient; 0 for tokens without a teacher.
 
         Shapes: hidden [N, h], the policy's at the predictors. Units: nats.
         Collective: the tensor-parallel group.
         """
         if self.teacher.top_k:
-            k = self.teacher.top_k
-            logp = linear_logp_at(hidden, policy, _joined(batch, outputs.top_ids, k).long())
-            return top_k_reverse_kl(logp, _joined(batch, outputs.top_logp, k + 1), self.teacher.rest)
-        assert outputs.weight is not None
-        # The same options, and so the same tiles.
-        teacher = replace(policy, weight=outputs.weight)
-        states = _joined(batch, outputs.hidden, outputs.weight.shape[1]).to(outputs.weight)
-        return linear_reverse_kl(hidden, policy, states, teacher)
+            k, taught = self.teacher.top_k, outputs.tokens(batch)
+            ids = outputs.of("top_ids", batch, k).long()
+            logp = linear_logp_at(_rows(hidden, taught), policy.of_tokens(taught), ids)
+            kl = top_k_reverse_kl(logp, outputs.of("top_logp", batch, k + 1), self.teacher.rest)
+            return _spread(kl, taught, len(hidden))
+        parts = []
+        # Tensor-parallel ranks have the same samples, so they call the same teachers. Their tokens are disjoint.
+        for number, weight in outputs.weights.items():
+            own = outputs.tokens(batch, number)
+            mine = policy.of_tokens(own)
+            # The same options, and so the same tiles.
+            states = outputs.of("hidden", batch, weight.shape[1], teacher=number).to(weight)
+            kl = linear_reverse_kl(_rows(hidden, own), mine, states, replace(mine, weight=weight))
+            parts.append(_spread(kl, own, len(hidden)))
+        # Without parts, no response of the batch has a teacher.
+        return torch.stack(parts).sum(0) if parts else hidden.new_zeros(len(hidden), dtype=torch.float32)
 
     def top_tokens(self, hidden: torch.Tensor, teacher: Projection) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the teacher's most probable tokens in the form of TeacherOutputs."""
@@ -131,12 +184,11 @@ def _mean(values: torch.Tensor) -> Mean:
     return Mean(float(values.sum(dtype=torch.float64)), len(values))
 
 
-def _joined(batch: MicroBatch, by_sample: Mapping[int, torch.Tensor], *width: int) -> torch.Tensor:
-    """Join the values of a micro-batch's samples on its device, [N, *width]."""
-    unknown = [sample for sample in batch.samples if sample not in by_sample]
-    if unknown:
-        raise McoreRLError(
-            f"samples {unknown} have no outputs of the teacher: they must be computed before the updates of a batch"
-        )
-    parts = [by_sample[sample] for sample in batch.samples] or [torch.empty(0, *width)]  # none in a dummy micro-batch
-    return torch.cat(parts).to(batch.tokens.device)
+def _rows(values: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+    """Select tokens (None: all)."""
+    return values if tokens is None else values[tokens]
+
+
+def _spread(values: torch.Tensor, tokens: torch.Tensor | None, total: int) -> torch.Tensor:
+    """Invert `_rows`; other tokens get 0."""
+    return values if tokens is None else values.new_zeros(total).index_add(0, tokens, values)

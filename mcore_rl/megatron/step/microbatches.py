@@ -117,6 +117,12 @@ def distinct_samples(shares: Sequence[RankShare], *, first: int = 0) -> RankShar
     return replace(shares[0], **{name: values[index] for name, values in joined.items()})
 
 
+def chosen_samples(share: RankShare, chosen: np.ndarray) -> RankShare:
+    """Select samples of a share. Shapes: chosen bool [b]."""
+    arrays = {name: value[chosen] for name, value in vars(share).items() if isinstance(value, np.ndarray)}
+    return replace(share, **arrays)
+
+
 def by_sample(found: Iterable[tuple[MicroBatch, torch.Tensor]]) -> dict[int, torch.Tensor]:
     """Split values of this rank's trained tokens by sample. Shapes: [N] per micro-batch -> [n] per sample."""
     return {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -103,6 +103,12 @@ class Projection:
     group: dist.ProcessGroup | None = None
     vocab_size: int | None = None
     float32_head: bool = False
+
+    def of_tokens(self, tokens: torch.Tensor | None) -> Projection:
+        """Return the projection for some of the T tokens (indices; None: all)."""
+        if tokens is None or not isinstance(self.temperature, torch.Tensor):
+            return self
+        return replace(self, temperature=self.temperature[tokens])
 
     def options(self, hidden: torch.Tensor) -> Options:
         """Return the options of its tiles, without entropy and sets."""

@@ -69,6 +69,7 @@ def reason_for_own_network(config: Config) -> str | None:
         return None
     reason = f"cluster.isolation={wanted}" + (f": {_names(others)} logged in on this host" if others else "")
     servers = {"judge.url": config.judge.url, "sandbox.url": config.sandbox.url, **_observers(config.observe)}
+    servers |= {entry.key("url"): entry.url for entry in config.teacher.entries}
     servers |= urls_of(config)
     if addresses := [f"{key}={value}" for key, value in servers.items() if value is not None]:
         raise ConfigError(

@@ -28,6 +28,8 @@ from mcore_rl.types import (
     LogpGap,
     Metric,
     RankShares,
+    ScoreColumn,
+    ScoreRefs,
     SequenceLogp,
     SequenceSums,
     TokenColumn,
@@ -109,9 +111,9 @@ class TrainerProcess(TrainedRankProcess):
         with self.spans.span("reference logp"):
             self._held.keep(key, self.actor.reference_logp(self._held.of(key)))
 
-    def teacher_outputs(self, key: int) -> None:
+    def teacher_outputs(self, key: int, teachers: np.ndarray | None, *scores: ScoreColumn) -> None:
         with self.spans.span("teacher"):
-            self._held.keep(key, self.actor.teacher_outputs(self._held.of(key)))
+            self._held.keep(key, self.actor.teacher_outputs(self._held.of(key), teachers, scores))
 
     def kl_penalties(self, key: int, coefficient: float) -> tuple[dict[str, Metric], dict[int, float]]:
         """Compute KL penalties. Returns metrics and, on ranks of the last stage, the sum of penalties per sample of the
@@ -254,9 +256,12 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
         return sent
 
     @staged("teacher", Phase.REPLACE)
-    def teacher_outputs(self, handle: BatchHandle) -> BatchHandle:
+    def teacher_outputs(self, handle: BatchHandle, scores: ScoreRefs | None) -> BatchHandle:
         sent = self._sent(handle)
-        self.call(TrainerProcess.teacher_outputs, sent.key).results()
+        columns = [scores.by_rank[dp] if scores else () for dp in self.ranks.dp_rank_of]
+        self.call_each(
+            TrainerProcess.teacher_outputs, [(sent.key, handle.batch.teachers, *own) for own in columns]
+        ).results()
         return sent
 
     def compare(self, batch: Batch) -> dict[str, Metric]:

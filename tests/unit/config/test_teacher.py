@@ -5,20 +5,64 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config import load_config
-from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.roles import EngineRole, ModelRole
+from mcore_rl.config.rules.teacher import server_key
 from mcore_rl.config.rules.validation import validate_keys
 from mcore_rl.errors import ConfigError
 
 ON = ["teacher.hf_path=/teacher", "teacher.in_advantage=1"]
 NONE = "reward.function=none"
+SERVED = ["teacher.url=http://a/v1", "teacher.in_advantage=1", "rollout.temperature=1"]
+ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["teacher.in_loss=0.1"], r"^teacher\.in_loss=0\.1 has no effect; set teacher\.hf_path, or leave"),
+        (["teacher.in_loss=0.1"], r"^teacher\.in_loss=0\.1 has no effect; set teacher\.hf_path or teacher\.url, or"),
         (["teacher.alone=true"], r"^teacher\.alone=True has no effect; set teacher\.hf_path"),
         (ON[:1], r"^teacher\.hf_path=/teacher has no effect with .*set teacher\.in_advantage=1 .*teacher\.in_loss=1"),
+        ([*SERVED, *ON], r"^teacher\.hf_path=/teacher has no effect with teacher\.url=http://a/v1; set one of the two"),
+        (["teacher.url=host:80", "teacher.in_advantage=1"], r"^teacher\.url=host:80 is not the address of a server"),
+        ([*SERVED, "teacher.num_engines=1"], r"^teacher\.num_engines=1 has no effect with teacher\.url=http://a/v1"),
+        ([*SERVED, "teacher.tp=2"], r"^teacher\.tp=2 has no effect; set teacher\.num_engines above 0"),
+        (
+            [*SERVED, "teacher.offload=false"],
+            r"^teacher\.offload=False has no effect; leave the teacher on the actor's",
+        ),
+        (
+            [*SERVED, "teacher.in_loss=1"],
+            r"^teacher\.in_loss=1 over the whole vocabulary needs .* and a server returns",
+        ),
+        (
+            [*SERVED, "teacher.in_loss=1", "teacher.top_k=4", "teacher.api=completions"],
+            r"^teacher\.top_k=4: teacher\.api=completions returns no ids",
+        ),
+        ([*SERVED, "rollout.temperature=0.7"], r"^rollout\.temperature=0\.7: a server returns .* at temperature 1"),
+        ([*ENGINES, "rollout.temperature=0.7"], r"^rollout\.temperature=0\.7: engines \(teacher\.num_engines=1\) ret"),
+        ([*ENGINES, "teacher.in_loss=1"], r"^teacher\.in_loss=1 over .* and engines \(teacher\.num_engines=1\) return"),
+        (
+            [*ENGINES, "teacher.api=sglang"],
+            r"^teacher\.api=sglang has no effect; set teacher\.url instead of teacher\.hf",
+        ),
+        (
+            [*ON, "teacher.max_concurrent_requests=2"],
+            r"^teacher\.max_concurrent_requests=2 has no effect; set teacher\.num_engines above 0, or teacher\.url",
+        ),
+        ([*ON, "teacher.served_model=m"], r"^teacher\.served_model=m has no effect without a url"),
+        ([*ON, "teacher.by_source=[{source: a}]"], r"^teacher\.by_source, a: hf_path must be set, or url"),
+        (
+            [*ON, "teacher.by_source=[{source: a, hf_path: /b}, {source: a, hf_path: /c}]"],
+            r"^teacher\.by_source names a twice; leave one entry",
+        ),
+        (
+            [*ON, "teacher.by_source=[{source: '', hf_path: /b}]"],
+            r"^teacher\.by_source has an entry with an empty source",
+        ),
+        (
+            [*ON, "teacher.by_source=[{source: a, url: 'http://b'}]"],
+            r"^teacher: some teachers have a url and others an",
+        ),
         ([*ON, "teacher.in_advantage=-1"], r"^teacher\.in_advantage=-1\.0 must be 0 or more"),
         ([*ON, "teacher.top_k=8"], r"^teacher\.top_k=8 has no effect; set teacher\.in_loss above 0"),
         (
@@ -62,17 +106,51 @@ def test_teacher_keys_that_contradict_are_rejected(base: str, overrides: list[st
         ["teacher.alone=true", NONE, "algorithm.per_source=[{source: a, weight: 2}]"],
         ["teacher.in_advantage=0", "teacher.in_loss=1"],
         ["teacher.in_loss=1"],
+        ["teacher.by_source=[{source: a, hf_path: /b}]", "teacher.hf_path=null"],
+        [*ENGINES, "teacher.in_loss=1", "teacher.top_k=4", "teacher.tp=2", "teacher.max_concurrent_requests=2"],
+        [*SERVED, "teacher.hf_path=null", "teacher.in_loss=1", "teacher.top_k=4", "teacher.api=sglang"],
     ],
 )
 def test_teacher_valid_keys_pass(base: str, overrides: list[str]) -> None:
     validate_keys(load_config(base, [*ON, *overrides]))
 
 
+def test_teacher_entries_begin_with_the_one_for_other_rows(base: str) -> None:
+    overrides = ["teacher.by_source=[{source: a, hf_path: /b}]"]
+    config = load_config(base, [*ON, *overrides])
+    assert [entry.given for entry in config.teacher.entries] == [
+        "teacher.hf_path=/teacher",
+        "teacher.by_source, a: hf_path=/b",
+    ]
+    config = load_config(base, overrides)
+    assert [entry.source for entry in config.teacher.entries] == ["a"]
+
+
+def test_teacher_engines_have_room_for_the_token_that_vllm_samples(base: str) -> None:
+    config = load_config(base, [*ENGINES, "teacher.tp=2", "teacher.dtype=bfloat16", "rollout.engine=sglang"])
+    role = EngineRole.teacher(config.teacher, config.teacher.entries[0], config.rollout, config.model)
+    section, rollout = role.section, config.rollout
+    assert section.max_prompt_tokens + section.max_response_tokens == (
+        rollout.max_prompt_tokens + rollout.max_response_tokens + 1
+    )
+    assert (section.engine, section.tp, section.num_engines, section.max_batched_tokens) == ("vllm", 2, 1, 2048)
+    assert (role.model.hf_path, role.model.dtype, role.key("tp")) == ("/teacher", "bfloat16", "teacher.tp")
+
+
+def test_server_key_comes_from_the_environment(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(base, [*SERVED, "teacher.api_key_variable=TEACHER_KEY"])
+    monkeypatch.delenv("TEACHER_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"^teacher\.api_key_variable=TEACHER_KEY: there is no such environment"):
+        server_key(config.teacher)
+    monkeypatch.setenv("TEACHER_KEY", "secret")
+    assert server_key(config.teacher) == "secret"
+
+
 def test_teacher_role_leaves_out_what_belongs_to_training(base: str) -> None:
     """A part that the teacher's checkpoint lacks must not be built, and its weights must not be rounded."""
     training = ["actor.mtp_loss_coefficient=0.1", "actor.moe.z_loss_coefficient=0.1", "actor.parallel.tp=2"]
     config = load_config(base, [*ON, *training, "model.random_init=true", "actor.moe.dispatcher=allgather"])
-    role = ModelRole.teacher(config.teacher, config.actor, config.model)
+    role = ModelRole.teacher(config.teacher.entries[0], config.actor, config.model)
     assert (role.checkpoint, role.model.hf_path, role.model.random_init) == ("teacher.hf_path", "/teacher", False)
     section = role.section
     assert (section.mtp_loss_coefficient, section.moe.z_loss_coefficient, section.lora.rank) == (0, 0, 0)

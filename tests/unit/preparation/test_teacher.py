@@ -7,19 +7,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_checkpoint import tiny_fields
 from tiny_tokenizer import write as write_tokenizer
 
 from mcore_rl.algorithms import estimator
-from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.models import ActorConfig, ParallelConfig, TeacherConfig
 from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.schema import Config, ModelConfig
+from mcore_rl.config.schema import Config, ModelConfig, RolloutConfig
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.engines.server.interfaces import ServerAnswer
 from mcore_rl.errors import ConfigError
 from mcore_rl.preparation.teacher import check_teacher, check_vocabulary
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.teacher import resolved_teacher
+from mcore_rl.types import TokenScores, TokenSequence
 
 
 def write_config(directory: Path, kind: str, **changes: Any) -> str:
@@ -43,7 +46,7 @@ def policy_of(config: Config) -> ResolvedModel:
 def test_teacher_without_experts_joins_expert_parallel_ranks(tmp_path: Path) -> None:
     config = run_of(tmp_path, "qwen3_moe", "qwen3", 4, {}, tp=2, ep=2)
     policy = policy_of(config)
-    spec = resolved_teacher(config.teacher, policy)
+    spec = resolved_teacher(config.teacher, config.teacher.entries[0], policy)
     assert (policy.layout.ep, spec.layout.ep) == (2, 1)
     # The same place in every group that the teacher uses.
     for rank in range(4):
@@ -104,14 +107,14 @@ def test_resolved_teacher_that_does_not_fit_is_rejected(
     for name, value in teacher.items():
         setattr(config.teacher, name, value)
     with pytest.raises(ConfigError, match=message) as raised:
-        resolved_teacher(config.teacher, policy_of(config))
+        resolved_teacher(config.teacher, config.teacher.entries[0], policy_of(config))
     assert "teacher." in str(raised.value)
 
 
 def test_resolved_teacher_with_more_padding_rows_passes_without_kl(tmp_path: Path) -> None:
     """Checkpoints of one tokenizer differ in the rows of their embeddings, such as those of Qwen2.5."""
     config = run_of(tmp_path, "qwen3", "qwen3", 1, {"vocab_size": 640})
-    assert resolved_teacher(config.teacher, policy_of(config)).arguments.vocab_size == 640
+    assert resolved_teacher(config.teacher, config.teacher.entries[0], policy_of(config)).arguments.vocab_size == 640
 
 
 def test_check_teacher_alone_with_critic_is_rejected(tmp_path: Path) -> None:
@@ -150,3 +153,98 @@ def test_check_vocabulary_without_tokenizer_names_the_key(tmp_path: Path) -> Non
     config.teacher.hf_path = write_config(tmp_path / "teacher", "qwen3")
     with pytest.raises(ConfigError, match=r"^teacher\.hf_path: .* contains no tokenizer"):
         check_vocabulary(config, load_tokenizer(str(tmp_path / "policy")))
+
+
+class _Scorer:
+    """Fake ServerScorer. texts: by token; None for tokens without text."""
+
+    def __init__(self, texts: dict[int, str | None], logp: float = -1.0) -> None:
+        self.texts, self.logp, self.sent, self.lengths = texts, logp, list[int](), list[int]()
+        self.config = self.entry = SimpleNamespace(top_k=0, given="teacher.url=http://a")
+        self.model = "m"
+
+    def ask(self, sequence: TokenSequence) -> ServerAnswer:
+        ids = sequence.token_ids[sequence.start :].tolist()
+        self.sent += ids
+        self.lengths.append(len(sequence.token_ids))
+        return ServerAnswer(TokenScores(np.full(len(ids), self.logp)), [self.texts[token] for token in ids])
+
+
+def served_config(tokenizer_path: str | None = None) -> Any:
+    section = TeacherConfig(url="http://a", in_advantage=1.0, tokenizer_path=tokenizer_path)
+    return SimpleNamespace(teacher=section, rollout=RolloutConfig(max_prompt_tokens=8, max_response_tokens=12))
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit", "message"),
+    [
+        ({}, 21, None),
+        ({}, None, None),
+        ({}, 20, r"up to 20 tokens, and rollout\.max_prompt_tokens \+ rollout\.max_response_tokens \+ 1 = 21"),
+        ({"one": "?"}, None, r"has another vocabulary than the policy: token \d+ is '\S+' for the policy and '\?' for"),
+        ({"all": None}, None, r"returns no texts of tokens, .*set teacher\.tokenizer_path"),
+        ({"logp": float("nan")}, None, r"log-probabilities of tokens \d+ to \d+ that are not finite"),
+    ],
+)
+def test_check_vocabulary_probes_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], limit: int | None, message: str | None
+) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    texts: dict[int, str | None] = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
+    if "all" in changes:
+        texts = dict.fromkeys(texts)
+    if "one" in changes:
+        texts[5] = "?"  # the second token that is sent
+    scorer = _Scorer(texts, changes.get("logp", -1.0))
+    monkeypatch.setattr("mcore_rl.preparation.teacher.connect", lambda *given: scorer)
+    monkeypatch.setattr("mcore_rl.preparation.teacher.served_models", lambda *given: [("other", 1), ("m", limit)])
+    monkeypatch.setattr("mcore_rl.preparation.teacher.try_server", lambda it, sequence, k: it.ask(sequence))
+    config = served_config()
+    if message is None:
+        check_vocabulary(config, tokenizer)
+        # From the whole vocabulary, in pieces that the server can read.
+        assert (len(scorer.sent), scorer.sent[0], scorer.sent[-1]) == (256, 0, len(tokenizer) - 1)
+        assert max(scorer.lengths) <= 20
+        return
+    with pytest.raises(ConfigError, match=rf"^teacher\.url=http://a.*{message}"):
+        check_vocabulary(config, tokenizer)
+
+
+def test_check_vocabulary_of_a_server_by_its_tokenizer(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "policy")
+    write_tokenizer(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"7"', '"seven"', 1))
+    with pytest.raises(ConfigError, match=r"^teacher\.tokenizer_path=\S+ has another vocabulary"):
+        check_vocabulary(served_config(str(tmp_path / "other")), load_tokenizer(str(tmp_path / "policy")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys", "message"),
+    [
+        ({}, {}, None),
+        ({"vocab_size": 64}, {}, r"^teacher\.hf_path=\S+ has vocab_size 64"),
+        ({}, {"tp": 3}, r"^teacher\.tp=3 must divide the model's 4 attention heads"),
+        (
+            {"max_position_embeddings": 64},
+            {},
+            r"^rollout\.max_prompt_tokens \+ .* = 65 exceeds teacher\.hf_path's \(vLLM",
+        ),
+        ({}, {"in_loss": 1.0, "top_k": 9999}, r"^teacher\.top_k=9999 must be below"),
+    ],
+)
+def test_check_teacher_on_engines_reads_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], keys: dict[str, Any], message: str | None
+) -> None:
+    monkeypatch.setattr("mcore_rl.preparation.teacher.check_weights", lambda role: 0)
+    config = run_of(tmp_path, "qwen3", "qwen3", 1, changes)
+    for name, value in {"num_engines": 1, **keys}.items():
+        setattr(config.teacher, name, value)
+    config.cluster.device, config.rollout = "cpu", RolloutConfig(max_prompt_tokens=32, max_response_tokens=32)
+    policy = policy_of(config)
+    if message is None:
+        check_teacher(config, policy, estimator("grpo"))
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_teacher(config, policy, estimator("grpo"))

@@ -72,6 +72,7 @@ def repetition(part: Part, *, critic: bool, controller: KLController | None = No
         actor=part,  # type: ignore[arg-type]
         critic=part if critic else None,  # type: ignore[arg-type]
         reference=None,
+        teacher=None,
         entropy=None,
         batch_of=batch_of,  # type: ignore[arg-type]
         estimates_tokens=False,

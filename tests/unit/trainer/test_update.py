@@ -33,7 +33,9 @@ def run_steps(entropies: list[float], controller: EntropyController | None) -> t
     config = Config()
     config.trainer.critic_warmup_steps = 0
     actor = Actor(entropies)
-    run: Any = SimpleNamespace(config=config, actor=actor, critic=None, reference=None, entropy=controller)
+    run: Any = SimpleNamespace(
+        config=config, actor=actor, critic=None, reference=None, teacher=None, entropy=controller
+    )
     run.estimates_tokens, run.batch_of = False, lambda groups, step, version: batch_of([0])
     metrics = [update_models(run, [], step, 0) for step in range(1, len(entropies) + 1)]
     return actor.coefficients, [found.get("actor/entropy_coefficient") for found in metrics]

@@ -1,0 +1,1 @@
+"""Servers with other models, which return log-probabilities of given tokens."""
