@@ -26,7 +26,13 @@ from mcore_rl.planner.state import RankState
 from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.times import StepSeconds, StepTimes
 from mcore_rl.planner.verdict import Verdict, compare_with_cluster
-from mcore_rl.planner.workload import batch_arithmetic, computes_old_logp, step_flops, without_generation
+from mcore_rl.planner.workload import (
+    batch_arithmetic,
+    computes_old_logp,
+    step_flops,
+    teacher_flops,
+    without_generation,
+)
 from mcore_rl.resolved.adapters import bound_adapters
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import planned_machine
@@ -213,6 +219,7 @@ def make_plan(config: Config) -> Plan:
         flops = replace(flops, logp=0.0)
     if is_supervised(config.algorithm):
         flops = without_generation(config, flops)
+    flops = replace(flops, teacher=teacher_flops(job.config, batch))
     times = StepTimes(config, flops, batch, job.engine)
     phases = [planned.phases for planned in ranks]
     verdict = compare_with_cluster(config, layout, phases, job.engine, batch, sync, cuda=cuda)

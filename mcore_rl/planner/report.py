@@ -18,6 +18,7 @@ from mcore_rl.planner.state import RankState
 from mcore_rl.planner.suggest import Suggestions
 from mcore_rl.planner.sync import WeightSync
 from mcore_rl.planner.times import StepSeconds
+from mcore_rl.planner.workload import StepFlops
 
 UNKNOWN = "set plan.peak_tflops and plan.memory_bandwidth_gib_per_second"
 
@@ -81,7 +82,7 @@ def _summary(plan: Plan) -> Table:
         ("batch", responses),
         *engines,
         ("host memory", f"{_gib(plan.verdict.host.total)} per node: {plan.verdict.host.describe()}"),
-        ("FLOP per step", f"generate {flops.generate:.2e}, logp {flops.logp:.2e}, update {flops.update:.2e}"),
+        ("FLOP per step", ", ".join(f"{name} {getattr(flops, name):.2e}" for name in _phases(flops))),
         *_time(plan),
     ]
     return _rows("Plan", rows)
@@ -101,21 +102,30 @@ def _across(sync: WeightSync) -> str:
     return f", {across} across hosts, {busiest} from the busiest sender{seconds}{files}"
 
 
+def _phases(flops: StepFlops) -> list[str]:
+    """Return the phases with FLOP; a teacher is one only if it runs in this job."""
+    return ["generate", "logp", *(["teacher"] if flops.teacher else []), "update"]
+
+
 def _time(plan: Plan) -> list[tuple[str, str]]:
     overlap = plan.overlap
     if overlap is not None:
         return overlap_rows(overlap)
     ahead = if_asynchronous(plan.times, plan.layout, plan.sync)
-    phases = ("generate", "logp", "update") if plan.times.flops.generate else ("logp", "update")
-    known = {name: getattr(plan.seconds, name) for name in phases}
+    phases = _phases(plan.times.flops)
+    known = {name: getattr(plan.seconds, name) for name in phases if name != "generate" or plan.times.flops.generate}
     shown = (f"{name} {'unknown' if value is None else f'{value:.1f} s'}" for name, value in known.items())
     seconds = UNKNOWN if all(value is None for value in known.values()) else ", ".join(shown)
     return [("time per step", seconds), *(gain_row(ahead, plan.seconds) if ahead is not None else [])]
 
 
+def _times(seconds: StepSeconds, overlap: Overlap) -> tuple[float | None, ...]:
+    return seconds.generate, seconds.logp, seconds.teacher, seconds.update, overlap.swap_seconds or 0.0
+
+
 def gain_row(overlap: Overlap, seconds: StepSeconds) -> list[tuple[str, str]]:
     """Format the possible gain of a synchronous run that takes `seconds`; no row if the times are unknown."""
-    ahead, alone = overlap.step_seconds, (seconds.generate, seconds.logp, seconds.update, overlap.swap_seconds or 0.0)
+    ahead, alone = overlap.step_seconds, _times(seconds, overlap)
     known = [value for value in alone if value is not None]
     if ahead is None or len(known) < len(alone):
         return []

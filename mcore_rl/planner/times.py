@@ -1,10 +1,10 @@
 """Time of a training step at the rates assumed in `plan.*`, as a function of the numbers of engines and trainer ranks.
 
-Training phases: FLOP / (ranks x plan.peak_tflops x plan.mfu_*), where the assumed mfu includes pipeline bubbles and
-communication. Prefill: the same with plan.mfu_prefill. Decoding is bound by memory bandwidth: every engine step reads
-the weights (a large batch uses all experts) and the KV cache of the running sequences at
-plan.memory_bandwidth_gib_per_second. A synchronous run has response tokens / running sequences steps, and at least as
-many as the longest response has tokens.
+Training phases, and teachers on the actor's ranks: FLOP / (ranks x plan.peak_tflops x plan.mfu_*), where the assumed mfu
+includes pipeline bubbles and communication. Prefill, and teachers on engines: the same with plan.mfu_prefill on the
+engines' ranks. Decoding is bound by memory bandwidth: every engine step reads the weights (a large batch uses all
+experts) and the KV cache of the running sequences at plan.memory_bandwidth_gib_per_second. A synchronous run has
+response tokens / running sequences steps, and at least as many as the longest response has tokens.
 
 In an asynchronous run, the engines generate the responses of a step at constant concurrency, because other requests run
 while the longest response is finished. The number of requests that run at the same time, over all engines, has three
@@ -42,6 +42,7 @@ class StepSeconds:
     generate: float | None
     logp: float | None
     update: float | None
+    teacher: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,28 @@ class StepTimes:
             generate=self._generation(num_engines, running, steps) if self.flops.generate else 0.0,
             logp=None if rate is None else self.flops.logp / (rate * plan.mfu_logp),
             update=None if rate is None else self.flops.update / (rate * plan.mfu_update),
+            teacher=self._teacher(num_ranks),
         )
 
+    def _teacher(self, num_ranks: int) -> float | None:
+        """Compute the time of the teachers' pass, on trainer ranks or on engines; 0 without one in this job."""
+        plan, teacher = self.config.plan, self.config.teacher
+        if not self.flops.teacher:
+            return 0.0
+        if plan.peak_tflops is None:
+            return None
+        # All engines of all teachers work at the same time.
+        engines = len(teacher.entries) * teacher.num_engines * teacher.tp
+        rate = engines * plan.mfu_prefill if engines else num_ranks * plan.mfu_logp
+        return self.flops.teacher / (rate * plan.peak_tflops * 1e12)
+
     def train_seconds(self, num_ranks: int) -> float | None:
-        """Compute the time of log-probabilities and updates; None if plan.peak_tflops is not set."""
+        """Compute the time of log-probabilities, the teachers' pass and updates; None if plan.peak_tflops is not
+        set."""
         seconds = self.synchronous(num_ranks, self.config.rollout.num_engines)
-        return None if seconds.logp is None or seconds.update is None else seconds.logp + seconds.update
+        if seconds.logp is None or seconds.update is None or seconds.teacher is None:
+            return None
+        return seconds.logp + seconds.teacher + seconds.update
 
     def generate_seconds(self, num_engines: int) -> float | None:
         """Compute the time in which the engines of an asynchronous run generate a step's responses.

@@ -17,12 +17,17 @@ from math import ceil
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.objectives import RL
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import has_reference, uses_lora
 from mcore_rl.config.rules.objective import responses_per_prompt
+from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks
 from mcore_rl.config.schema import Config
+from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.planner.engine import longest_sequence
-from mcore_rl.planner.model_size import ModelSize
+from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size
 from mcore_rl.resolved.costs import attention_flops, linear_attention_flops
+from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.resolved.model import policy_config
 from model_converters.families.parts.arguments import ModelArguments
 from model_converters.mapping.layout import TrainLayout
 
@@ -88,11 +93,12 @@ def num_microbatches(responses: int, row_tokens: int, layout: TrainLayout, lengt
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOP of one training step, summed over all ranks."""
+    """FLOP of one training step, summed over all ranks. `teacher`: the pass of the teachers that run in this job."""
 
     generate: float
     logp: float
     update: float
+    teacher: float = 0.0
 
 
 def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float, predicted: float) -> float:
@@ -107,6 +113,24 @@ def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float
     weights = size.active - tables + predicted * vocabulary
     attention = attention_flops(arguments.transformer, mean_tokens)
     return 2 * weights + attention + linear_attention_flops(arguments.transformer)
+
+
+def teacher_flops(config: Config, batch: BatchArithmetic) -> float:
+    """Count the FLOP of the teachers' forward pass over a step's responses; 0 for teachers on servers.
+
+    The mean of all teachers, because the responses of each data source are unknown. Raises: ConfigError.
+    """
+    if not (is_on_ranks(config.teacher) or is_on_engines(config.teacher)):
+        return 0.0
+    # Engines compute the logits of prompts, too.
+    predicted = 1.0 if is_on_engines(config.teacher) else batch.mean_response / batch.mean_tokens
+    forwards = []
+    for entry in config.teacher.entries:
+        role = ModelRole.teacher(entry, config.actor, config.model)
+        hf_config, _ = policy_config(role)
+        size = model_size(hf_config, bound_rows(hf_config, DTYPES[config.model.dtype], role.checkpoint))
+        forwards.append(forward_flops(model_arguments(hf_config, role.checkpoint), size, batch.mean_tokens, predicted))
+    return batch.tokens * sum(forwards) / len(forwards)
 
 
 def computes_old_logp(config: Config) -> bool:

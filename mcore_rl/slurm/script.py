@@ -138,7 +138,9 @@ def _ray_cpus(config: Config) -> int:
     # Round up, for the node with the most engines.
     engines = max(slots, -(-rollout.num_engines // nodes) * rollout.tp)
     judges = max(slots, -(-judge.num_engines // nodes) * judge.tp) if uses_judge(judge) else 0
-    return (3 if uses_reward_model(config.reward_model) else 2) * slots + engines + judges + 1
+    served = len(config.teacher.entries) * config.teacher.num_engines
+    teachers = max(slots if config.teacher.entries else 0, -(-served // nodes) * config.teacher.tp)
+    return (3 if uses_reward_model(config.reward_model) else 2) * slots + engines + judges + teachers + 1
 
 
 def _enter(slurm: SlurmConfig, *, on_gpus: bool) -> str:

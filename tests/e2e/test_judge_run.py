@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mcore_rl.runtime.addresses import free_port
 from tests.e2e.runs import ALPHABET, SECONDS_TO_END, TrainProcess, assert_same_records, train
 from tests.tiny_models import write_tiny_model
+from tests.vllm_server import vllm_server
 
 pytestmark = pytest.mark.slow
 
@@ -87,43 +80,14 @@ def judged_run(task: Path, judge: Path) -> Path:
     return directory
 
 
-@contextlib.contextmanager
-def vllm_server(model: Path) -> Iterator[str]:
-    """Address of a running vLLM server."""
-    port = free_port()
-    words = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    words += ["--max-model-len", str(QUESTION_TOKENS + ANSWER_TOKENS), "--served-model-name", "the-judge"]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_API_KEY": "a secret"}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        until = time.monotonic() + 240
-        while socket.socket().connect_ex(("127.0.0.1", port)):
-            assert server.poll() is None, "vLLM's server ended"
-            assert time.monotonic() < until, "vLLM's server does not listen"
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        server.terminate()  # SIGKILL would leave its shared memory behind
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
 @pytest.mark.on_demand
 def test_judges_on_vllm_server_and_sglang_write_the_same_answers(
     task: Path, judge: Path, judged_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parser = f"judge.parser={task.parent / 'parser.py'}:last_digit"
     monkeypatch.setenv("JUDGE_KEY", "a secret")
-    with vllm_server(judge) as url:
+    length = QUESTION_TOKENS + ANSWER_TOKENS
+    with vllm_server(judge, length, "a secret") as url:
         own = ("judge.num_engines", "judge.kv_cache_gib")
         server = (f"judge.url={url}", f"judge.tokenizer_path={judge}", "judge.api_key_variable=JUDGE_KEY")
         train(task, tmp_path / "server", *(each for each in OVERRIDES if not each.startswith(own)), parser, *server)

@@ -101,6 +101,12 @@ POLICY = (
         signs="rises; far from distillation/kl without teacher.top_k: tokens were sampled from another distribution",
     ),
     MetricEntry(
+        "distillation/untaught_fraction",
+        "the share of tokens of sources without a teacher; only with teacher.by_source",
+        (Remedy("set teacher.hf_path or teacher.url for all other sources"),),
+        signs="1: no row of the step has a teacher",
+    ),
+    MetricEntry(
         "actor/clip_fraction",
         "0.001 to 0.2; 0 with one update per synchronous step",
         SLOWER,

@@ -9,14 +9,22 @@ import pytest
 import torch
 
 from mcore_rl.config import load_config
-from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.models import ActorConfig, TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import _output_projection_bytes, in_flight, layer_table
 from mcore_rl.planner.engine import GIB, EngineRank, engine_rank, kv_bytes_per_token, tensor_bytes
 from mcore_rl.planner.layers.execution import Execution
 from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank
-from mcore_rl.planner.workload import batch_arithmetic, computes_old_logp, forward_flops, step_flops
+from mcore_rl.planner.times import StepTimes
+from mcore_rl.planner.workload import (
+    StepFlops,
+    batch_arithmetic,
+    computes_old_logp,
+    forward_flops,
+    step_flops,
+    teacher_flops,
+)
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import policy_config
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -144,6 +152,32 @@ def test_flop_of_a_token(deepseek: Config) -> None:
     # With full recomputation an update takes four forward passes. The first of eight updates needs no separate one.
     assert flops.update == pytest.approx(4 * flops.generate)
     assert flops.logp == pytest.approx(7 / 8 * flops.generate)
+
+
+def test_flop_and_seconds_of_a_teacher(deepseek: Config) -> None:
+    """A teacher with the policy's model costs on the ranks what a pass of the policy costs."""
+    batch = batch_arithmetic(deepseek, ON_512)
+    hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
+    arguments, size = model_arguments(hf_config), model_size(hf_config, bound_rows(hf_config, torch.bfloat16))
+    one_pass = step_flops(deepseek.actor, 1, arguments, size, batch).generate
+    given = {"in_advantage": 1.0, "hf_path": deepseek.model.hf_path}
+    plan = replace(deepseek.plan, peak_tflops=1000.0, mfu_logp=0.5, mfu_prefill=0.25)
+
+    def of(**keys: Any) -> tuple[float, float | None]:
+        config = replace(deepseek, plan=plan, teacher=TeacherConfig(**(given | keys)))
+        config.model = replace(config.model, dtype="bfloat16")
+        flops = StepFlops(1.0, 1.0, 1.0, teacher_flops(config, batch))
+        seconds = StepTimes(config, flops, batch, EngineRank(1, 0, 1, 1, 1.0)).synchronous(512, 1).teacher
+        return flops.teacher, seconds
+
+    assert of() == pytest.approx((one_pass, one_pass / (512 * 0.5e15)))
+    # The logits of prompts: one more row of the output projection per prompt token.
+    prompts = batch.responses * batch.mean_prompt * 2 * 129_280 * 7_168
+    engines = one_pass + prompts
+    assert of(num_engines=4, tp=8) == pytest.approx((engines, engines / (32 * 0.25e15)))
+    two = [TeacherSourceConfig("a", deepseek.model.hf_path)]
+    assert of(num_engines=4, tp=8, by_source=two) == pytest.approx((engines, engines / (64 * 0.25e15)))
+    assert of(hf_path=None, url="http://a/v1") == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
