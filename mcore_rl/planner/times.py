@@ -1,7 +1,7 @@
 """Time of a training step at the rates assumed in `plan.*`, as a function of the numbers of engines and trainer ranks.
 
-Training phases, and teachers on the actor's ranks: FLOP / (ranks x plan.peak_tflops x plan.mfu_*), where the assumed mfu
-includes pipeline bubbles and communication. Prefill, and teachers on engines: the same with plan.mfu_prefill on the
+Training phases, and teachers on the actor's ranks: FLOP / (ranks x plan.peak_tflops x plan.mfu_*), where the assumed
+mfu includes pipeline bubbles and communication. Prefill, and teachers on engines: the same with plan.mfu_prefill on the
 engines' ranks. Decoding is bound by memory bandwidth: every engine step reads the weights (a large batch uses all
 experts) and the KV cache of the running sequences at plan.memory_bandwidth_gib_per_second. A synchronous run has
 response tokens / running sequences steps, and at least as many as the longest response has tokens.
