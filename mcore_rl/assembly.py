@@ -15,6 +15,7 @@ from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.config.models import TeacherConfig
 from mcore_rl.config.reward import NO_RULE, STEP, RewardConfig
 from mcore_rl.config.rules.judge import uses_judge
+from mcore_rl.config.rules.objective import trains_scores
 from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.rules.teacher import is_on_engines, is_on_server
 from mcore_rl.config.schema import Config
@@ -71,7 +72,8 @@ def assemble(
     """Start all processes of the configured run and yield the run; the processes end with the block. `logs`: folder for
     their output. `show` prints start-up lines. `board` receives the work in progress."""
     ranks, roles = _rank_map(prepared.layout), roles_of(config, prepared)
-    checking = model_check(config.model, config.actor, prepared.layout.dp, prepared.cost)
+    predicts = not trains_scores(config)
+    checking = model_check(config.model, config.actor, prepared.layout.dp, prepared.cost, predicts_tokens=predicts)
     recorder = SpanRecorder("driver")
     if board is not None:
         recorder.annotate = board.stage

@@ -39,13 +39,15 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def model_check(
-    model: ModelConfig, actor: ActorConfig, num_dp_ranks: int, cost: SequenceCost
+    model: ModelConfig, actor: ActorConfig, num_dp_ranks: int, cost: SequenceCost, *, predicts_tokens: bool = True
 ) -> Iterator[Callable[[TrainerGroup], None]]:
     """Run the transformers model in a thread during the block. The yielded function waits for it and compares.
 
+    predicts_tokens: False for a reward model, which has no log-probabilities to compare.
+
     Raises: ConfigError (from the function) naming the directory and the difference.
     """
-    reason = _skip_reason(model, actor)
+    reason = _skip_reason(model, actor) if predicts_tokens else "the actor is a reward model"
     if reason is not None:
         logger.info("log-probabilities are not compared with transformers (%s): %s", KEY, reason)
         yield lambda ranks: None

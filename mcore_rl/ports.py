@@ -192,7 +192,8 @@ class Actor(SavedModel, Protocol):
 
     def sequence_logp(self, batch: Batch) -> SequenceLogp:
         """Sum the log-probabilities of every response over its trained tokens, for the current policy and for the
-        reference, if the run has one. Nothing stays on the ranks.
+        reference, if the run has one; for a reward model, return the scores of the responses instead. Nothing stays on
+        the ranks.
 
         Raises: NonFiniteError naming the responses.
         """

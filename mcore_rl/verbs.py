@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mcore_rl.config.fields import urls_of
-from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.reading.remote_names import is_url
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.errors import ConfigError, McoreRLError, RunDirLostError
@@ -62,7 +61,7 @@ def train(config: Config, advice: str) -> int:
     print(summary_table(read_metrics(run_dir / "metrics.jsonl")))
     print(f"run directory: {config.run.dir}")
     print(_report(run_dir, keep=was_finished))
-    print(f"Hugging Face model: {_export_hint(run_dir, config.trainer.export_hf, config.actor)}")
+    print(f"Hugging Face model: {_export_hint(config, run_dir)}")
     return 0
 
 
@@ -117,15 +116,17 @@ def is_finished(run_dir: Path, trainer: TrainerConfig) -> bool:
     return True
 
 
-def _export_hint(run_dir: Path, export_hf: str | None, actor: ActorConfig) -> str:
+def _export_hint(config: Config, run_dir: Path) -> str:
     """Return the path of the exported model, or the command that exports it."""
     from mcore_rl.config.rules.models import uses_lora
+    from mcore_rl.config.rules.objective import trains_scores
     from mcore_rl.trainer.checkpoints import newest_step
 
-    if export_hf is not None:
-        return export_hf
-    # Checkpoints of LoRA runs contain adapters only, and `to-hf` would need the base model too.
-    if uses_lora(actor):
+    if config.trainer.export_hf is not None:
+        return config.trainer.export_hf
+    # Checkpoints of LoRA runs contain adapters only, and `to-hf` would need the base model too. `to-hf` cannot read the
+    # checkpoints of reward models.
+    if uses_lora(config.actor) or trains_scores(config):
         return "the same command with trainer.export_hf=DIR"
     newest = run_dir / "checkpoints" / f"step_{newest_step(run_dir)}"
     return f"python -m model_converters to-hf --ckpt {shlex.quote(str(newest))} --out DIR"

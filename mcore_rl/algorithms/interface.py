@@ -34,7 +34,8 @@ class Needs:
     whole_group: the gradient of a response depends on all responses of its group in the update (see
     group_scores.WholeGroupLoss).
     pairs: the advantages of the loss are weights of the responses of pairs, computed before the update from the sums
-    of their log-probabilities (see preference.py).
+    of their log-probabilities, or from their scores (see preference.py).
+    scores: `logp` are scores of responses from a value model, not log-probabilities of tokens.
     """
 
     group_ids: bool = False
@@ -52,6 +53,7 @@ class Needs:
     staleness: bool = False
     whole_group: bool = False
     pairs: bool = False
+    scores: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         """Return the inputs that one of both requires."""

@@ -42,7 +42,7 @@ from mcore_rl.algorithms.losses.divergence import DPPOKL, DPPOTV
 from mcore_rl.algorithms.losses.future import FIPO
 from mcore_rl.algorithms.losses.labels import REAL
 from mcore_rl.algorithms.losses.plain import SFT, Reinforce
-from mcore_rl.algorithms.losses.preference import DPO
+from mcore_rl.algorithms.losses.preference import DPO, BradleyTerry
 from mcore_rl.algorithms.losses.quadratic import DRO
 from mcore_rl.algorithms.losses.ratio import CISPO, DecoupledPPO, PPOClip
 from mcore_rl.algorithms.losses.sequences import GMPO, GSPO
@@ -60,7 +60,7 @@ Entry = TypeVar("Entry")
 
 ACTOR_INPUTS = {
     *("advantages", "old_logp", "rollout_logp", "staleness"),
-    *("whole_sequence", "whole_group", "selection", "pairs"),
+    *("whole_sequence", "whole_group", "selection", "pairs", "scores"),
 }
 """Fields of Needs that the actor can provide to a loss."""
 
@@ -97,6 +97,7 @@ POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
     "reinforce": Reinforce,
     "sft": SFT,
     "dpo": DPO,
+    "reward_model": BradleyTerry,
 }
 
 

@@ -26,11 +26,14 @@ SUPERVISED = "sft"
 """Loss name of supervised training, which generates no responses."""
 PREFERENCE = "dpo"
 """Loss name of training on pairs of responses, which generates no responses."""
+SCORES = "reward_model"
+"""Loss name of training a reward model on pairs of responses, which generates no responses."""
 POLICY_LOSSES = (
     *("ppo_clip", "gspo", "gmpo", "clip_cov", "kl_cov", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo", "dro", "fipo"),
     *("real", "decoupled_ppo", "reinforce"),
     SUPERVISED,
     PREFERENCE,
+    SCORES,
 )
 LOSS_AGGREGATIONS = (
     *("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
@@ -46,7 +49,8 @@ class PolicyLossConfig:
 
     name: str = setting("ppo_clip", choices=POLICY_LOSSES, function=True)
     """Policy loss: a built-in name, `module_or_file.py:function`, or sft: supervised training on data.answer_key (warm
-    start) without rollout. trainer.objective=sft and dpo set the loss of the same name."""
+    start) without rollout. trainer.objective=sft, dpo and reward_model set the loss of the same name. For conversations
+    and a validation loss, set trainer.objective=sft instead of this key."""
     clip_low: float | None = setting(None, minimum=0)
     """Lower clip range: probability ratios below 1 - clip_low get no gradient (gmpo: log ratios below -clip_low;
     dppo_tv, dppo_kl: less probable tokens with a divergence above clip_low)."""
@@ -392,4 +396,4 @@ class AlgorithmConfig:
 
 def is_supervised(algorithm: AlgorithmConfig) -> bool:
     """Return True if texts of the data set are trained on and nothing is sampled."""
-    return algorithm.policy_loss.name in (SUPERVISED, PREFERENCE)
+    return algorithm.policy_loss.name in (SUPERVISED, PREFERENCE, SCORES)

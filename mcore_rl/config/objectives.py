@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 from mcore_rl.config.fields import setting
 
-RL, SFT, DPO = "rl", "sft", "dpo"
-OBJECTIVES = (RL, SFT, DPO)
+RL, SFT, DPO, REWARD_MODEL = "rl", "sft", "dpo", "reward_model"
+OBJECTIVES = (RL, SFT, DPO, REWARD_MODEL)
 """Values of trainer.objective. Every value besides rl is also the name of its loss in algorithm.policy_loss.name."""
+PAIRED = (DPO, REWARD_MODEL)
+"""Objectives that train on pairs of a chosen and a rejected response."""
+SIGMOID, IPO, HINGE, ROBUST = "sigmoid", "ipo", "hinge", "robust"
+PREFERENCE_LOSSES = (SIGMOID, IPO, HINGE, ROBUST)
 
 
 @dataclass
@@ -18,15 +22,19 @@ class ObjectiveConfig:
     objective: str = setting(RL, choices=OBJECTIVES)
     """Objective of the run. rl: reinforcement learning on generated responses, or a warm start with
     algorithm.policy_loss.name=sft. sft: supervised training on conversations (docs/supervised.md). dpo: direct
-    preference optimization on pairs of a chosen and a rejected response (docs/preference.md). sft and dpo start no
-    engines."""
+    preference optimization on pairs of a chosen and a rejected response (docs/preference.md). reward_model: training of
+    a model that scores responses, on such pairs (docs/reward-model-training.md). Only rl starts engines."""
 
 
 @dataclass
 class PreferenceConfig:
-    """Direct preference optimization on pairs (trainer.objective=dpo). The margin of a pair is the difference between
-    the rewards of its chosen and its rejected response; docs/preference.md has the formulas."""
+    """Training on pairs: direct preference optimization (trainer.objective=dpo) and reward models
+    (trainer.objective=reward_model). The margin of a pair is the difference between the rewards of its chosen and its
+    rejected response; docs/preference.md has the formulas."""
 
+    loss: str = setting(SIGMOID, choices=PREFERENCE_LOSSES)
+    """Loss of the margin, for dpo. sigmoid: DPO. ipo: squared distance from 1 / (2 beta), in nats. hinge: SLiC. robust:
+    DPO without the bias of swapped labels, whose fraction is label_smoothing."""
     beta: float = setting(0.1, above=0)
     """Factor of the rewards: a response's reward is beta times the sum of log policy - log reference over its
     tokens."""
@@ -38,4 +46,9 @@ class PreferenceConfig:
     target_margin: float = setting(0.0, minimum=0)
     """Number that the loss subtracts from the margin of each pair; 0: none."""
     label_smoothing: float = setting(0.0, minimum=0, below=0.5)
-    """Assumed fraction of pairs whose labels are swapped (conservative DPO)."""
+    """Assumed fraction of pairs whose labels are swapped, for loss sigmoid (conservative DPO) and robust."""
+    sft_weight: float = setting(0.0, minimum=0)
+    """Weight of the cross-entropy of the chosen response, per token, which dpo adds to the loss; 0: none."""
+    center_rewards_coefficient: float = setting(0.0, minimum=0)
+    """Coefficient of the squared sum of both rewards, which reward_model adds to the loss, so that rewards are 0 on
+    average; 0: none."""

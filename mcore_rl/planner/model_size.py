@@ -12,7 +12,7 @@ import torch
 
 from mcore_rl.config.roles import POLICY
 from mcore_rl.resolved.layout import conversion_errors, model_arguments
-from model_converters.families import family_for
+from model_converters.hf.value_head import model_rows
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement, held_shape
 from model_converters.mapping.separate import trainer_rows
@@ -33,15 +33,20 @@ class ModelSize:
 
 
 def bound_rows(
-    hf_config: dict[str, Any], dtype: torch.dtype, key: str = POLICY.checkpoint, layout: TrainLayout | None = None
+    hf_config: dict[str, Any],
+    dtype: torch.dtype,
+    key: str = POLICY.checkpoint,
+    layout: TrainLayout | None = None,
+    *,
+    has_value_head: bool = False,
 ) -> list[BoundRow]:
     """Bind the model's weight table to exact names: the family's table, or the table of the tensors that the ranks of
-    `layout` hold. `key` names the model in errors.
+    `layout` hold. `key` names the model in errors. has_value_head: see model_rows.
 
     Raises: ConfigError.
     """
     with conversion_errors(f"{key}: "):
-        rows = family_for(hf_config).rows(hf_config)
+        rows = model_rows(hf_config, has_value_head=has_value_head)
         return bind(rows if layout is None else trainer_rows(rows, layout), hf_config, dtype)
 
 

@@ -7,13 +7,16 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from mcore_rl.config.algorithm import is_supervised
-from mcore_rl.config.roles import EngineRole, ModelRole
+from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.engine_support import cannot_run
 from mcore_rl.config.rules.models import uses_lora
+from mcore_rl.config.rules.objective import trains_scores
 from mcore_rl.config.rules.validation import validate
 from mcore_rl.config.schema import Config, resolved_dtype
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model.model import DTYPES
+from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.value_model import ValueModel
 from mcore_rl.planner.activations import StageActivations
 from mcore_rl.planner.colocated import ColocatedRanks, colocated_ranks
 from mcore_rl.planner.engine import EngineRank, engine_rank, longest_sequence
@@ -37,7 +40,7 @@ from mcore_rl.resolved.adapters import bound_adapters
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import planned_machine
 from mcore_rl.resolved.layout import conversion_errors
-from mcore_rl.resolved.model import ResolvedModel, check_policy_engines
+from mcore_rl.resolved.model import ResolvedModel, check_policy_engines, trained_model
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import BoundRow
 
@@ -137,7 +140,8 @@ class Job:
     """A checked configuration, with the resolved model that all parts of a plan use.
 
     `adapters` is the weight table of the LoRA adapters, if any are trained. `colocated` are the models that share GPUs
-    with the policy. The plan is for GPUs (`run.cuda`) unless device=cpu.
+    with the policy. `kind` is the class of the model: a reward model is a ValueModel. The plan is for GPUs (`run.cuda`)
+    unless device=cpu.
     """
 
     config: Config
@@ -148,6 +152,7 @@ class Job:
     adapters: list[BoundRow]
     engine: EngineRank
     colocated: ColocatedRanks
+    kind: type[PolicyModel] = PolicyModel
 
     @classmethod
     def of(cls, config: Config) -> Job:
@@ -161,8 +166,7 @@ class Job:
         validate(config, run_here=False)
         dtype = resolved_dtype(config.model.dtype, cuda=cuda)
         config = replace(config, model=replace(config.model, dtype=dtype))
-        role = ModelRole.policy(config.actor, config.model)
-        spec = ResolvedModel.policy(role, config.num_trainer_ranks)
+        spec, scores = trained_model(config), trains_scores(config)
         check_policy_engines(EngineRole.rollout(config.rollout, config.model), config.algorithm, spec)
         implementation = spec.implementation(config.cluster.gpus_per_node, planned_machine(cuda=cuda))
         longest, dtype = longest_sequence(config.rollout), DTYPES[config.model.dtype]
@@ -170,7 +174,7 @@ class Job:
         run = replace(run, masked=config.rollout.keep_sampling_mask)
         # The search for layouts starts from the resolved modules of recomputation.
         config = replace(config, actor=run.section)
-        rows = bound_rows(spec.hf_config, dtype, layout=spec.layout)
+        rows = bound_rows(spec.hf_config, dtype, layout=spec.layout, has_value_head=scores)
         lora = config.actor.lora
         adapters = bound_adapters(lora, spec.hf_config, dtype, spec.layout) if uses_lora(config.actor) else []
         engine = engine_rank(
@@ -183,7 +187,15 @@ class Job:
             captures_routing=config.actor.moe.router_replay == "engine",
             float32_head=config.model.float32_head,
         )
-        return cls(config, spec, implementation, run, rows, adapters, engine, colocated_ranks(config, spec, cuda=cuda))
+        colocated = colocated_ranks(config, spec, cuda=cuda)
+        return cls(
+            config, spec, implementation, run, rows, adapters, engine, colocated, ValueModel if scores else PolicyModel
+        )
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """False for a model with a value head."""
+        return not issubclass(self.kind, ValueModel)
 
     @property
     def shared(self) -> bool:
@@ -204,7 +216,7 @@ def make_plan(config: Config) -> Plan:
     batch = batch_arithmetic(config, layout)
     ranks: list[PlannedRank] = []
     stages = []
-    for stage, (activations, states) in enumerate(planned_stages(job.spec, job.run, batch.most_microbatches)):
+    for stage, (activations, states) in enumerate(planned_stages(job.spec, job.run, batch.most_microbatches, job.kind)):
         stages.append(activations)
         for state in states:
             models = job.colocated.at(len(ranks))
@@ -214,7 +226,9 @@ def make_plan(config: Config) -> Plan:
     _check_counts([planned.state.parameters for planned in ranks], num_parameters)
     size = model_size(job.spec.hf_config, job.rows)
     sync = weight_sync(config, job.rows, layout, cuda=cuda)
-    flops = step_flops(config.actor, config.trainer.update_epochs, job.spec.arguments, size, batch)
+    flops = step_flops(
+        config.actor, config.trainer.update_epochs, job.spec.arguments, size, batch, predicts_tokens=job.predicts_tokens
+    )
     if not computes_old_logp(config):
         flops = replace(flops, logp=0.0)
     if is_supervised(config.algorithm):

@@ -13,6 +13,7 @@ from mcore_rl.megatron.lora.adapters import attach_adapters
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.sharded import meta_model
+from mcore_rl.megatron.model.value_model import train_head
 from mcore_rl.megatron.model.vision.model import set_trained
 from mcore_rl.planner.activations import StageActivations, stage_activations
 from mcore_rl.planner.layers.execution import Execution
@@ -49,6 +50,7 @@ def stage_parameters(
         set_trained(chunks, train_vision)
         if lora is not None and lora.rank:
             attach_adapters(chunks, replace(lora, path=None), hf_config, replace(layout, cp=1), seed=0)
+            train_head(chunks)
         return [
             [
                 StageParameter(

@@ -108,7 +108,9 @@ class _Search:
         batch = batch_arithmetic(self.job.config, self.job.spec.layout)
         actor = replace(self.job.config.actor, recompute="none")
         epochs = self.job.config.trainer.update_epochs
-        return step_flops(actor, epochs, self.job.spec.arguments, size, batch).update
+        return step_flops(
+            actor, epochs, self.job.spec.arguments, size, batch, predicts_tokens=self.job.predicts_tokens
+        ).update
 
     def state(self, run: Execution, stage: int) -> RankState:
         """Estimate the state of a stage's ranks, without the padding of Megatron's buffers."""
@@ -154,7 +156,12 @@ class _Search:
             run = replace(job.run, section=actor, layout=layout)
             activations = {
                 stage: stage_activations(
-                    arguments, stage, run, microbatches=microbatches, largest_weight_elements=largest
+                    arguments,
+                    stage,
+                    run,
+                    microbatches=microbatches,
+                    largest_weight_elements=largest,
+                    predicts_tokens=job.predicts_tokens,
                 )
                 for stage in _telling_stages(layout)
             }

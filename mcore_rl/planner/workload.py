@@ -101,16 +101,16 @@ class StepFlops:
     teacher: float = 0.0
 
 
-def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float, predicted: float) -> float:
+def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float, predicted: float | None) -> float:
     """Compute the FLOP of one token in a sequence of mean_tokens.
 
-    `predicted` is the share of tokens that pass through the output projection.
+    `predicted` is the share of tokens that pass through the output projection; None: the model has a value head.
     """
     hidden = arguments.transformer["hidden_size"]
     vocabulary = arguments.vocab_size * hidden
-    tables = vocabulary if arguments.tied_embeddings else 2 * vocabulary
+    tables = vocabulary if arguments.tied_embeddings or predicted is None else 2 * vocabulary
     # Embedding lookups are no matrix products; the output projection runs for predicted tokens only.
-    weights = size.active - tables + predicted * vocabulary
+    weights = size.active - tables + (predicted or 0.0) * vocabulary
     attention = attention_flops(arguments.transformer, mean_tokens)
     return 2 * weights + attention + linear_attention_flops(arguments.transformer)
 
@@ -140,10 +140,16 @@ def computes_old_logp(config: Config) -> bool:
 
 
 def step_flops(
-    actor: ActorConfig, update_epochs: int, arguments: ModelArguments, size: ModelSize, batch: BatchArithmetic
+    actor: ActorConfig,
+    update_epochs: int,
+    arguments: ModelArguments,
+    size: ModelSize,
+    batch: BatchArithmetic,
+    *,
+    predicts_tokens: bool = True,
 ) -> StepFlops:
     """Count the FLOP of one training step."""
-    predicted = batch.mean_response / batch.mean_tokens
+    predicted = batch.mean_response / batch.mean_tokens if predicts_tokens else None
     forward = forward_flops(arguments, size, batch.mean_tokens, predicted)
     attention = attention_flops(arguments.transformer, batch.mean_tokens)
     linear = linear_attention_flops(arguments.transformer)

@@ -82,15 +82,28 @@ def reward_model_layout(
         )
     spec = ResolvedModel.value_model(role, num_ranks)
     check_implementation(cluster, spec)
-    key = role.checkpoint
-    remedy = f"; set {key} to a sequence classification checkpoint with one label"
-    with conversion_errors(f"{key}={role.model.hf_path}: ", remedy), HFCheckpoint(role.model.hf_path) as checkpoint:
-        rows, dropped = resolve_value_head(checkpoint, required=True)
-        # Only names and shapes are compared, so the dtype does not matter.
-        bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
-        check_complete(bound, checkpoint.shapes, dropped=dropped)
-        checkpoint.unlisted.check_copies()
+    remedy = f"; set {role.checkpoint} to a sequence classification checkpoint with one label"
+    check_value_weights(role, remedy, needs_head=True)
     return spec.layout
+
+
+def check_value_weights(role: ModelRole, remedy: str = "", *, needs_head: bool = False) -> int:
+    """Check the HF directory of a value model like check_weights. Without needs_head it may be a causal model.
+
+    `remedy` ends the errors.
+    """
+    directory = role.model.hf_path
+    with conversion_errors(f"{role.checkpoint}={directory}: ", remedy):
+        side_files(Path(directory))
+        if role.model.random_init and not needs_head:
+            return 0
+        with HFCheckpoint(directory) as checkpoint:
+            rows, dropped = resolve_value_head(checkpoint, required=needs_head)
+            # Only names and shapes are compared, so the dtype does not matter.
+            bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
+            check_complete(bound, checkpoint.shapes, dropped=dropped)
+            checkpoint.unlisted.check_copies()
+            return sum(math.prod(checkpoint.shapes[name]) for name in checkpoint.shapes.keys() - set(dropped))
 
 
 def check_weights(role: ModelRole) -> int:

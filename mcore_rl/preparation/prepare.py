@@ -18,6 +18,7 @@ from mcore_rl.config.objectives import RL
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.models import has_reference, uses_lora, uses_reward_model
+from mcore_rl.config.rules.objective import trains_scores
 from mcore_rl.config.rules.rollout import has_turns
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import ClusterConfig, DataConfig, RolloutConfig, resolved_dtype
@@ -28,7 +29,7 @@ from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, SupervisedSet, joined
 from mcore_rl.data.sampler import Curriculum, PromptSampler, RowWeights
 from mcore_rl.data.sources.paths import file_weights
-from mcore_rl.data.supervised.targets import ConversationSet, PairSet
+from mcore_rl.data.supervised.targets import TextSet
 from mcore_rl.data.templates import PromptRenderer
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.errors import ConfigError, CurriculumError
@@ -38,14 +39,15 @@ from mcore_rl.preparation.models import (
     check_implementation,
     check_judge,
     check_reference,
+    check_value_weights,
     check_weights,
     critic_layout,
     reward_model_layout,
 )
 from mcore_rl.preparation.teacher import check_teacher, check_vocabulary
-from mcore_rl.preparation.texts import load_texts
+from mcore_rl.preparation.texts import load_splits
 from mcore_rl.resolved.costs import sequence_cost
-from mcore_rl.resolved.model import ResolvedModel, check_policy_engines, overridden_fields
+from mcore_rl.resolved.model import ResolvedModel, check_policy_engines, overridden_fields, trained_model
 from mcore_rl.rewards.graders.loading import check_data_sources, load_grader, runs_code
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
@@ -68,8 +70,8 @@ CHECKPOINT_BYTES_PER_PARAMETER = {"float32": 12, "bfloat16": 14}
 
 
 class RunData(NamedTuple):
-    """Data of a run: `prompts` by split for reinforcement learning, `targets` for a warm start, or, by split,
-    `conversations` for supervised training or `pairs` of responses.
+    """Data of a run: `prompts` by split for reinforcement learning, `targets` for a warm start, or `texts` by split:
+    conversations for supervised training, or pairs of responses.
 
     `validation_parts` are validation prompts that have a metric of their own.
     """
@@ -79,14 +81,13 @@ class RunData(NamedTuple):
     reports: list[LoadReport]
     notes: list[str]
     validation_parts: ValidationParts
-    pairs: Mapping[str, PairSet] = {}
-    conversations: Mapping[str, ConversationSet] = {}
+    texts: Mapping[str, TextSet] = {}
 
     @property
     def train(self) -> PromptSet:
         """Prompts of the training rows."""
-        if texts := self.pairs or self.conversations:
-            return texts["train"].prompts
+        if self.texts:
+            return self.texts["train"].prompts
         return self.prompts["train"] if self.targets is None else self.targets.prompts
 
 
@@ -142,13 +143,13 @@ def _policy(config: Config) -> ResolvedModel:
     _check_gpus(config.cluster)
     # Set first, since later checks need the data type.
     config.model.dtype = resolved_dtype(config.model.dtype, cuda=config.cluster.uses_cuda)
-    return ResolvedModel.policy(ModelRole.policy(config.actor, config.model), config.num_trainer_ranks)
+    return trained_model(config)
 
 
 def _prepare_models(config: Config, spec: ResolvedModel) -> PreparedModels:
     role, actor, algorithm, hf_config = spec.role, config.actor, config.algorithm, spec.hf_config
     check_implementation(config.cluster, spec)
-    parameters = trained = check_weights(role)
+    parameters = trained = check_value_weights(role) if trains_scores(config) else check_weights(role)
     if uses_lora(actor):
         trained = check_adapters(actor.lora, hf_config, exports=config.trainer.export_adapter is not None)
     chosen, needs = _check_algorithm(algorithm, config.trainer.critic_warmup_steps)
@@ -210,8 +211,8 @@ def _load_targets(
 
 
 def _load_texts(config: Config, tokenizer: PreTrainedTokenizerBase) -> RunData:
-    texts = load_texts(config, tokenizer)
-    return RunData({}, None, texts.reports, list(texts.parts.notes), texts.parts, texts.pairs, texts.conversations)
+    texts = load_splits(config, tokenizer)
+    return RunData({}, None, texts.reports, list(texts.parts.notes), texts.parts, texts.splits)
 
 
 def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None) -> RunData:

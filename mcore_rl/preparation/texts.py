@@ -2,81 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from mcore_rl.config import Config
-from mcore_rl.config.objectives import DPO
+from mcore_rl.config.objectives import DPO, REWARD_MODEL, SFT
 from mcore_rl.data.columns import check_keys
-from mcore_rl.data.prompts import LoadReport, PromptSet, joined
-from mcore_rl.data.supervised.loading import load_conversations, load_pairs
-from mcore_rl.data.supervised.targets import ConversationSet, PairSet, Targets
+from mcore_rl.data.prompts import LoadReport
+from mcore_rl.data.supervised.encoder import ResponseEncoder
+from mcore_rl.data.supervised.loading import load_texts
+from mcore_rl.data.supervised.targets import TextSet
+from mcore_rl.data.supervised.tokeniser import CONVERSATIONS, PAIRS, SCORED_PAIRS
 from mcore_rl.data.tokenizer import eos_token_ids
 from mcore_rl.trainer.validation import ValidationParts, validation_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-S = TypeVar("S", PairSet, ConversationSet)
+FORMATS = {SFT: CONVERSATIONS, DPO: PAIRS, REWARD_MODEL: SCORED_PAIRS}
+"""Format of the rows of each objective that trains on texts of the data set."""
 
 
 class RunTexts(NamedTuple):
-    """Pairs or conversations by split, train and, if data.val is set, val; `parts` are rows of the validation with
+    """Conversations or pairs by split, train and, if data.val is set, val; `parts` are rows of the validation with
     metrics of their own."""
 
-    pairs: Mapping[str, PairSet]
-    conversations: Mapping[str, ConversationSet]
+    splits: Mapping[str, TextSet]
     reports: list[LoadReport]
     parts: ValidationParts
 
 
-def load_texts(config: Config, tokenizer: PreTrainedTokenizerBase) -> RunTexts:
+def load_splits(config: Config, tokenizer: PreTrainedTokenizerBase) -> RunTexts:
     """Load the texts of data.train and data.val; all sets of data.val are joined into the split `val`.
 
     Raises: ConfigError, DataError for the first setting or row that cannot work.
     """
-    stops = eos_token_ids(tokenizer, config.model.hf_path)
-    limits, data = config.rollout, config.data
-    if config.trainer.objective == DPO:
-        load = partial(load_pairs, tokenizer=tokenizer, data_config=data, rollout_config=limits, stop_ids=stops)
-        pairs, reports, parts = _load_splits(config, load, _joined_pairs)
-        return RunTexts(pairs, {}, reports, parts)
-    read = partial(load_conversations, tokenizer=tokenizer, data_config=data, rollout_config=limits, stop_ids=stops)
-    conversations, reports, parts = _load_splits(config, read, _joined_conversations)
-    return RunTexts({}, conversations, reports, parts)
-
-
-def _load_splits(
-    config: Config, load: Callable[..., tuple[S, LoadReport]], join: Callable[[Sequence[S]], S]
-) -> tuple[dict[str, S], list[LoadReport], ValidationParts]:
-    data = config.data
+    data, format = config.data, FORMATS[config.trainer.objective]
+    encoder = ResponseEncoder(tokenizer, data, eos_token_ids(tokenizer, config.model.hf_path))
     named = {"data.train": data.train, **data.validation}
     check_keys(data, named)
-    loaded: dict[str, S] = {}
+    loaded: dict[str, TextSet] = {}
     reports = []
     for key, files in named.items():
         limit = None if key == "data.train" else data.val_max_prompts
-        loaded[key], report = load(files, key=key, max_rows=limit)
+        loaded[key], report = load_texts(files, encoder, format, config.rollout, key, limit)
         reports.append(report)
     splits = {"train": loaded.pop("data.train")}
     if loaded:
-        splits["val"] = join(list(loaded.values()))
+        splits["val"] = TextSet.joined(list(loaded.values()))
     sets = {
         key.removeprefix("data.val").removeprefix("."): part.prompts.columns["data_source"]
         for key, part in loaded.items()
     }
-    return splits, reports, validation_parts(sets)
-
-
-def _joined_pairs(sets: Sequence[PairSet]) -> PairSet:
-    chosen, rejected = ([getattr(each, name) for each in sets] for name in ("chosen", "rejected"))
-    return PairSet(_prompts(sets), Targets.joined(chosen), Targets.joined(rejected))
-
-
-def _joined_conversations(sets: Sequence[ConversationSet]) -> ConversationSet:
-    return ConversationSet(_prompts(sets), Targets.joined([each.targets for each in sets]))
-
-
-def _prompts(sets: Sequence[PairSet] | Sequence[ConversationSet]) -> PromptSet:
-    return joined([each.prompts for each in sets])
+    return RunTexts(splits, reports, validation_parts(sets))

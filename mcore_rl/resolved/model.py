@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.roles import POLICY, EngineRole, ModelRole
+from mcore_rl.config.rules.objective import trains_scores
 from mcore_rl.config.rules.validation import read_hf_config
-from mcore_rl.config.schema import ModelConfig
+from mcore_rl.config.schema import Config, ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import BuildRequest, Implementation, choose
 from mcore_rl.resolved.layout import check_experts, conversion_errors, model_arguments, role_layout
@@ -91,6 +92,16 @@ class ResolvedModel:
         # Only for its errors: build_model computes the arguments again.
         recompute_arguments(self, chosen)
         return chosen
+
+
+def trained_model(config: Config) -> ResolvedModel:
+    """Resolve the model of the actor: the policy, or with trainer.objective=reward_model a value model.
+
+    Raises: ConfigError.
+    """
+    role = ModelRole.policy(config.actor, config.model)
+    resolve = ResolvedModel.value_model if trains_scores(config) else ResolvedModel.policy
+    return resolve(role, config.num_trainer_ranks)
 
 
 def policy_config(role: ModelRole) -> tuple[dict[str, object], int]:

@@ -103,7 +103,7 @@ class TextObjective(Protocol):
     def validates(self) -> bool:
         """True if `validate` has data."""
 
-    def train(self, actor: Actor) -> dict[str, Metric]:
+    def train(self, actor: Actor, step: int) -> dict[str, Metric]:
         """Train on the next batch and return the metrics of the step."""
 
     def validate(self, actor: Actor) -> dict[str, Metric]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -11,26 +12,33 @@ from mcore_rl.ports import Actor
 from mcore_rl.trainer.run import SupervisedRun, end_profile, resume, save, saves_settled, steps_left
 from mcore_rl.types import Batch, Mean, Metric
 
+AnyBatch = TypeVar("AnyBatch")
 
-@dataclass(frozen=True)
-class TargetObjective:
-    """Supervised training on target texts or conversations; implements TextObjective.
 
-    next_batch: batch of the next rows. validation: batches of the validation rows, in order; None without any. parts:
-    rows of the validation with a loss of their own, int64 [n] by name.
+@dataclass(frozen=True, kw_only=True)
+class TextData(Generic[AnyBatch]):
+    """Data of a TextObjective.
+
+    next_batch: batch of the next rows, for a step. validation: batches of the validation rows, in order; None without
+    any. parts: rows of the validation with metrics of their own, int64 [n] by name.
     """
 
-    next_batch: Callable[[], Batch]
-    validation: Callable[[], Iterator[Batch]] | None = None
+    next_batch: Callable[[int], AnyBatch]
+    validation: Callable[[], Iterator[AnyBatch]] | None = None
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def validates(self) -> bool:
         return self.validation is not None
 
-    def train(self, actor: Actor) -> dict[str, Metric]:
+
+@dataclass(frozen=True, kw_only=True)
+class TargetObjective(TextData[Batch]):
+    """Supervised training on target texts or conversations; implements TextObjective."""
+
+    def train(self, actor: Actor, step: int) -> dict[str, Metric]:
         """Run the updates of the next batch."""
-        return actor.update(actor.recompute_logp(self.next_batch()))
+        return actor.update(actor.recompute_logp(self.next_batch(step)))
 
     def validate(self, actor: Actor) -> dict[str, Metric]:
         """Compute val/loss, the mean of -log p over the trained tokens, and val/loss/<part>."""
@@ -56,7 +64,7 @@ def train_supervised(run: SupervisedRun) -> bool:
         run.journal.finish_step(0)
     with run.checkpoints.copied(), saves_settled(run):
         for step in steps_left(run):
-            update = run.objective.train(run.actor)
+            update = run.objective.train(run.actor, step)
             run.state = run.state.finished(step, 0)
             end_profile(run)
             run.journal.record(update)

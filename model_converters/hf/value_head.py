@@ -9,7 +9,10 @@ A causal model has no value head: its trunk is loaded, its `lm_head` is ignored,
 
 from __future__ import annotations
 
+import re
+
 from model_converters.errors import ConversionError
+from model_converters.families import family_for
 from model_converters.families.parts.family import whole_row
 from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.families.parts.mtp import resolve_mtp, without_mtp
@@ -19,11 +22,28 @@ from model_converters.mapping.table import Row
 VALUE_HEAD, SCORE = "output_layer.weight", "score.weight"
 """The head's name in Megatron's model and in HF checkpoints."""
 _BIAS, _VOCABULARY = "score.bias", "lm_head.weight"
+_TASK = re.compile(r"(For[A-Z]\w*|LMHeadModel)$")
+"""Task at the end of the name of a class of transformers."""
 
 
 def value_model_config(config: HFConfig) -> dict[str, object]:
     """Return the configuration of the value model: no tied embeddings and no multi-token prediction."""
     return {**without_mtp(config), "tie_word_embeddings": False}
+
+
+def model_rows(config: HFConfig, *, has_value_head: bool) -> list[Row]:
+    """Return the family's table, with `has_value_head` for a value model; `config` is then from value_model_config."""
+    rows = family_for(config).rows(config)
+    return with_value_head(rows, config) if has_value_head else rows
+
+
+def classifier_config(config: HFConfig) -> dict[str, object]:
+    """Return the config.json of an export as transformers' sequence classification with one label."""
+    named = config.get("architectures")
+    names = named if isinstance(named, list) else []
+    classes = [_TASK.sub("ForSequenceClassification", str(name)) for name in names]
+    labels: dict[str, object] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {**config, **labels, **({"architectures": classes} if classes else {})}
 
 
 def with_value_head(rows: list[Row], config: HFConfig) -> list[Row]:

@@ -13,8 +13,7 @@ from typing import Any, cast
 import pytest
 
 from mcore_rl import verbs
-from mcore_rl.config import load_config
-from mcore_rl.config.models import ActorConfig
+from mcore_rl.config import Config, load_config
 from mcore_rl.errors import DamagedCheckpointError, McoreRLError, RunDirLostError
 from mcore_rl.observe.third_party import ThirdPartyLog
 from mcore_rl.trainer.checkpoints import Checkpoints
@@ -97,7 +96,7 @@ def test_a_resume_says_so_and_a_first_start_says_nothing(run_dir: Path, capsys: 
 def test_train_finished_run_quotes_the_path_in_its_command(tmp_path: Path) -> None:
     directory = tmp_path / "my $run; (1)"
     Checkpoints(directory / "checkpoints", keep_last=1).save(4, {}, lambda path: SAVED)
-    words = shlex.split(verbs._export_hint(directory, None, ActorConfig()))
+    words = shlex.split(verbs._export_hint(Config(), directory))
     assert words[-4:] == ["--ckpt", str(directory / "checkpoints" / "step_4"), "--out", "DIR"]
 
 

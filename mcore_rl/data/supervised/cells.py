@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -20,10 +21,12 @@ class Cell(NamedTuple):
     struct_nulls: bool
 
 
-def read_cell(columns: Columns, value: object, where: str, *, struct_nulls: bool) -> Cell:
+def read_cell(
+    columns: Columns, value: object, where: str, *, struct_nulls: bool, as_text: re.Pattern[str] = MESSAGES_AS_TEXT
+) -> Cell:
     """Convert a value like prompts: chat messages that are written as JSON text are parsed, and noted.
 
-    where: start of error messages, with the column.
+    where: start of error messages, with the column. as_text: beginning of such a text.
 
     Raises: DataError for binary data, a value such as a time that would silently become text, and invalid JSON.
     """
@@ -32,7 +35,7 @@ def read_cell(columns: Columns, value: object, where: str, *, struct_nulls: bool
         raise DataError(f"{where} has binary data that is not UTF-8; store it as text")
     _check_text(value, where)
     plain = to_plain(value)
-    if isinstance(plain, str) and MESSAGES_AS_TEXT.match(plain):
+    if isinstance(plain, str) and as_text.match(plain):
         columns.notes[PARSED_NOTE] += 1
         return Cell(messages_of_text(plain, where), struct_nulls=False)
     return Cell(plain, struct_nulls)

@@ -6,25 +6,25 @@ A conversation is a list of messages in OpenAI's format (`messages`) or ShareGPT
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from mcore_rl.data.chat.messages import normalized
 from mcore_rl.data.columns import ANSWER_COLUMNS, PROMPT_COLUMNS, Columns, Row, listing
 from mcore_rl.data.supervised.cells import read_cell, read_response
-from mcore_rl.data.supervised.encoder import Response, is_trained
+from mcore_rl.data.supervised.encoder import Response, TextRow, is_trained
 from mcore_rl.errors import DataError
-from mcore_rl.types import Prompt
 from mcore_rl.types.chat import ChatMessage
 
 MESSAGES_COLUMNS = ("messages", "conversations")
 COMPLETION_COLUMNS = ("completion", ANSWER_COLUMNS[0])
 CONVERSATION_COLUMNS = (*MESSAGES_COLUMNS, *COMPLETION_COLUMNS)
+_LIST_AS_TEXT = re.compile(r"\s*\[\s*\{")
+"""Beginning of a list of messages that was written as JSON text; these columns have no other texts."""
 _SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
 
-def read_conversation(
-    columns: Columns, place: str, row: Row, struct_nulls: bool
-) -> tuple[Prompt, tuple[Response, ...]]:
+def read_conversation(columns: Columns, place: str, row: Row, struct_nulls: bool) -> TextRow:
     """Extract the prompt of a row and its target, a text or messages. struct_nulls: see chat_messages.
 
     Raises: DataError naming the row and the missing part.
@@ -32,18 +32,19 @@ def read_conversation(
     where = f"{columns.key}: {place}"
     column = next((name for name in MESSAGES_COLUMNS if row.get(name) is not None), None)
     if column is None:
-        return columns.read(place, row), (_completion(columns, row, where, struct_nulls=struct_nulls),)
+        completion = _completion(columns, row, where, struct_nulls=struct_nulls)
+        return TextRow(columns.read(place, row), (completion,))
     messages = _messages(columns, row, column, where, struct_nulls=struct_nulls)
     first = next((n for n, each in enumerate(messages) if is_trained(each, f"{where}: message {n + 1}")), None)
     if not first:
         problem = "has no turn of the assistant that is trained" if first is None else "begins with a trained turn"
         raise DataError(f"{where}: {column} {problem}; remove the row, or add messages")
     name = columns.data_config.prompt_key or PROMPT_COLUMNS[0]
-    return columns.read(place, {**row, name: messages[:first]}), (messages[first:],)
+    return TextRow(columns.read(place, {**row, name: messages[:first]}), (messages[first:],))
 
 
 def _messages(columns: Columns, row: Row, column: str, where: str, *, struct_nulls: bool) -> list[ChatMessage]:
-    cell = read_cell(columns, row[column], f"{where}: {column}", struct_nulls=struct_nulls)
+    cell = read_cell(columns, row[column], f"{where}: {column}", struct_nulls=struct_nulls, as_text=_LIST_AS_TEXT)
     value: object = cell.value
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {column} is not a list of chat messages")

@@ -28,6 +28,14 @@ SKIPPED_NOTE = (
 )
 
 
+class TextRow(NamedTuple):
+    """The prompt of a row and its responses, before they are encoded. margin: see Texts."""
+
+    prompt: Prompt
+    responses: tuple[Response, ...]
+    margin: float = 0.0
+
+
 class Answered(NamedTuple):
     """A response to encode, with its prompt; where: start of error messages."""
 

@@ -5,20 +5,40 @@ The responses are texts, or lists of messages. Without a prompt, the messages th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from mcore_rl.data.columns import PROMPT_COLUMNS, Columns, Row, listing
+from mcore_rl.data.columns import PROMPT_COLUMNS, Columns, Row, is_empty, listing
 from mcore_rl.data.supervised.cells import read_response
-from mcore_rl.data.supervised.encoder import Response
+from mcore_rl.data.supervised.encoder import Response, TextRow
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
 from mcore_rl.types.chat import ChatMessage
 
 CHOSEN_COLUMN, REJECTED_COLUMN = "chosen", "rejected"
 RESPONSE_COLUMNS = (CHOSEN_COLUMN, REJECTED_COLUMN)
+MARGIN_COLUMN = "margin"
 
 
-def read_pair(columns: Columns, place: str, row: Row, struct_nulls: bool) -> tuple[Prompt, tuple[Response, ...]]:
+def read_scored_pair(columns: Columns, place: str, row: Row, struct_nulls: bool) -> TextRow:
+    """Extract a pair like read_pair, with its margin; a row without one has margin 0."""
+    pair, value = read_pair(columns, place, row, struct_nulls), row.get(MARGIN_COLUMN)
+    if is_empty(value):
+        return pair
+    try:
+        # A CSV file has texts.
+        margin = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise DataError(
+            f"{columns.key}: {place}: {MARGIN_COLUMN} is {value!r}, not a finite number; correct the row, or leave the "
+            "column out"
+        )
+    return pair._replace(margin=margin)
+
+
+def read_pair(columns: Columns, place: str, row: Row, struct_nulls: bool) -> TextRow:
     """Extract the prompt of a row, and its chosen and rejected response: texts, or the messages after the prompt's.
     struct_nulls: see chat_messages.
 
@@ -42,7 +62,7 @@ def read_pair(columns: Columns, place: str, row: Row, struct_nulls: bool) -> tup
     )
     if responses[0] == responses[1]:
         raise DataError(f"{where}: chosen and rejected are equal; remove the row")
-    return prompt, responses
+    return TextRow(prompt, responses)
 
 
 def _has_prompt(columns: Columns, row: Row) -> bool:
@@ -56,8 +76,8 @@ def _response(columns: Columns, row: Row, column: str, where: str, *, struct_nul
     if response is not None:
         return response
     raise DataError(
-        f"{where} has no response in column {column!r} (its columns are {listing(row, column)}): trainer.objective=dpo "
-        "needs the columns chosen and rejected, texts or lists of messages"
+        f"{where} has no response in column {column!r} (its columns are {listing(row, column)}): a pair has the "
+        "columns chosen and rejected, texts or lists of messages"
     )
 
 

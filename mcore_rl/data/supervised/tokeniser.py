@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.columns import Columns, Row
 from mcore_rl.data.supervised.conversations import CONVERSATION_COLUMNS, read_conversation
-from mcore_rl.data.supervised.encoder import SKIPPED_NOTE, Answered, Response, ResponseEncoder
-from mcore_rl.data.supervised.pairs import RESPONSE_COLUMNS, read_pair
-from mcore_rl.data.supervised.targets import Target
+from mcore_rl.data.supervised.encoder import SKIPPED_NOTE, Answered, ResponseEncoder, TextRow
+from mcore_rl.data.supervised.pairs import MARGIN_COLUMN, RESPONSE_COLUMNS, read_pair, read_scored_pair
+from mcore_rl.data.supervised.targets import Target, Texts
 from mcore_rl.data.tokenised.blocks import Block, RawBlock
-from mcore_rl.types import Prompt
 
-Read = Callable[[Columns, str, Row, bool], tuple[Prompt, tuple[Response, ...]]]
+Read = Callable[[Columns, str, Row, bool], TextRow]
 """Function (columns, place, row, struct_nulls) that extracts the prompt of a row and its responses."""
 
 
@@ -23,12 +22,13 @@ Read = Callable[[Columns, str, Row, bool], tuple[Prompt, tuple[Response, ...]]]
 class TargetBlock(Block):
     """A tokenised block of rows with one or more responses each; `targets` of the base class stays empty."""
 
-    responses: list[tuple[Target, ...]] = field(default_factory=list)
+    texts: list[Texts] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Format:
-    """Format of rows. columns: columns of responses. needs_sum: the limit applies to prompt and response together."""
+    """Format of rows. columns: columns that the prompt's reader does not know. needs_sum: the limit applies to prompt
+    and response together."""
 
     read: Read
     columns: tuple[str, ...]
@@ -37,6 +37,7 @@ class Format:
 
 
 PAIRS = Format(read_pair, RESPONSE_COLUMNS, "pairs", needs_sum=False)
+SCORED_PAIRS = Format(read_scored_pair, (*RESPONSE_COLUMNS, MARGIN_COLUMN), "pairs", needs_sum=False)
 CONVERSATIONS = Format(read_conversation, CONVERSATION_COLUMNS, "conversations", needs_sum=True)
 
 
@@ -62,18 +63,18 @@ class TargetTokeniser:
         struct_nulls = block.path.suffix not in (".jsonl", ".csv")
         rows = [self.format.read(columns, place, row, struct_nulls) for place, row in block.rows]
         places = [f"{self.key}: {place}" for place, _ in block.rows]
-        prompts = self.encoder.prompts([prompt for prompt, _ in rows], places)
+        prompts = self.encoder.prompts([row.prompt for row in rows], places)
         answered = [
             Answered(prompt, response, place)
-            for prompt, (_, responses), place in zip(prompts, rows, places, strict=True)
-            for response in responses
+            for prompt, row, place in zip(prompts, rows, places, strict=True)
+            for response in row.responses
         ]
         targets, skipped = self.encoder.responses(answered)
         ignored = [name for name in columns.ignored if name not in self.format.columns]
         notes = columns.notes + self.encoder.renderer.take_notes() + Counter({SKIPPED_NOTE: skipped})
-        return TargetBlock(block.file, prompts, [], notes, ignored, _grouped(targets, [len(r) for _, r in rows]))
+        return TargetBlock(block.file, prompts, [], notes, ignored, _texts(targets, rows))
 
 
-def _grouped(targets: Sequence[Target], counts: Sequence[int]) -> list[tuple[Target, ...]]:
+def _texts(targets: Sequence[Target], rows: Sequence[TextRow]) -> list[Texts]:
     rest = iter(targets)
-    return [tuple(next(rest) for _ in range(count)) for count in counts]
+    return [Texts(tuple(next(rest) for _ in row.responses), row.margin) for row in rows]

@@ -23,8 +23,10 @@ from mcore_rl.megatron.lora.adapters import Factor, adapter_parameters, has_adap
 from mcore_rl.megatron.model.output import ModelChunk
 from mcore_rl.megatron.model.shards import replicas_of, shard_dtype, shard_of, stand_ins
 from mcore_rl.megatron.model.stored_chunks import stored_chunk
+from mcore_rl.megatron.model.value_model import heads
 from mcore_rl.megatron.optim.optimizer_state import ParameterState, parameter_states
 from model_converters.dcp.blocks import Box, CheckpointChunk, flat_index, range_boxes, slice_box
+from model_converters.hf.value_head import VALUE_HEAD
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ def _model_tensors(models: list[ModelChunk]) -> Iterator[_ModelTensor]:
     if has_adapters(models):
         # The base model is frozen and can be loaded from model.hf_path.
         yield from (_adapter_tensor(factor, parameter) for factor, parameter in adapter_parameters(models))
+        # A reward model's head is trained beside its adapters.
+        yield from (_head_tensor(head) for head in heads(models))
         return
     for model in models:
         # The entries refer to the parameters themselves, because sharded_state_dict does not detach them. Their ids
@@ -133,11 +137,22 @@ def _adapter_tensor(factor: Factor, parameter: torch.Tensor) -> _ModelTensor:
         )
         for part, whole, dim, (start, local_start, length) in factor.parts()
     )
+    return _ModelTensor(parameter, parameter.shape, 0, chunks, _replica(replicated=factor.num_shards == 1))
+
+
+def _head_tensor(head: torch.Tensor) -> _ModelTensor:
+    shape = tuple(head.shape)
+    whole = slice_box(shape, 0, 0, shape[0])
+    chunk = CheckpointChunk(VALUE_HEAD, shape, whole, VALUE_HEAD, whole)
+    return _ModelTensor(head, head.shape, 0, (chunk,), _replica(replicated=True))
+
+
+def _replica(*, replicated: bool) -> tuple[int, ...]:
+    """Return the replica id of a tensor, which tensor-parallel ranks hold alike or in shards."""
     # A replica id of 0 means that this rank writes: shards are written by all tensor-parallel ranks, a replicated
     # matrix by the first.
-    tensor_rank = parallel_state.get_tensor_model_parallel_rank() if factor.num_shards == 1 else 0
-    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return _ModelTensor(parameter, parameter.shape, 0, chunks, (0, tensor_rank, data_rank))
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank() if replicated else 0
+    return (0, tensor_rank, parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
 def _model_tensor(

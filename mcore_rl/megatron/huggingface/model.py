@@ -28,7 +28,7 @@ from mcore_rl.resolved.implementation import TRANSFORMERS_EXPERTS
 from mcore_rl.resolved.model import ResolvedModel
 from model_converters.dcp.blocks import CheckpointChunk
 from model_converters.families import family_for
-from model_converters.hf.value_head import with_value_head
+from model_converters.hf.value_head import model_rows
 from model_converters.mapping.table import BoundRow, bind
 
 StoredChunks = Callable[[], Sequence[CheckpointChunk]]
@@ -126,10 +126,7 @@ class TransformersModel(ModelChunk):
 
 
 def _family_rows(spec: ResolvedModel, dtype: torch.dtype, *, predicts_values: bool) -> list[BoundRow]:
-    rows = family_for(spec.hf_config).rows(spec.hf_config)
-    if predicts_values:
-        rows = with_value_head(rows, spec.hf_config)
-    return bind(rows, spec.hf_config, dtype)
+    return bind(model_rows(spec.hf_config, has_value_head=predicts_values), spec.hf_config, dtype)
 
 
 def _experts(config: TransformerConfig) -> dict[str, str]:

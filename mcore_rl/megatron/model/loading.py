@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mcore_rl.config.roles import POLICY
+from mcore_rl.config.roles import POLICY, ModelRole
 from mcore_rl.data.read_progress import READS
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.names import canonical_tensors
@@ -43,6 +43,15 @@ def load_hf(
         rows = bind(trainer_rows(checkpoint.family.rows(config), layout), config, _dtype(tensors))
         bound, _ = resolve_copies(rows, checkpoint.shapes)
         load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped, on_read=_show_read)
+
+
+def fill_value_model(chunks: Sequence[torch.nn.Module], role: ModelRole, layout: TrainLayout, seed: int) -> None:
+    """Initialize the head of a value model that is trained, with `seed`, and load the role's checkpoint unless
+    model.random_init is set (see load_value_model)."""
+    if role.model.random_init:
+        initialize_head(chunks, seed)
+    else:
+        load_value_model(chunks, role.model.hf_path, layout, seed, role.checkpoint)
 
 
 def load_value_model(

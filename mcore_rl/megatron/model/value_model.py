@@ -9,7 +9,7 @@ over these ranks, like the gradient of a norm. Without sequence parallelism ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -69,6 +69,19 @@ class ValueModel(PolicyModel):
             # projection would be loaded as a value head.
             state[VALUE_HEAD].allow_shape_mismatch = False
         return state
+
+
+def train_head(chunks: Sequence[torch.nn.Module]) -> None:
+    """Train the head although the other weights are frozen (LoRA)."""
+    for parameter in heads(chunks):
+        parameter.requires_grad_(True)
+
+
+def heads(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
+    """Yield the weight of the value head, if this rank has it."""
+    for chunk in map(unwrap, chunks):
+        if chunk.post_process and isinstance(chunk.output_layer, ValueHead):
+            yield chunk.output_layer.weight
 
 
 @torch.no_grad()

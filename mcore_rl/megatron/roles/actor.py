@@ -15,11 +15,14 @@ from megatron.core import parallel_state
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import base_is_reference, has_reference, uses_lora
+from mcore_rl.config.rules.objective import trains_scores
 from mcore_rl.config.rules.teacher import is_on_ranks
 from mcore_rl.config.schema import Config
 from mcore_rl.data.kept_steps.writers import TrajectoryWriter
 from mcore_rl.megatron.lora.adapters import attach_adapters
-from mcore_rl.megatron.model.loading import load_hf
+from mcore_rl.megatron.model.loading import fill_value_model, load_hf
+from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.value_model import ValueModel, train_head
 from mcore_rl.megatron.optim.optimizer import updates_of_run
 from mcore_rl.megatron.roles.rank_model import TrainedModel, join_and_build
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
@@ -54,7 +57,7 @@ from mcore_rl.types import (
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.topology import Topology
-from model_converters.families import family_for
+from model_converters.hf.value_head import model_rows
 from model_converters.mapping.placement import TensorPlan
 from model_converters.mapping.plan import export_plan
 from model_converters.mapping.separate import trainer_rows
@@ -65,6 +68,9 @@ logger = logging.getLogger(__name__)
 
 class MegatronActor(TrainedModel):
     """The policy on one rank: model, optimizer, loss, and the reference of a KL term.
+
+    With trainer.objective=reward_model it is a value model, whose scores have the place of log-probabilities
+    (step/scores.py).
 
     `reference` is None without a KL term. `teachers` are the teachers on these ranks, in the order of
     TeacherConfig.entries. Passes over a batch take a RankBatch and
@@ -81,7 +87,8 @@ class MegatronActor(TrainedModel):
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         self.config, seed = config, config.run.seed
         role = ModelRole.policy(config.actor, config.model)
-        spec = ResolvedModel.policy(role, world_size)
+        scores = trains_scores(config)
+        spec = (ResolvedModel.value_model if scores else ResolvedModel.policy)(role, world_size)
         if rank == 0 and spec.left_out:
             logger.warning(
                 "model.hf_path=%s: multi-token prediction (num_nextn_predict_layers %d) is not trained; its tensors "
@@ -89,11 +96,15 @@ class MegatronActor(TrainedModel):
                 config.model.hf_path,
                 spec.left_out,
             )
-        chunks = join_and_build(config, spec, rank, init_method)
-        if not role.model.random_init:
+        chunks = join_and_build(config, spec, rank, init_method, ValueModel if scores else PolicyModel)
+        if scores:
+            fill_value_model(chunks, role, spec.layout, seed)
+        elif not role.model.random_init:
             load_hf(chunks, role.model.hf_path, spec.layout)
         if uses_lora(role.section):
             attach_adapters(chunks, role.section.lora, spec.hf_config, spec.layout, seed=seed)
+            if scores:
+                train_head(chunks)
         super().__init__(spec, chunks, num_updates=updates_of_run(config.trainer), seed=seed)
         if config.algorithm.observation_coefficient:
             self.packing = replace(self.packing, observed=True)
@@ -169,7 +180,7 @@ class MegatronActor(TrainedModel):
         logp_by_batch = self.infer(microbatches, self.objective.outputs.logp_of, rows)
         self.routing.keep(microbatches, rows)
         bad = [sample for microbatch, logp in logp_by_batch for sample in non_finite_samples(microbatch, logp)]
-        require_finite(describe_samples("log-probability", bad, share), self.device)
+        require_finite(describe_samples(self.objective.outputs.quantity, bad, share), self.device)
         return replace(batch, old_logp=by_sample(logp_by_batch)), replay | self._mismatch(logp_by_batch)
 
     def _mismatch(self, logp_by_batch: list[tuple[MicroBatch, torch.Tensor]]) -> dict[str, Metric]:
@@ -198,7 +209,8 @@ class MegatronActor(TrainedModel):
 
     def sequence_logp(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> SequenceSums:
         """Sum the log-probabilities of every sample over its trained tokens, for the policy and for the reference, if
-        the run has one. No result is kept for later passes. Ranks of other stages than the last get empty sums.
+        the run has one. For a reward model, these sums are the scores of the samples. No result is kept for later
+        passes. Ranks of other stages than the last get empty sums.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
@@ -206,7 +218,7 @@ class MegatronActor(TrainedModel):
         microbatches = self.microbatches(share, chunks)
         found = self.infer(microbatches, self.objective.outputs.logp_of)
         bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
-        require_finite(describe_samples("log-probability", bad, share), self.device)
+        require_finite(describe_samples(self.objective.outputs.quantity, bad, share), self.device)
         reference = None
         if self.reference is not None:
             ref_logp = self.reference.logp(share, chunks)
@@ -364,6 +376,9 @@ class MegatronActor(TrainedModel):
             response_weight=self._response_weight(microbatches) if self.packing.observed else 0.0,
         )
         reports = self._accumulate(share, microbatches, rows, loss, suspects="loss or log-probability")
+        reports = self._accumulate(
+            share, microbatches, rows, loss, suspects=f"loss or {self.objective.outputs.quantity}"
+        )
         self.routing.keep(microbatches, rows)
         return microbatches, reports
 
@@ -376,7 +391,7 @@ class MegatronActor(TrainedModel):
 
     def export_plan(self) -> list[TensorPlan]:
         """List every HF tensor with the ranks that write its slices. Equal on all ranks; not collective."""
-        rows = trainer_rows(family_for(self.hf_config).rows(self.hf_config), self.layout)
+        rows = trainer_rows(model_rows(self.hf_config, has_value_head=self.objective.loss.needs.scores), self.layout)
         return export_plan(bind(rows, self.hf_config, self._dtype), self.layout)
 
     def sync_plan(self, engine: EngineLayout, topology: Topology, bucket_bytes: int, num_slots: int) -> SyncPlan:

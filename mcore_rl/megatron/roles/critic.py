@@ -12,8 +12,8 @@ import torch
 from mcore_rl.algorithms.value_loss import compute_value_loss
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.model.loading import load_value_model
-from mcore_rl.megatron.model.value_model import ValueModel, initialize_head
+from mcore_rl.megatron.model.loading import fill_value_model
+from mcore_rl.megatron.model.value_model import ValueModel
 from mcore_rl.megatron.optim.optimizer import updates_of_run
 from mcore_rl.megatron.roles.rank_model import TrainedModel, join_and_build
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
@@ -54,10 +54,7 @@ class MegatronCritic(TrainedModel):
         role, seed = ModelRole.critic(config.critic, config.model), config.run.seed
         spec = ResolvedModel.value_model(role, world_size)
         chunks = join_and_build(config, spec, rank, init_method, ValueModel)
-        if role.model.random_init:
-            initialize_head(chunks, seed)
-        else:
-            load_value_model(chunks, role.model.hf_path, spec.layout, seed, role.checkpoint)
+        fill_value_model(chunks, role, spec.layout, seed)
         # The schedule counts the critic's own updates.
         num_updates = updates_of_run(config.trainer) * self.update_epochs
         super().__init__(spec, chunks, num_updates=num_updates, seed=seed)

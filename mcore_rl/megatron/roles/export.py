@@ -11,6 +11,7 @@ from mcore_rl.megatron.lora.adapters import adapter_parameters
 from mcore_rl.resolved.adapters import base_rows, bound_adapters, targets_of
 from model_converters.hf.adapter_writer import adapter_config, write_adapter
 from model_converters.hf.io import HFWriter
+from model_converters.hf.value_head import classifier_config
 from model_converters.mapping.placement import TensorPlan
 from model_converters.mapping.plan import export_pieces, export_plan
 from model_converters.mapping.table import bind
@@ -23,14 +24,15 @@ _Piece = tuple[str, int, int, torch.Tensor]
 
 
 def export_hf(actor: MegatronActor, directory: str, source: str) -> None:
-    """Write `directory` atomically, with the trained model's config.json and the tokenizer files of `source`. Every
-    rank writes its own slices; nothing is gathered.
+    """Write `directory` atomically, with the trained model's config.json and the tokenizer files of `source`. A reward
+    model is written as transformers' sequence classification with one label. Every rank writes its own slices; nothing
+    is gathered.
 
     Collective: all ranks, on a shared file system.
     Raises: ConversionError.
     """
     actor.gather_parameters()
-    plans = actor.export_plan()
+    plans, scores = actor.export_plan(), actor.objective.loss.needs.scores
     with HFWriter(directory) as writer:
         if actor.rank == 0:
             writer.begin(plans)
@@ -45,7 +47,7 @@ def export_hf(actor: MegatronActor, directory: str, source: str) -> None:
         # All slices must be written before the directory gets its final name.
         dist.barrier()
         if actor.rank == 0:
-            writer.finish(source, actor.hf_config)
+            writer.finish(source, classifier_config(actor.hf_config) if scores else actor.hf_config)
     dist.barrier()
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
+from mcore_rl.data.supervised.targets import scored_part
 from mcore_rl.megatron.model.loading import load_value_model
 from mcore_rl.megatron.model.value_model import ValueModel
 from mcore_rl.megatron.roles.rank_model import FrozenModel, join_and_build
@@ -44,16 +45,10 @@ class MegatronRewardModel(FrozenModel):
         Shapes: sequences integer [S], S >= 1.
         """
         numbers = list(sequences)
-        share, chunk = _as_share(numbers, [self._scored_part(sequences[number]) for number in numbers])
+        share, chunk = _as_share(numbers, [scored_part(sequences[number], self._padding_id) for number in numbers])
         values_by_batch = self.infer(self.microbatches(share, [chunk]), self.whole_outputs)
         self.memory.offload()
         return {sample: float(value[0]) for values in values_by_batch for sample, value in values.items()}
-
-    def _scored_part(self, tokens: np.ndarray) -> np.ndarray:
-        """Cut the sequence after the scored token; later tokens do not influence its value."""
-        # A sequence of padding tokens only is scored at its first token.
-        last = np.flatnonzero(tokens != self._padding_id) if self._padding_id is not None else [len(tokens) - 1]
-        return tokens[: (int(last[-1]) if len(last) else 0) + 1]
 
 
 def _as_share(numbers: Sequence[int], sequences: Sequence[np.ndarray]) -> tuple[RankShare, TrajectoryBuffers]:

@@ -28,6 +28,7 @@ from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_token
 from mcore_rl.megatron.step.mismatch import mismatch
 from mcore_rl.megatron.step.mtp_loss import mtp_loss
 from mcore_rl.megatron.step.outputs import TokenOutputs
+from mcore_rl.megatron.step.scores import ScoreOutputs
 from mcore_rl.megatron.step.token_choice import TokenChoice, joined_flags, joined_terms
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers
 
@@ -102,7 +103,7 @@ class Objective:
         algorithm, rollout = config.algorithm, config.rollout
         loss = configured_loss(algorithm)
         sampled = loss.needs.advantages
-        outputs = TokenOutputs(
+        outputs = (ScoreOutputs if loss.needs.scores else TokenOutputs)(
             rollout.temperature if sampled else 1.0,
             group,
             config.actor.logprob_chunk_tokens,
@@ -200,6 +201,8 @@ class Objective:
             if policy_is_old and self.loss.needs.advantages:
                 metrics |= mismatch(batch, logp)
             report = _report(batch, loss, metrics, logp, weighted, entropy)
+            if self.loss.needs.scores:
+                report.metrics.pop("actor/entropy")
         if batch.observations is not None:
             weight = self.algorithm.observation_coefficient * response_weight
             added, of_observations = self.outputs.observation_loss(chunk, own, batch.observations)

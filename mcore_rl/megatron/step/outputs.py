@@ -41,6 +41,11 @@ class TokenOutputs:
     masked: bool = False
     float32_head: bool = False
 
+    @property
+    def quantity(self) -> str:
+        """Name of the values of `logp`, for errors."""
+        return "log-probability"
+
     def logp(
         self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, *, compute_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,4 +19,4 @@ def test_config_name_sets_match_needs_of_registry_entries() -> None:
         name for name, entry in registry.ADVANTAGES.items() if entry.needs.group_ids or entry.needs.baseline_rewards
     }
     supervised = {name for name in registry.POLICY_LOSSES if not registry.policy_loss(name).needs.advantages}
-    assert supervised == {names.SUPERVISED, names.PREFERENCE}
+    assert supervised == {names.SUPERVISED, names.PREFERENCE, names.SCORES}

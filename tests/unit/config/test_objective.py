@@ -14,6 +14,8 @@ from mcore_rl.errors import ConfigError
 
 DPO = ["trainer.objective=dpo", "trainer.prompts_per_step=8", "trainer.prompts_per_update=8"]
 
+SCORES = ["trainer.objective=reward_model", *DPO[1:]]
+
 
 def test_objective_dpo_selects_its_loss_and_reads_back(base: str, tmp_path: Path) -> None:
     config = load_config(base, DPO)
@@ -91,6 +93,14 @@ def test_objective_sft_needs_a_text_for_every_rank(base: str, loss: str) -> None
         (["preference.reference_free=true", "reference.offload=false"], r"reference\.offload=False has no effect"),
         (["cluster.gpus_per_node=17"], r"trainer\.prompts_per_update=8 pairs have 2 responses each"),
         (["actor.moe.router_replay=engine"], r"policy_loss\.name=dpo samples nothing"),
+        (["preference.center_rewards_coefficient=0.1"], r"has no effect; set trainer\.objective=reward_model"),
+        (["preference.loss=robust"], r"preference\.loss=robust needs .* set preference\.label_smoothing above 0"),
+        (["preference.loss=ipo", "preference.label_smoothing=0.1"], r"label_smoothing=0\.1 has no effect with .*ipo"),
+        (["preference.loss=ipo", "preference.target_margin=0.1"], r"target_margin=0\.1 has no effect with .*ipo"),
+        (
+            ["preference.loss=hinge", "preference.label_smoothing=0.1"],
+            r"label_smoothing=0\.1 has no effect with .*hinge",
+        ),
     ],
 )
 def test_objective_dpo_rejects_contradictions(base: str, overrides: list[str], message: str) -> None:
@@ -103,12 +113,41 @@ def test_objective_dpo_rejects_contradictions(base: str, overrides: list[str], m
     [
         (["preference.beta=0.2"], r"preference\.beta=0\.2 has no effect; set trainer\.objective=dpo"),
         (["algorithm.policy_loss.name=dpo"], r"algorithm\.policy_loss\.name=dpo needs trainer\.objective=dpo"),
-        (["trainer.objective=reward_model"], r"trainer\.objective=reward_model must be one of rl, sft, dpo"),
+        (["trainer.objective=kto"], r"trainer\.objective=kto must be one of rl, sft, dpo, reward_model"),
     ],
 )
 def test_other_objectives_reject_keys_of_pairs(base: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate_keys(load_config(base, overrides))
+
+
+def test_objective_reward_model_selects_its_loss_without_reference(base: str) -> None:
+    config = load_config(base, [*SCORES, "preference.center_rewards_coefficient=0.01", "checkpoint.keep_best=3"])
+    validate_keys(config)
+    assert config.algorithm.policy_loss.name == "reward_model"
+    assert not has_reference(config)
+    assert responses_per_prompt(config) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["preference.beta=0.2"], r"preference\.beta=0\.2 has no effect; set trainer\.objective=dpo"),
+        (["preference.target_margin=1"], r"preference\.target_margin=1.* has no effect; set trainer\.objective=dpo"),
+        (["reference.hf_path=x"], r"reference\.hf_path=x has no effect; trainer\.objective=reward_model has no refer"),
+        (["trainer.update_epochs=2"], r"one update per step.*update_epochs=2"),
+        (["actor.mtp_loss_coefficient=0.1"], r"mtp_loss_coefficient=0\.1 would train"),
+        (["actor.logprob_chunk_tokens=7"], r"actor\.logprob_chunk_tokens=7 has no effect .* predicts no tokens"),
+        (["actor.moe.router_replay=policy"], r"actor\.moe\.router_replay=policy has no effect .* predicts no tokens"),
+        (["trainer.export_adapter=x", "actor.lora.rank=4"], r"trainer\.export_adapter=x has no effect"),
+        (["model.check_logits=always"], r"model\.check_logits=always compares log-probabilities"),
+        (["actor.lora.rank=4", "actor.strategy=fsdp2"], r"actor\.lora\.rank=4 is not supported .* sharded"),
+        (["cluster.gpus_per_node=17"], r"trainer\.prompts_per_update=8 pairs have 2 responses each"),
+    ],
+)
+def test_objective_reward_model_rejects_contradictions(base: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate_keys(load_config(base, [*SCORES, *overrides]))
 
 
 def test_reference_exists_unless_the_rewards_have_none(base: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mcore_rl.config.objectives import PreferenceConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.text_objectives import mean_over_pairs
 from mcore_rl.trainer.checkpoints import Checkpoints
-from mcore_rl.trainer.preference import PairObjective
+from mcore_rl.trainer.preference import PairBatch, PairObjective
 from mcore_rl.trainer.run import SupervisedRun
 from mcore_rl.trainer.supervised import TargetObjective, train_supervised
 from mcore_rl.types import Batch, BatchHandle, Mean, Metric, SequenceLogp, Total
@@ -58,9 +59,29 @@ class FakeActor:
         return {"actor/loss": Mean(99.0, 1), "actor/grad_norm": Total(1)}
 
 
+def on_pairs(section: PreferenceConfig, *, trains_scores: bool = False) -> PairObjective:
+    pairs = PairBatch(batch([2, 4, 3, 1]), np.array([0.5, 0.0]))
+    return PairObjective(next_batch=lambda step: pairs, section=section, trains_scores=trains_scores)
+
+
+def test_pair_objective_of_scores_uses_margins_and_no_reference() -> None:
+    actor = FakeActor(reference=False)
+    objective = on_pairs(PreferenceConfig(center_rewards_coefficient=0.1), trains_scores=True)
+    metrics = objective.train(actor, 1)  # type: ignore[arg-type]
+    # Scores: -4 and -6 with margin 0.5; -3 and -2.
+    h, total = np.array([1.5, -1.0]), np.array([-10.0, -5.0])
+    slope = 1 / (1 + np.exp(h))
+    expected = [sign * slope[pair] - 0.2 * total[pair] for pair in (0, 1) for sign in (1, -1)]
+    assert actor.updates[0].advantages == pytest.approx(expected, rel=1e-6)
+    assert metrics["actor/loss"].value == pytest.approx((np.log(1 + np.exp(-h)) + 0.1 * total**2).mean())
+    assert metrics["preference/margin"].value == pytest.approx((2 - 1) / 2)
+    assert metrics["preference/chosen_reward"].value == -3.5
+    assert not [name for name in metrics if name.endswith("_logp")]
+
+
 def test_pair_objective_sends_weights_of_each_response() -> None:
     actor = FakeActor()
-    metrics = PairObjective(PreferenceConfig(beta=0.5), lambda: batch([2, 4, 3, 1])).train(actor)  # type: ignore[arg-type]
+    metrics = on_pairs(PreferenceConfig(beta=0.5)).train(actor, 1)  # type: ignore[arg-type]
     # Rewards: 0.5 and -0.5; 0.5 and 1.
     h = np.array([1.0, -0.5])
     slope = 0.5 / (1 + np.exp(h))
@@ -76,7 +97,7 @@ def test_pair_objective_sends_weights_of_each_response() -> None:
 def test_pair_objective_normalizes_by_trained_tokens() -> None:
     actor = FakeActor(reference=False)
     section = PreferenceConfig(beta=2.0, length_normalized=True, reference_free=True)
-    PairObjective(section, lambda: batch([2, 4, 3, 1])).train(actor)  # type: ignore[arg-type]
+    on_pairs(section).train(actor, 1)  # type: ignore[arg-type]
     h = 2 * np.array([-4 / 2 + 6 / 4, -3 / 3 + 2 / 1])
     slope = 2 / (1 + np.exp(h))
     expected = [slope[0] / 2, -slope[0] / 4, slope[1] / 3, -slope[1] / 1]
@@ -84,12 +105,12 @@ def test_pair_objective_normalizes_by_trained_tokens() -> None:
 
 
 def test_pair_validation_covers_all_batches_and_parts() -> None:
-    def validation() -> Iterator[Batch]:
-        yield batch([2, 4])
-        yield batch([3, 1], offset=2)
+    def validation() -> Iterator[PairBatch]:
+        yield PairBatch(batch([2, 4]), np.zeros(1))
+        yield PairBatch(batch([3, 1], offset=2), np.zeros(1))
 
     parts = {"first": np.array([0]), "second": np.array([1])}
-    objective = PairObjective(PreferenceConfig(beta=0.5), lambda: batch([]), validation, parts)
+    objective = replace(on_pairs(PreferenceConfig(beta=0.5)), validation=validation, parts=parts)
     metrics = {name: metric.value for name, metric in objective.validate(FakeActor()).items()}  # type: ignore[arg-type]
     assert (metrics["val/margin/first"], metrics["val/margin/second"]) == (1.0, -0.5)
     assert metrics["val/margin"] == 0.25
@@ -102,7 +123,8 @@ def test_target_validation_is_a_mean_over_tokens() -> None:
         yield batch([2, 4])
         yield batch([3, 1], offset=2)
 
-    objective = TargetObjective(lambda: batch([]), validation, {"last": np.array([2, 3])})
+    parts = {"last": np.array([2, 3])}
+    objective = TargetObjective(next_batch=lambda step: batch([]), validation=validation, parts=parts)
     metrics = objective.validate(FakeActor())  # type: ignore[arg-type]
     assert metrics["val/loss"].value == pytest.approx(15 / 10)
     assert metrics["val/loss/last"].value == pytest.approx(5 / 4)
@@ -114,7 +136,7 @@ class RecordedObjective:
     def __init__(self, part: Recorder) -> None:
         self.part = part
 
-    def train(self, actor: Recorder) -> dict[str, Metric]:
+    def train(self, actor: Recorder, step: int) -> dict[str, Metric]:
         return actor.update(actor.recompute_logp("batch"))
 
     def validate(self, actor: Recorder) -> dict[str, Metric]:

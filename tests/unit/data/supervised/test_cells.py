@@ -21,15 +21,16 @@ TIME = datetime.datetime(2025, 1, 2)
 def test_messages_as_json_text_are_parsed_in_responses(tmp_path: Path) -> None:
     row = {"prompt": "2+2?", "chosen": json.dumps([FOUR]), "rejected": json.dumps([FIVE])}
     pairs, report, made = test_pairs.load(tmp_path / "a.jsonl", [row])
-    assert made.decode(pairs.chosen[0].ids) == "4<|im_end|>"
-    assert made.decode(pairs.rejected[0].ids) == "5<|im_end|>"
+    assert made.decode(pairs.responses[0][0].ids) == "4<|im_end|>"
+    assert made.decode(pairs.responses[1][0].ids) == "5<|im_end|>"
     assert NOTE in str(report)
     rows = [{"prompt": "2+2?", "completion": json.dumps([FOUR])}, {"prompt": "2+2?", "answer": json.dumps([FOUR])}]
     rows += [{"messages": json.dumps([ASK, FOUR])}]
+    rows += [{"conversations": json.dumps([{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}])}]
     conversations, report, made = test_conversations.load(tmp_path / "b.jsonl", rows)
-    for row_index in range(3):
+    for row_index in range(4):
         assert test_conversations.trained_texts(made, conversations, row_index) == ["4<|im_end|>"]
-    assert f"3 rows {NOTE}" in str(report)
+    assert f"4 rows {NOTE}" in str(report)
 
 
 def test_invalid_json_text_of_messages_is_rejected(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_invalid_json_text_of_messages_is_rejected(tmp_path: Path) -> None:
 
 def test_lists_that_are_no_messages_stay_text(tmp_path: Path) -> None:
     pairs, _, made = test_pairs.load(tmp_path / "a.jsonl", [{"prompt": "p", "chosen": "[1, 2]", "rejected": "[]"}])
-    assert made.decode(pairs.chosen[0].ids) == "[1, 2]<|im_end|>"
+    assert made.decode(pairs.responses[0][0].ids) == "[1, 2]<|im_end|>"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.supervised.loading import load_conversations
-from mcore_rl.data.supervised.targets import ConversationSet, conversation_chunk
+from mcore_rl.data.supervised.encoder import ResponseEncoder
+from mcore_rl.data.supervised.loading import load_texts
+from mcore_rl.data.supervised.targets import TextSet, text_chunk
+from mcore_rl.data.supervised.tokeniser import CONVERSATIONS
 from mcore_rl.errors import DataError
 from tests.unit.data.chat.made import (
     CLOSE,
@@ -44,24 +46,26 @@ def load(
     limit: int = 500,
     stops: Sequence[str] = (CLOSE,),
     **data: Any,
-) -> tuple[ConversationSet, Any, Any]:
+) -> tuple[TextSet, Any, Any]:
     made = tokenizer(template)
     write = parquet if path.suffix == ".parquet" else jsonl
     limits = RolloutConfig(max_prompt_tokens=limit, max_response_tokens=limit)
     ids = tuple(stop_ids(made, stops))
-    conversations, report = load_conversations(write(path, rows), made, DataConfig(**data), limits, stop_ids=ids)
+    conversations, report = load_texts(
+        write(path, rows), ResponseEncoder(made, DataConfig(**data), ids), CONVERSATIONS, limits
+    )
     return conversations, report, made
 
 
-def trained_texts(made: Any, conversations: ConversationSet, row: int = 0) -> list[str]:
-    target = conversations.targets[row]
+def trained_texts(made: Any, conversations: TextSet, row: int = 0) -> list[str]:
+    target = conversations.responses[0][row]
     edges = [0, *(np.flatnonzero(np.diff(target.trained)) + 1), len(target.ids)]
     return [made.decode(target.ids[a:b]) for a, b in itertools.pairwise(edges) if target.trained[a]]
 
 
-def whole(made: Any, conversations: ConversationSet, row: int = 0) -> tuple[list[int], list[int]]:
+def whole(made: Any, conversations: TextSet, row: int = 0) -> tuple[list[int], list[int]]:
     """Return the tokens of a row, and 1 for each trained one."""
-    prompt, target = conversations.prompts[row].token_ids.tolist(), conversations.targets[row]
+    prompt, target = conversations.prompts[row].token_ids.tolist(), conversations.responses[0][row]
     return prompt + target.ids.tolist(), [0] * len(prompt) + target.trained.tolist()
 
 
@@ -183,7 +187,7 @@ def test_conversation_chunk_marks_trained_tokens(tmp_path: Path) -> None:
     conversations, _, made = load(
         tmp_path / "a.jsonl", [{"messages": TURNS, "tools": [LOOK]}, {"prompt": "p", "answer": "a"}]
     )
-    buffers, scalars = conversation_chunk(conversations, np.array([1, 0, 1]))
+    buffers, scalars = text_chunk(conversations, np.array([1, 0, 1]))
     assert scalars.group_ids.tolist() == [0, 1, 2]
     for number, row in enumerate([1, 0, 1]):
         tokens, mask = whole(made, conversations, row)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.supervised.loading import load_pairs
-from mcore_rl.data.supervised.targets import PairSet, Target, pair_chunk
+from mcore_rl.data.supervised.encoder import ResponseEncoder
+from mcore_rl.data.supervised.loading import load_texts
+from mcore_rl.data.supervised.targets import Target, TextSet, scored_chunk, text_chunk
+from mcore_rl.data.supervised.tokeniser import PAIRS, SCORED_PAIRS, Format
 from mcore_rl.errors import DataError
 from tests.unit.data.chat.made import CLOSE, LOOK, STABLE, tokenizer
 from tests.unit.data.rows import jsonl, parquet
@@ -25,14 +27,20 @@ def say(content: str, **more: Any) -> dict[str, Any]:
 
 
 def load(
-    path: Path, rows: list[dict[str, Any]], *, template: str | None = STABLE, limit: int = 500, **data: Any
-) -> tuple[PairSet, Any, Any]:
+    path: Path,
+    rows: list[dict[str, Any]],
+    *,
+    template: str | None = STABLE,
+    limit: int = 500,
+    format: Format = PAIRS,
+    **data: Any,
+) -> tuple[TextSet, Any, Any]:
     made = tokenizer(template)
     made.eos_token = CLOSE if template else EOS
     write = parquet if path.suffix == ".parquet" else jsonl
     limits = RolloutConfig(max_prompt_tokens=limit, max_response_tokens=limit)
     stops = (int(made.eos_token_id),)
-    pairs, report = load_pairs(write(path, rows), made, DataConfig(**data), limits, stop_ids=stops)
+    pairs, report = load_texts(write(path, rows), ResponseEncoder(made, DataConfig(**data), stops), format, limits)
     return pairs, report, made
 
 
@@ -46,8 +54,8 @@ def test_pairs_of_texts_follow_the_prompt_and_end_with_eos(tmp_path: Path) -> No
     rows = [{"prompt": "2+2=", "chosen": "4", "rejected": "five"}]
     pairs, _, made = load(tmp_path / "a.jsonl", rows, template=None)
     assert made.decode(pairs.prompts[0].token_ids) == "2+2="
-    assert shown(made, pairs.chosen[0]) == [(f"4{EOS}", True)]
-    assert shown(made, pairs.rejected[0]) == [(f"five{EOS}", True)]
+    assert shown(made, pairs.responses[0][0]) == [(f"4{EOS}", True)]
+    assert shown(made, pairs.responses[1][0]) == [(f"five{EOS}", True)]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -62,8 +70,8 @@ def test_pairs_of_messages_train_the_turn_with_its_stop_token(tmp_path: Path, fo
     }
     pairs, _, made = load(tmp_path / f"a.{suffix}", [rows[form]])
     assert made.decode(pairs.prompts[0].token_ids) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    assert shown(made, pairs.chosen[0]) == [("Four.<|im_end|>", True)]
-    assert shown(made, pairs.rejected[0]) == [("Five.<|im_end|>", True)]
+    assert shown(made, pairs.responses[0][0]) == [("Four.<|im_end|>", True)]
+    assert shown(made, pairs.responses[1][0]) == [("Five.<|im_end|>", True)]
 
 
 def test_pairs_with_tools_train_the_turns_of_the_assistant_only(tmp_path: Path) -> None:
@@ -72,7 +80,7 @@ def test_pairs_with_tools_train_the_turns_of_the_assistant_only(tmp_path: Path) 
     rows = [{"prompt": [USER], "chosen": chosen, "rejected": [say("Five.")], "tools": [LOOK]}]
     pairs, _, made = load(tmp_path / "a.jsonl", rows)
     assert "Tools:look" in made.decode(pairs.prompts[0].token_ids)
-    assert shown(made, pairs.chosen[0]) == [
+    assert shown(made, pairs.responses[0][0]) == [
         ('<tool_call>\n{"name": "look", "arguments": {"q": "sum"}}\n</tool_call><|im_end|>', True),
         ("\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n", False),
         ("Four.<|im_end|>", True),
@@ -86,10 +94,12 @@ def test_pair_chunk_alternates_chosen_and_rejected(tmp_path: Path) -> None:
         {"prompt": [USER], "chosen": [call, {"role": "tool", "content": "4"}, say("e")], "rejected": [say("f")]},
     ]
     pairs, _, _ = load(tmp_path / "a.jsonl", rows)
-    buffers, scalars = pair_chunk(pairs, np.array([1, 0]))
+    buffers, scalars = text_chunk(pairs, np.array([1, 0]))
     assert scalars.group_ids.tolist() == [0, 0, 1, 1]
     assert scalars.prompt_rows.tolist() == [1, 1, 0, 0]
-    for number, target in enumerate((pairs.chosen[1], pairs.rejected[1], pairs.chosen[0], pairs.rejected[0])):
+    for number, target in enumerate(
+        (pairs.responses[0][1], pairs.responses[1][1], pairs.responses[0][0], pairs.responses[1][0])
+    ):
         tokens = buffers.tokens[buffers.token_offsets[number] : buffers.token_offsets[number + 1]]
         first, last = buffers.response_offsets[number : number + 2]
         assert tokens[buffers.prompt_tokens[number] :].tolist() == target.ids.tolist()
@@ -97,6 +107,36 @@ def test_pair_chunk_alternates_chosen_and_rejected(tmp_path: Path) -> None:
         assert scalars.trained_tokens[number] == target.trained.sum()
         assert scalars.total_tokens[number] == len(tokens)
     assert scalars.trained_tokens[0] < scalars.response_tokens[0]
+
+
+def test_scored_chunk_ends_at_the_last_token_that_is_not_padding(tmp_path: Path) -> None:
+    rows = [{"prompt": "12", "chosen": "3", "rejected": "45", "margin": margin} for margin in (0.5, None)]
+    pairs, report, made = load(tmp_path / "a.jsonl", rows, template=None, format=SCORED_PAIRS)
+    assert pairs.margins.tolist() == [0.5, 0.0]
+    assert "margin" not in str(report)
+    for padding, end in ((None, EOS), (made.eos_token_id, "")):
+        buffers, scalars = scored_chunk(pairs, np.array([1]), padding)
+        texts = [buffers.tokens[a:b] for a, b in itertools.pairwise(buffers.token_offsets)]
+        # The last token is a dummy, whose predictor is scored.
+        assert [made.decode(text[:-1]) for text in texts] == [f"123{end}", f"1245{end}"]
+        assert (buffers.prompt_tokens + 1).tolist() == [len(text) for text in texts]
+        assert scalars.total_tokens.tolist() == buffers.prompt_tokens.tolist()
+        assert scalars.trained_tokens.tolist() == buffers.trained.tolist() == [1, 1]
+        assert scalars.group_ids.tolist() == [0, 0]
+
+
+def test_pairs_for_dpo_ignore_margins(tmp_path: Path) -> None:
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 2.0}
+    pairs, report, _ = load(tmp_path / "a.jsonl", [row], template=None)
+    assert pairs.margins.tolist() == [0.0]
+    assert "ignored columns: margin" in str(report)
+
+
+@pytest.mark.parametrize("margin", ["wide", True, [1.0], "nan"])
+def test_load_scored_pairs_rejects_margins_that_are_no_numbers(tmp_path: Path, margin: object) -> None:
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "margin": margin}
+    with pytest.raises(DataError, match=r"line 1: margin is .*, not a finite number"):
+        load(tmp_path / "a.jsonl", [row], template=None, format=SCORED_PAIRS)
 
 
 def test_load_pairs_drops_and_counts_long_rows(tmp_path: Path) -> None:
@@ -154,5 +194,5 @@ def test_load_pairs_in_processes_gives_the_same_set(tmp_path: Path) -> None:
     one, _, _ = load(tmp_path / "a.jsonl", rows, template=None)
     two, _, _ = load(tmp_path / "a.jsonl", rows, template=None, workers=2)
     assert len(one) == len(two) == 1500
-    np.testing.assert_array_equal(one.rejected.ids, two.rejected.ids)
-    np.testing.assert_array_equal(one.chosen.offsets, two.chosen.offsets)
+    np.testing.assert_array_equal(one.responses[1].ids, two.responses[1].ids)
+    np.testing.assert_array_equal(one.responses[0].offsets, two.responses[0].offsets)
