@@ -173,6 +173,31 @@ def test_plan_table_marks_what_fits_but_cannot_run(capsys: pytest.CaptureFixture
     assert output.rstrip().endswith("fits, cannot run yet")
 
 
+@pytest.mark.parametrize("extra", [[], ["actor.lora.rank=4"], ["actor.parallel.pp=2"]], ids=["all", "lora", "pp2"])
+def test_plan_of_reward_model_has_a_value_head(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, extra: list[str]
+) -> None:
+    fields = tiny_fields("qwen3", tie_word_embeddings=False)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    pairs = [f"model.hf_path={tmp_path}", "trainer.prompts_per_step=8", "trainer.prompts_per_update=8", *extra]
+    given = ["configs/demo_dpo_cpu.yaml", *pairs, "preference.beta=0.1", "plan.peak_tflops=1", "--json"]
+    dpo = run(capsys, *given, "preference.reference_free=true")[1]
+    code, plan, text = run(capsys, *given, "trainer.objective=reward_model")
+    assert code == 0, text
+    vocabulary, hidden = fields["vocab_size"], fields["hidden_size"]
+    assert plan["parameters_total"] == dpo["parameters_total"] - (vocabulary - 1) * hidden
+    assert plan["engines"] == 0
+    last = plan["activations_by_stage"][-1]
+    assert "logits" not in last
+    assert last["values"] > 0
+    # Both have a forward pass before the update; only DPO multiplies by the output projection.
+    assert 0 < plan["flops"]["logp"] < dpo["flops"]["logp"]
+    assert plan["flops"]["update"] < dpo["flops"]["update"]
+    if extra != ["actor.lora.rank=4"]:
+        # The first update has no pass of its own for old log-probabilities.
+        assert plan["flops"]["update"] == pytest.approx(3 * plan["flops"]["logp"])
+
+
 def test_plan_of_sglang_fits(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("rollout.engine=sglang", "rollout.expert_parallel=true", "rollout.data_parallel_attention=true")
     code, plan, output = run(capsys, SMALL_RECIPE, *keys, "--json")

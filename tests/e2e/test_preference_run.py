@@ -1,4 +1,6 @@
-"""A DPO run prefers the chosen responses of held-out pairs, places no engines, and resumes to the same weights."""
+"""Runs on pairs prefer the chosen responses of held-out pairs and place no engines. DPO resumes to the same weights; a
+reward model resumes in another layout, and its export is a reward model of transformers and of reinforcement learning.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from mcore_rl.algorithms import Needs
+from mcore_rl.config.models import RewardModelConfig
+from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.schema import ClusterConfig, ModelConfig
+from mcore_rl.preparation.models import reward_model_layout
 from tests.e2e.runs import ONE_RANK, metrics, train
 
 pytestmark = pytest.mark.slow
@@ -68,3 +75,40 @@ def test_dpo_run_learns_held_out_pairs_and_resumes_exactly(pairs: Path, tmp_path
     for name, tensor in ours.items():
         # Another layout adds in another order; Adam's first steps enlarge such differences of small gradients.
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=2e-3)
+
+
+def test_reward_model_run_exports_a_classifier_with_the_same_scores(pairs: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    objective = ("trainer.objective=reward_model", "actor.optimizer.lr=1e-3")
+    train(pairs, tmp_path / "run", *objective, "trainer.steps=2")
+    exported = tmp_path / "hf"
+    output = train(pairs, tmp_path / "run", *objective, f"trainer.export_hf={exported}", *ONE_RANK)
+    assert "engine" not in output
+    rows = metrics(tmp_path / "run")
+    assert rows[STEPS]["val/accuracy"] >= 0.9
+    assert rows[STEPS]["val/margin"] > rows[2]["val/margin"] > rows[0]["val/margin"]
+    assert "val/chosen_logp" not in rows[STEPS]
+    model = AutoModelForSequenceClassification.from_pretrained(exported, experts_implementation="eager").eval()
+    assert (model.config.num_labels, model.dtype) == (1, torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    held_out = [json.loads(line) for line in (pairs.parent / "val.jsonl").read_text().splitlines()]
+    found = []
+    for row in held_out:
+        texts = [row["prompt"] + row[side] + tokenizer.eos_token for side in ("chosen", "rejected")]
+        tokens = [tokenizer(text, return_tensors="pt") for text in texts]
+        with torch.no_grad():
+            found.append([float(model(each["input_ids"]).logits) for each in tokens])
+    chosen, rejected = torch.tensor(found, dtype=torch.float64).unbind(1)
+    assert rows[STEPS]["val/chosen_reward"] == pytest.approx(float(chosen.mean()), abs=1e-5)
+    assert rows[STEPS]["val/margin"] == pytest.approx(float((chosen - rejected).mean()), abs=1e-5)
+    assert rows[STEPS]["val/loss"] == pytest.approx(float(torch.log1p(torch.exp(rejected - chosen)).mean()), abs=1e-5)
+    # The checks of the reward model in a run of reinforcement learning.
+    layout = reward_model_layout(
+        ModelRole.reward_model(RewardModelConfig(hf_path=str(exported)), ModelConfig()),
+        ClusterConfig(device="cpu"),
+        2,
+        "ppo_clip",
+        Needs(advantages=True),
+    )
+    assert layout.dp == 2

@@ -119,7 +119,7 @@ GROUPS = (
 TEXTS = (
     MetricEntry(
         "val/loss",
-        "falls, then flattens; only with trainer.objective=sft or trainer.objective=dpo",
+        "falls, then flattens; only with another trainer.objective than rl",
         (
             Remedy("stop at the lowest value: more epochs only repeat the data"),
             Remedy("lower actor.optimizer.lr"),
@@ -128,10 +128,10 @@ TEXTS = (
     ),
     MetricEntry(
         "preference/accuracy",
-        "0.5 at the first step if the reference is the initial policy, then 0.6 to 0.9",
+        "about 0.5 at the first step if the reference is the initial policy or the value head is new, then 0.6 to 0.9",
         (
             Remedy("raise actor.optimizer.lr if it stays near 0.5"),
-            Remedy("look for pairs with swapped labels, or set preference.label_smoothing"),
+            Remedy("look for pairs with swapped labels, or set preference.label_smoothing (dpo)"),
         ),
         signs="near 1 while val/accuracy does not rise: the model memorizes the pairs",
     ),
@@ -139,7 +139,7 @@ TEXTS = (
         "preference/chosen_reward",
         "near 0 or rising, with a growing preference/margin",
         (
-            Remedy("raise preference.beta"),
+            Remedy("raise preference.beta (dpo), or preference.center_rewards_coefficient (reward_model)"),
             Remedy("lower actor.optimizer.lr"),
         ),
         signs="falls as fast as preference/rejected_reward: the policy moves away from both responses",
