@@ -180,7 +180,14 @@ def test_plan_of_reward_model_has_a_value_head(
     fields = tiny_fields("qwen3", tie_word_embeddings=False)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     pairs = [f"model.hf_path={tmp_path}", "trainer.prompts_per_step=8", "trainer.prompts_per_update=8", *extra]
-    given = ["configs/demo_dpo_cpu.yaml", *pairs, "preference.beta=0.1", "plan.peak_tflops=1", "--json"]
+    given = [
+        "configs/demo_dpo_cpu.yaml",
+        *pairs,
+        "preference.beta=0.1",
+        "plan.peak_tflops=1",
+        "actor.parallel.ep=1",
+        "--json",
+    ]
     dpo = run(capsys, *given, "preference.reference_free=true")[1]
     code, plan, text = run(capsys, *given, "trainer.objective=reward_model")
     assert code == 0, text
