@@ -29,13 +29,7 @@ from mcore_rl.planner.state import RankState
 from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.times import StepSeconds, StepTimes
 from mcore_rl.planner.verdict import Verdict, compare_with_cluster
-from mcore_rl.planner.workload import (
-    batch_arithmetic,
-    computes_old_logp,
-    step_flops,
-    teacher_flops,
-    without_generation,
-)
+from mcore_rl.planner.workload import batch_arithmetic, passes_before_updates, step_flops, teacher_flops
 from mcore_rl.resolved.adapters import bound_adapters
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import planned_machine
@@ -227,12 +221,16 @@ def make_plan(config: Config) -> Plan:
     size = model_size(job.spec.hf_config, job.rows)
     sync = weight_sync(config, job.rows, layout, cuda=cuda)
     flops = step_flops(
-        config.actor, config.trainer.update_epochs, job.spec.arguments, size, batch, predicts_tokens=job.predicts_tokens
+        config.actor,
+        config.trainer.update_epochs,
+        job.spec.arguments,
+        size,
+        batch,
+        passes=passes_before_updates(config, batch),
+        predicts_tokens=job.predicts_tokens,
     )
-    if not computes_old_logp(config):
-        flops = replace(flops, logp=0.0)
     if is_supervised(config.algorithm):
-        flops = without_generation(config, flops)
+        flops = replace(flops, generate=0.0)
     flops = replace(flops, teacher=teacher_flops(job.config, batch))
     times = StepTimes(config, flops, batch, job.engine)
     phases = [planned.phases for planned in ranks]

@@ -12,11 +12,12 @@ Full recomputation adds a forward pass; selective recomputation of core_attn add
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
+from mcore_rl.algorithms.passes import StepPasses
 from mcore_rl.config.models import ActorConfig
-from mcore_rl.config.objectives import RL
+from mcore_rl.config.objectives import PAIRED
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import has_reference, uses_lora
 from mcore_rl.config.rules.objective import responses_per_prompt
@@ -133,10 +134,24 @@ def teacher_flops(config: Config, batch: BatchArithmetic) -> float:
     return batch.tokens * sum(forwards) / len(forwards)
 
 
-def computes_old_logp(config: Config) -> bool:
-    """True if a step with several updates has a forward pass for old log-probabilities, or for experts to replay."""
-    algorithm, replay = config.algorithm, config.actor.moe.router_replay
-    return algorithm.old_logp == "trainer" or algorithm.kl.in_reward > 0 or replay == "policy"
+def passes_before_updates(config: Config, batch: BatchArithmetic) -> float:
+    """Count the forward passes over all samples of a step that are made before its updates, besides the teachers' and
+    the critic's."""
+    if config.trainer.objective in PAIRED:
+        return 1.0 + has_reference(config)
+    passes, epochs, every = StepPasses.of(config), config.trainer.update_epochs, 0
+    if config.actor.moe.router_replay == "engine":
+        every = config.actor.moe.replay_check_every_steps
+    # `updates` counts all epochs. The first update computes the old log-probabilities in its own forward pass.
+    first = epochs / batch.updates
+    return (
+        (passes.later_updates * (1 - first) if batch.updates > 1 else 0.0)
+        + passes.first_update * first
+        + passes.score_norms
+        + passes.before_updates * epochs
+        + passes.reference
+        + (1 / every if every else 0.0)
+    )
 
 
 def step_flops(
@@ -146,33 +161,23 @@ def step_flops(
     size: ModelSize,
     batch: BatchArithmetic,
     *,
+    passes: float = 0.0,
     predicts_tokens: bool = True,
 ) -> StepFlops:
-    """Count the FLOP of one training step."""
+    """Count the FLOP of one training step. passes: see passes_before_updates."""
     predicted = batch.mean_response / batch.mean_tokens if predicts_tokens else None
     forward = forward_flops(arguments, size, batch.mean_tokens, predicted)
     attention = attention_flops(arguments.transformer, batch.mean_tokens)
     linear = linear_attention_flops(arguments.transformer)
     # Frozen weights have no gradient. The gradient of the adapters is small.
-    passes = 2 * forward + attention + linear if uses_lora(actor) else 3 * forward
-    passes += linear  # recomputed in every backward pass
+    update = 2 * forward + attention + linear if uses_lora(actor) else 3 * forward
+    update += linear  # recomputed in every backward pass
     if actor.recompute == "full":
-        passes += forward
+        update += forward
     elif actor.recompute == "selective" and "core_attn" in actor.recompute_modules:
-        passes += attention
-    # `updates` counts all epochs, so the first update trains update_epochs / updates of the step's samples.
-    later = 1 - 1 / batch.updates * update_epochs if batch.updates > 1 else 0.0
+        update += attention
     return StepFlops(
         generate=batch.tokens * forward,
-        # The first update computes the old log-probabilities in its own forward pass, so only later samples need one.
-        logp=batch.tokens * later * forward,
-        update=batch.tokens * update_epochs * passes,
+        logp=batch.tokens * passes * forward,
+        update=batch.tokens * update_epochs * update,
     )
-
-
-def without_generation(config: Config, flops: StepFlops) -> StepFlops:
-    """Return the FLOP of a step on texts of the data set: nothing is generated, and pairs take a forward pass of the
-    policy and of the reference, if there is one, over all tokens before the update."""
-    passes = 0 if config.trainer.objective == RL else 1 + has_reference(config)
-    # A response is generated with one forward pass per token, which is what a pass over it costs.
-    return replace(flops, generate=0.0, logp=passes * flops.generate)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_rl.algorithms import advantage_options, estimator
+from mcore_rl.algorithms.passes import StepPasses
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import base_is_reference, has_reference, uses_lora
 from mcore_rl.config.rules.objective import trains_scores
@@ -170,8 +171,7 @@ class MegatronActor(TrainedModel):
         replays = self.config.actor.moe.router_replay == "policy" and len(shares) > 1
         batch = RankBatch(shares, chunks, replays=replays)
         replay = self._impose_engine(batch) if self.config.actor.moe.router_replay == "engine" else {}
-        reads = self.objective.needs_old_logp or self.config.algorithm.kl.in_reward > 0 or replays
-        if len(shares) == 1 or not reads:
+        if len(shares) == 1 or not StepPasses.of(self.config).later_updates:
             return batch, replay
         # Without the samples of the first update, which computes their log-probabilities itself.
         share = distinct_samples(shares, first=1)
@@ -375,10 +375,8 @@ class MegatronActor(TrainedModel):
             mtp_weight=trained,
             response_weight=self._response_weight(microbatches) if self.packing.observed else 0.0,
         )
-        reports = self._accumulate(share, microbatches, rows, loss, suspects="loss or log-probability")
-        reports = self._accumulate(
-            share, microbatches, rows, loss, suspects=f"loss or {self.objective.outputs.quantity}"
-        )
+        suspects = f"loss or {self.objective.outputs.quantity}"
+        reports = self._accumulate(share, microbatches, rows, loss, suspects=suspects)
         self.routing.keep(microbatches, rows)
         return microbatches, reports
 

@@ -15,9 +15,10 @@ from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult
 from mcore_rl.algorithms.corrections import corrected
 from mcore_rl.algorithms.group_scores import WholeGroupLoss, group_terms
 from mcore_rl.algorithms.interface import PolicyLoss
+from mcore_rl.algorithms.passes import chooses_tokens, needs_old_logp
 from mcore_rl.algorithms.registry import configured_corrections, configured_loss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, highest, mean_bound, token_keys
-from mcore_rl.algorithms.terms import add_terms, terms_need_old_logp
+from mcore_rl.algorithms.terms import add_terms
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.rules.teacher import uses_teacher
 from mcore_rl.config.schema import Config
@@ -125,18 +126,13 @@ class Objective:
     @property
     def needs_old_logp(self) -> bool:
         """True if updates need the log-probabilities of the policy before the first update."""
-        if self.algorithm.old_logp == "rollout":
-            return False
         distils = self.distillation is not None and self.distillation.in_advantage
-        if distils or terms_need_old_logp(self.algorithm):
-            return True
-        return self.loss.needs.old_logp or any(correction.needs_old_logp for correction in self.corrections)
+        return needs_old_logp(self.algorithm, self.loss, self.corrections, distils=distils)
 
     @property
     def chooses_tokens(self) -> bool:
         """True if an update needs the result of `choose_tokens`."""
-        corrects = any(correction.chooses_tokens for correction in self.corrections)
-        return self.loss.needs.selection or corrects or self.algorithm.high_entropy_share < 1
+        return chooses_tokens(self.algorithm, self.loss, self.corrections)
 
     def infers_before_update(self, *, policy_is_old: bool) -> bool:
         """Return True if `choose_tokens` or `group_terms` needs the current log-probabilities.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from mcore_rl.planner.times import StepTimes
 from mcore_rl.planner.workload import (
     StepFlops,
     batch_arithmetic,
-    computes_old_logp,
     forward_flops,
+    passes_before_updates,
     step_flops,
     teacher_flops,
 )
@@ -147,7 +148,12 @@ def test_flop_of_a_token(deepseek: Config) -> None:
     attention = forward_flops(arguments, size, 1000, 1.0) - forward_flops(arguments, size, 0, 1.0)
     assert attention == 61 * 128 * 2 * (192 + 128) * 500
     flops = step_flops(
-        deepseek.actor, deepseek.trainer.update_epochs, arguments, size, batch_arithmetic(deepseek, ON_512)
+        deepseek.actor,
+        deepseek.trainer.update_epochs,
+        arguments,
+        size,
+        batch := batch_arithmetic(deepseek, ON_512),
+        passes=passes_before_updates(deepseek, batch),
     )
     # With full recomputation an update takes four forward passes. The first of eight updates needs no separate one.
     assert flops.update == pytest.approx(4 * flops.generate)
@@ -208,20 +214,33 @@ def test_layer_table_of_latent_attention_has_probabilities_on_cpu_only(deepseek:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "computes"),
+    ("overrides", "passes"),
     [
-        ({}, True),
-        ({"old_logp": "rollout"}, False),
-        ({"old_logp": "rollout", "in_reward": 0.1}, True),
-        ({"old_logp": "rollout", "router_replay": "policy"}, True),
+        # Two updates in each of two epochs.
+        ([], 0.5),
+        (["algorithm.old_logp=rollout"], 0),
+        (["algorithm.policy_loss.name=reinforce"], 0),
+        (["algorithm.old_logp=rollout", "algorithm.kl.in_reward=0.1"], 0.5 + 0.5 + 1),
+        (["algorithm.old_logp=rollout", "actor.moe.router_replay=policy"], 0.5),
+        (["actor.moe.router_replay=engine"], 0.5 + 1 / 10),
+        (["algorithm.kl.in_loss=0.1"], 0.5 + 1),
+        (["algorithm.high_entropy_share=0.2"], 0.5 + 2),
+        (["algorithm.policy_loss.name=clip_cov"], 0.5 + 2),
+        (["algorithm.corrections=[{kind: reject, measure: second_moment, high: 0.1}]"], 0.5 + 2),
+        (["algorithm.advantage=optimal_token_baseline"], 0.5 + 1),
+        (["trainer.objective=sft"], 0),
+        (["trainer.objective=dpo"], 2),
+        (["trainer.objective=dpo", "preference.reference_free=true"], 1),
+        (["trainer.objective=reward_model"], 1),
     ],
 )
-def test_old_logp_of_rollout_saves_the_pass_that_nothing_else_needs(overrides: dict[str, Any], computes: bool) -> None:
-    config = Config()
-    config.algorithm.old_logp = overrides.get("old_logp", "trainer")
-    config.algorithm.kl.in_reward = overrides.get("in_reward", 0.0)
-    config.actor.moe.router_replay = overrides.get("router_replay", config.actor.moe.router_replay)
-    assert computes_old_logp(config) is computes
+def test_passes_before_updates_by_algorithm(tmp_path: Path, overrides: list[str], passes: float) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "{model: {hf_path: x}, data: {train: x}, "
+        "trainer: {prompts_per_step: 8, prompts_per_update: 4, update_epochs: 2}}"
+    )
+    config = load_config(str(tmp_path / "config.yaml"), overrides)
+    assert passes_before_updates(config, batch_arithmetic(config, TrainLayout(1))) == pytest.approx(passes)
 
 
 def test_output_projection_of_sampling_masks_counts_mask_and_sets(deepseek: Config) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,17 @@ import pytest
 
 from mcore_rl.config.objectives import PreferenceConfig
 from mcore_rl.config.schema import Config
-from mcore_rl.text_objectives import mean_over_pairs
+from mcore_rl.data.packing import SequenceCost
+from mcore_rl.data.prompts import PromptSet
+from mcore_rl.data.sampler import PromptSampler
+from mcore_rl.data.supervised.targets import Target, Targets, TextSet
+from mcore_rl.preparation.prepare import RunData
+from mcore_rl.text_objectives import mean_over_pairs, text_objective
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.preference import PairBatch, PairObjective
 from mcore_rl.trainer.run import SupervisedRun
 from mcore_rl.trainer.supervised import TargetObjective, train_supervised
+from mcore_rl.trainer.validation import ValidationParts
 from mcore_rl.types import Batch, BatchHandle, Mean, Metric, SequenceLogp, Total
 from tests.unit.trainer.test_loop import Recorder
 
@@ -128,6 +135,31 @@ def test_target_validation_is_a_mean_over_tokens() -> None:
     metrics = objective.validate(FakeActor())  # type: ignore[arg-type]
     assert metrics["val/loss"].value == pytest.approx(15 / 10)
     assert metrics["val/loss/last"].value == pytest.approx(5 / 4)
+
+
+def test_text_objective_orders_later_epochs_by_seed_and_step() -> None:
+    target = Targets.of([Target(np.array([4, 5], np.int32), np.ones(2, np.uint8))] * 8)
+    prompts = PromptSet(np.zeros(8, np.int32), np.arange(9, dtype=np.int64), {})
+    data = RunData({}, None, [], [], ValidationParts(), {"train": TextSet(prompts, (target,), np.zeros(8))})
+    config = Config()
+    config.trainer.objective, config.algorithm.policy_loss.name = "sft", "sft"
+    config.trainer.prompts_per_step, config.trainer.prompts_per_update, config.trainer.update_epochs = 8, 1, 2
+
+    def orders(seed: int) -> list[list[int]]:
+        config.run.seed, actor = seed, FakeActor()
+        prepared: Any = SimpleNamespace(
+            data=data, sampler=PromptSampler(8, seed=0), layout=SimpleNamespace(dp=1), cost=SequenceCost()
+        )
+        objective = text_objective(config, prepared, lambda buffers: buffers)  # type: ignore[arg-type,return-value]
+        for step in (1, 2):
+            objective.train(actor, step)  # type: ignore[arg-type]
+        return [[int(update[0]) for update in sent.updates[8:]] for sent in actor.updates]
+
+    first, second = orders(seed=1)
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second
+    assert orders(seed=1) == [first, second]
+    assert orders(seed=2)[0] != first
 
 
 class RecordedObjective:

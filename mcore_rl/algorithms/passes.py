@@ -1,0 +1,67 @@
+"""Forward passes that a step makes before its updates. The ranks and `mcore-rl plan` use the same rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_rl.algorithms.corrections import Correction
+from mcore_rl.algorithms.interface import PolicyLoss
+from mcore_rl.algorithms.registry import advantage_options, configured_corrections, configured_loss, estimator
+from mcore_rl.algorithms.terms import terms_need_old_logp
+from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.rules.models import has_reference
+from mcore_rl.config.rules.teacher import uses_teacher
+from mcore_rl.config.schema import Config
+
+
+@dataclass(frozen=True)
+class StepPasses:
+    """Forward passes before the updates of a step of reinforcement learning or supervised training, besides the
+    teachers' and the critic's.
+
+    later_updates: the policy's, over the samples of all updates except the first. first_update: the policy's, over the
+    samples of the first update, for the KL term of the rewards. score_norms: the policy's, over all samples.
+    before_updates: the policy's before each update of each epoch, over its samples, to choose tokens. reference: the
+    reference's, over all samples.
+    """
+
+    later_updates: bool
+    first_update: bool
+    score_norms: bool
+    before_updates: bool
+    reference: bool
+
+    @classmethod
+    def of(cls, config: Config) -> StepPasses:
+        """Return the passes of the configured run. Raises: ConfigError like configured_loss."""
+        algorithm, loss = config.algorithm, configured_loss(config.algorithm)
+        corrections = configured_corrections(config, loss)
+        distils = uses_teacher(config.teacher) and config.teacher.in_advantage > 0
+        needs = estimator(algorithm.advantage, **advantage_options(algorithm)).needs
+        reads = needs_old_logp(algorithm, loss, corrections, distils=distils)
+        return cls(
+            later_updates=reads or algorithm.kl.in_reward > 0 or config.actor.moe.router_replay == "policy",
+            first_update=algorithm.kl.in_reward > 0,
+            score_norms=loss.needs.advantages and needs.score_norms,
+            before_updates=chooses_tokens(algorithm, loss, corrections),
+            reference=has_reference(config),
+        )
+
+
+def needs_old_logp(
+    algorithm: AlgorithmConfig, loss: PolicyLoss, corrections: Sequence[Correction], *, distils: bool
+) -> bool:
+    """Return True if updates need the log-probabilities of the policy before the first update. `distils`: a teacher
+    changes the advantages."""
+    if algorithm.old_logp == "rollout":
+        return False
+    if distils or terms_need_old_logp(algorithm):
+        return True
+    return loss.needs.old_logp or any(correction.needs_old_logp for correction in corrections)
+
+
+def chooses_tokens(algorithm: AlgorithmConfig, loss: PolicyLoss, corrections: Sequence[Correction]) -> bool:
+    """Return True if an update needs tokens that are chosen among all its tokens."""
+    corrects = any(correction.chooses_tokens for correction in corrections)
+    return loss.needs.selection or corrects or algorithm.high_entropy_share < 1
