@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 from mcore_rl.megatron.model.attention import packed as attention
 from mcore_rl.megatron.model.attention.context import ContextPart, attention_blocks, context_attention
+from mcore_rl.megatron.model.attention.flash import flash_attention
+from tests.distributed import flash_kernel
 from tests.distributed.launch import launch
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
@@ -20,6 +23,7 @@ LENGTHS = [16, 48, 8, 16, 8, 128, 32]
 SHAPES = {"grouped": (GROUPS, WIDTH, WIDTH), "latent": (HEADS, WIDTH, 12), "wide values": (GROUPS, 8, 20)}
 # Within a chunk, over several chunks, and longer than most sequences.
 VARIANTS: dict[str, tuple[int | None, bool]] = {
+    "plain": (None, False),
     "sinks": (None, True),
     "window of 3": (3, False),
     "window of 3, sinks": (3, True),
@@ -119,7 +123,7 @@ def _worker(rank: int) -> dict[str, Any]:
     return {
         "attention": {name: _attend(part, shape, torch.float32) for name, shape in SHAPES.items()},
         "bfloat16": _attend(part, SHAPES["grouped"], torch.bfloat16),
-        "variants": {name: _attend_variant(part, *variant) for name, variant in VARIANTS.items()},
+        **_variants(part),
         "gathered": _gather(part),
         "rolled": _roll(part),
         "rotated": _rotate(part),
@@ -148,11 +152,24 @@ def _attend(part: ContextPart, shape: tuple[int, int, int], dtype: torch.dtype) 
 SINKS = torch.tensor([0.3, 6.0, -1.0, -30.0])
 
 
-def _attend_variant(part: ContextPart, window: int | None, sinks: bool) -> list[np.ndarray]:
+def _variants(part: ContextPart) -> dict[str, dict[str, list[np.ndarray]]]:
+    """Results with the kernels of CPUs, and with those of GPUs, for which there are stand-ins."""
+    library = flash_kernel.install()
+    found = {
+        kernel: {name: _attend_variant(part, attend, *variant) for name, variant in VARIANTS.items()}
+        for kernel, attend in (("blocks", context_attention), ("flash", flash_attention))
+    }
+    library._destroy()
+    return found
+
+
+def _attend_variant(
+    part: ContextPart, attend: Callable[..., torch.Tensor], window: int | None, sinks: bool
+) -> list[np.ndarray]:
     indices = part.row_indices(torch.tensor(LENGTHS))
     inputs = [x[indices].requires_grad_() for x in _inputs(sum(LENGTHS), *SHAPES["grouped"])]
     offsets = SINKS.clone().requires_grad_() if sinks else None
-    out = context_attention(*inputs, tuple(LENGTHS), part, window=window, sinks=offsets)
+    out = attend(*inputs, tuple(LENGTHS), part, window=window, sinks=offsets)
     total = (out * _weights(sum(LENGTHS), WIDTH)[indices]).sum()
     gradients = torch.autograd.grad(total, [*inputs, *([] if offsets is None else [offsets])])
     return [x.detach().numpy() for x in (out, *gradients)]
@@ -175,8 +192,9 @@ def test_context_attention_equals_attention_of_whole_sequences(shape: str, found
             torch.testing.assert_close(torch.from_numpy(ours).double(), theirs[indices], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", ["blocks", "flash"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_context_attention_variants_equal_whole_sequences(variant: str, found: Any) -> None:
+def test_context_attention_variants_equal_whole_sequences(variant: str, kernel: str, found: Any) -> None:
     """The gradient of the sinks is a sum over the ranks."""
     size, ranks = found
     window, has_sinks = VARIANTS[variant]
@@ -188,10 +206,10 @@ def test_context_attention_variants_equal_whole_sequences(variant: str, found: A
     expected = [out.detach(), *gradients[:3]]
     for rank, results in enumerate(ranks):
         indices = ContextPart(rank, size).row_indices(torch.tensor(LENGTHS))
-        for ours, theirs in zip(results["variants"][variant], expected, strict=False):
+        for ours, theirs in zip(results[kernel][variant], expected, strict=False):
             torch.testing.assert_close(torch.from_numpy(ours).double(), theirs[indices], rtol=0, atol=1e-5)
     if sinks is not None:
-        summed = torch.from_numpy(sum(results["variants"][variant][-1] for results in ranks)).double()
+        summed = torch.from_numpy(sum(results[kernel][variant][-1] for results in ranks)).double()
         torch.testing.assert_close(summed, gradients[3], rtol=1e-5, atol=1e-5)
 
 

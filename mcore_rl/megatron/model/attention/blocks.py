@@ -164,14 +164,26 @@ def _attend_block(
         )
     if len(results) == 1 and sinks is None:
         return results[0]
-    # Combine the parts, weighted by their shares of the softmax denominator.
-    log_sum = results[0][1]
-    for _, other in results[1:]:
+    out, log_sum = combine(results, sinks)
+    return out.to(query.dtype), log_sum
+
+
+def combine(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine attention to separate sets of keys, and to the sinks, weighted by their shares of the softmax
+    denominator.
+
+    Shapes: parts are outputs [..., heads, n, d] and log-sum-exps [..., heads, n], sinks [heads] -> one such part, in
+    the dtype of the log-sum-exps.
+    """
+    log_sum = parts[0][1]
+    for _, other in parts[1:]:
         log_sum = torch.logaddexp(log_sum, other)
     if sinks is not None:
         log_sum = torch.logaddexp(log_sum, sinks.to(log_sum.dtype)[:, None])
-    out = sum(attended * torch.exp(part - log_sum)[..., None] for attended, part in results)
-    return out.to(query.dtype), log_sum
+    shares = [attended * torch.exp(part - log_sum)[..., None] for attended, part in parts]
+    return sum(shares[1:], start=shares[0]), log_sum
 
 
 def attention_gradients(

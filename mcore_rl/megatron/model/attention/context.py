@@ -234,7 +234,7 @@ class _ContextAttention(torch.autograd.Function):
         plan: ContextPlan,
     ) -> torch.Tensor:
         """Shapes: query [T, heads, d]; key_value [2, T, groups, d]; sinks [heads]; returns [T, heads, d]."""
-        gathered = _gather_rows(key_value, plan.part)
+        gathered = gather_rows(key_value, plan.part)
         out = torch.empty_like(query)
         log_sum = query.new_empty(query.shape[:2], dtype=accumulation_dtype(query.dtype))
         for group in plan.groups:
@@ -252,7 +252,7 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         query, key_value, sinks, out, log_sum = ctx.saved_tensors
         plan: ContextPlan = ctx.plan
-        gathered = _gather_rows(key_value, plan.part)
+        gathered = gather_rows(key_value, plan.part)
         grad_query = torch.empty_like(query)
         # Several blocks and ranks add to a key's gradient: accumulate in at least float32.
         grad_gathered = torch.zeros_like(gathered, dtype=accumulation_dtype(query.dtype))
@@ -268,7 +268,7 @@ class _ContextAttention(torch.autograd.Function):
             grad_gathered.index_copy_(1, group.keys, rows)
             if sinks is not None:
                 grad_sinks += sink_gradient(g, attended, sinks)
-        grad_key_value = _reduce_scatter(grad_gathered, plan.part).to(key_value.dtype)
+        grad_key_value = reduce_scatter_rows(grad_gathered, plan.part).to(key_value.dtype)
         return grad_query, grad_key_value, grad_sinks, None
 
 
@@ -287,15 +287,15 @@ def _keys(gathered: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
     return gathered.index_select(1, group.keys).unflatten(1, (group.rows, -1)).transpose(2, 3)
 
 
-def _gather_rows(key_value: torch.Tensor, part: ContextPart) -> torch.Tensor:
+def gather_rows(key_value: torch.Tensor, part: ContextPart) -> torch.Tensor:
     """Gather in rank order. Shapes: [2, T, groups, d] -> [2, size * T, groups, d]."""
     by_rank = key_value.new_empty(part.size, *key_value.shape)
     dist.all_gather_single(by_rank.flatten(0, 1), key_value.contiguous(), group=part.group)
     return by_rank.transpose(0, 1).flatten(1, 2)
 
 
-def _reduce_scatter(whole: torch.Tensor, part: ContextPart) -> torch.Tensor:
-    """Sum over ranks and return this rank's part; the transpose of _gather_rows."""
+def reduce_scatter_rows(whole: torch.Tensor, part: ContextPart) -> torch.Tensor:
+    """Sum over ranks and return this rank's part; the transpose of gather_rows."""
     by_rank = whole.unflatten(1, (part.size, -1)).transpose(0, 1).contiguous()
     summed = torch.empty_like(by_rank[0])
     dist.reduce_scatter_single(summed, by_rank.flatten(0, 1), group=part.group)

@@ -1,11 +1,12 @@
-"""Core attention for packed sequences with torch's SDPA, on any device; used if TransformerEngine is not installed.
+"""Core attention for packed sequences with torch's kernels, on any device; used for local layers, and for rows that
+TransformerEngine's attention does not support.
 
 The core attention of megatron.core's local layer spec does not support packed sequences. Here, short sequences of
 similar length share a padded batch. With a causal mask this is exact, because a query never attends to the padding
 after its sequence. With context parallelism, `context.context_attention` is used instead.
 
 Sliding windows (`window_size` and `window_attn_skip_freq`) and attention sinks (`softmax_type` "learnable") use
-`block_attention`, on CPUs only.
+`block_attention`. On GPUs, these and context parallelism use `flash.flash_attention`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 
 from mcore_rl.megatron.model.attention.blocks import BlockPlan, block_attention, causal_blocks
 from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart, context_attention
+from mcore_rl.megatron.model.attention.flash import flash_attention, on_gpu
 
 BATCHED_TOKENS = 128
 """Sequences up to this length are batched. Longer ones keep a core busy alone; batching them would only add padding."""
@@ -163,6 +165,8 @@ def packed_attention(
     T. scale: factor of the scores; None: 1 / sqrt(d). window: a query sees this number of keys, its own included; None:
     all earlier ones. sinks: see block_attention, [heads].
     """
+    if (window is not None or sinks is not None) and on_gpu(query):
+        return flash_attention(query, key, value, lengths, SINGLE_RANK, scale=scale, window=window, sinks=sinks)
     batches, place = _plan(lengths, query.device)
     outputs = []
     for batch in batches:
@@ -190,8 +194,8 @@ def _batch_attention(
 
 
 class SDPACoreAttention(MegatronModule):
-    """Core attention of the local layer spec: causal self-attention of packed rows (THD format), grouped queries,
-    sliding windows and sinks; the latter two, and context parallelism, on the CPU only.
+    """Core attention of local layers, and of TransformerEngine's layers if its own attention does not support the
+    rows: causal self-attention of packed rows (THD format), grouped queries, sliding windows and sinks.
 
     softmax_offset: sinks of this rank's heads, [heads / tp]; only with softmax_type "learnable".
     """
@@ -209,9 +213,6 @@ class SDPACoreAttention(MegatronModule):
         super().__init__(config)
         self.context = SINGLE_RANK
         if config.context_parallel_size > 1:
-            assert not torch.cuda.is_available(), (
-                "resolved.model rejects this layout on GPUs: these attention kernels run on CPUs only"
-            )
             assert pg_collection is not None
             self.context = ContextPart.of(pg_collection.cp)
         assert not config.attention_dropout, "build_model sets dropout to 0"
@@ -247,9 +248,8 @@ class SDPACoreAttention(MegatronModule):
         assert packed_seq_params is not None, "this attention takes packed rows only"
         lengths, sinks = packed_seq_params.lengths, getattr(self, "softmax_offset", None)
         if self.context.size > 1:
-            out = context_attention(
-                query, key, value, lengths, self.context, scale=self.scale, window=self.window, sinks=sinks
-            )
+            attend = flash_attention if on_gpu(query) else context_attention
+            out = attend(query, key, value, lengths, self.context, scale=self.scale, window=self.window, sinks=sinks)
         else:
             out = packed_attention(query, key, value, lengths, scale=self.scale, window=self.window, sinks=sinks)
         return out.flatten(1)
