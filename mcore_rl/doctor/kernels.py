@@ -102,6 +102,13 @@ def _flash(device: str) -> None:
     flash_attn_varlen_func(*inputs, offsets, offsets, ROWS, ROWS, causal=True).sum().backward()
 
 
+def _torch_flash(device: str) -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    offsets, inputs = _packed_attention(device)
+    varlen_attn(*inputs, offsets, offsets, ROWS, ROWS, window_size=(ROWS // 8, 0)).sum().backward()
+
+
 def _gradient_accumulation(device: str) -> None:
     import fused_weight_gradient_mlp_cuda as apex
     import torch
@@ -120,6 +127,7 @@ KERNELS: Kernels = {
     "permutation of tokens": ("transformer_engine", _permutation),
     "fused Adam": ("transformer_engine", _adam),
     "flash-attn": ("flash_attn", _flash),
+    "torch's flash, with a window": ("torch", _torch_flash),
     "fused gradient accumulation": ("fused_weight_gradient_mlp_cuda", _gradient_accumulation),
 }
 

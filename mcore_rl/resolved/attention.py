@@ -1,4 +1,5 @@
-"""Selection of the TransformerEngine attention backend for a model's packed rows, with reasons against the others.
+"""Selection of the TransformerEngine attention backend for a model's packed rows, with reasons against the others, and
+requirements of torch's flash attention, which computes the rows that TransformerEngine does not support.
 
 TransformerEngine itself checks this only when it computes the first row, and does not report a reason. This module
 imports neither TransformerEngine nor torch.
@@ -128,6 +129,35 @@ def pick(installed: Installed, dtype: str, heads: HeadDims, checkpoint_key: str 
         f"{checkpoint_key}: no attention on this GPU supports packed rows with head size {heads} ({reasons}); "
         "install what is missing, use another model, or uninstall transformer-engine: attention is then torch's"
     )
+
+
+FLASH_NEEDS = (8, 0)
+"""Lowest compute capability for torch's flash attention. Source, also for the dtypes and the largest head: torch 2.13,
+aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
+LARGEST_FLASH_HEAD = 256
+
+
+def check_torch_flash(
+    installed: Installed, dtype: str, heads: HeadDims, reason: str, checkpoint_key: str = POLICY.checkpoint
+) -> None:
+    """Check that torch's flash attention supports a model's rows. reason: why it is needed.
+
+    Raises: ConfigError naming the key.
+    """
+    if dtype != "bfloat16":
+        raise ConfigError(
+            f"model.dtype={dtype}: {reason}, and torch's flash attention takes bfloat16 only; set model.dtype=bfloat16"
+        )
+    capability, head = installed.capability or FLASH_NEEDS, max(heads.keys, heads.values)
+    lacks = ""
+    if capability < FLASH_NEEDS:
+        lacks = f"needs compute capability {dotted(FLASH_NEEDS)}, but this GPU has {dotted(capability)}"
+    elif head > LARGEST_FLASH_HEAD:
+        lacks = f"supports head sizes up to {LARGEST_FLASH_HEAD}, but the model has {heads}"
+    if lacks:
+        raise ConfigError(
+            f"{checkpoint_key}: {reason}, and torch's flash attention {lacks}; use another GPU or another model"
+        )
 
 
 def _capability(wanted: str, installed: Installed) -> str:

@@ -11,7 +11,7 @@ from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import ModelConfig, resolved_dtype
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.attention import HeadDims, pick
+from mcore_rl.resolved.attention import HeadDims, check_torch_flash, pick
 from mcore_rl.resolved.installed import Installed, dotted, release
 from model_converters.mapping.layout import TrainLayout
 
@@ -108,6 +108,11 @@ USUAL = BuildRequest(
 """Mixture-of-experts model on several nodes with the head size of most models, for doctor, which has no model."""
 
 
+SDPA = "SDPA"
+TORCH_FLASH = "torch's flash"
+"""Attention of this project (mcore_rl.megatron.model.attention); other names are TransformerEngine's backends."""
+
+
 @dataclass(frozen=True)
 class Component:
     """Selected component: `value` is for Megatron's arguments and for display."""
@@ -134,6 +139,11 @@ class Implementation:
     @property
     def transformer_engine(self) -> bool:
         return self.layers.value == "TransformerEngine"
+
+    @property
+    def own_attention(self) -> bool:
+        """Whether attention is this project's instead of TransformerEngine's, whatever the layers are."""
+        return self.attention.value in (SDPA, TORCH_FLASH)
 
     @property
     def grouped_gemm(self) -> bool:
@@ -216,57 +226,52 @@ def _norm(layers: Component) -> Component:
 
 
 def _attention(installed: Installed, engine: bool, request: BuildRequest) -> Component:
-    if installed.cuda:
-        _check_variant(engine, request)
-    if engine:
-        # TransformerEngine's layers exist on GPUs only, where the dtype auto is bfloat16.
-        dtype = resolved_dtype(request.role.model.dtype, cuda=True)
-        backend = pick(installed, dtype, request.heads, request.role.checkpoint)
-        return Component(backend.name, f"TransformerEngine's first choice for packed rows; it needs {backend.needs}")
-    if installed.cuda and request.layout.cp > 1:
-        key, lora = request.role.key("parallel.cp"), request.role.key("lora.rank")
-        remedy = f"set {lora}=0 or {key}=1" if request.adapters else f"install transformer-engine or set {key}=1"
-        whose = "a model with adapters uses megatron's local layers" if request.adapters else "it is not installed"
-        raise ConfigError(
-            f"{key}={request.layout.cp}: on GPUs context-parallel ranks need TransformerEngine's layers, but {whose}; "
-            f"{remedy}"
-        )
-    whose = "transformers'" if request.layout.hf_tensors else "megatron's local"
-    return Component("SDPA", f"torch's, sequence by sequence: {whose} attention takes no packed rows")
-
-
-def _check_variant(engine: bool, request: BuildRequest) -> None:
-    """Raise ConfigError for choices of indexers, sinks and windows that the attention kernels of GPUs do not compute.
-
-    Source: TransformerEngine 2.11, get_attention_backend (softmax_type, qkv_format thd) and attn_forward_func_with_cp;
-    every backend of `attention.BACKENDS` supports windows.
-    """
-    sizes, checkpoint = request.sizes, request.role.checkpoint
-    if sizes.get("dsa_indexer_topk"):
-        raise ConfigError(
-            f"{checkpoint}: no attention for packed rows on GPUs supports the choices of an indexer (index_topk): that "
-            "of megatron-core 0.16.1 rejects packed rows and rotates the wrong part of released weights (0.20.0 "
-            "corrects the rotation); train this model on CPUs, or use another model"
-        )
-    if sizes.get("softmax_type", "vanilla") != "vanilla":
-        raise ConfigError(
-            f"{checkpoint}: no attention for packed rows on GPUs supports attention sinks (TransformerEngine 2.11 has "
-            "them for padded batches only); train this model on CPUs, or use a model without sinks"
-        )
-    if not sizes.get("window_size"):
-        return
+    if not installed.cuda:
+        return _sdpa(request)
+    _check_indexer(request)
+    dtype = resolved_dtype(request.role.model.dtype, cuda=True)
+    if reason := _needs_flash(engine, request):
+        check_torch_flash(installed, dtype, request.heads, reason, request.role.checkpoint)
+        return Component(TORCH_FLASH, reason)
     if not engine:
+        return _sdpa(request)
+    # TransformerEngine's layers exist on GPUs only, where the dtype auto is bfloat16.
+    backend = pick(installed, dtype, request.heads, request.role.checkpoint)
+    return Component(backend.name, f"TransformerEngine's first choice for packed rows; it needs {backend.needs}")
+
+
+def _sdpa(request: BuildRequest) -> Component:
+    whose = "transformers'" if request.layout.hf_tensors else "megatron's local"
+    return Component(SDPA, f"torch's, sequence by sequence: {whose} attention takes no packed rows")
+
+
+def _check_indexer(request: BuildRequest) -> None:
+    """Raise ConfigError for the choices of an indexer, which no attention on GPUs computes."""
+    if request.sizes.get("dsa_indexer_topk"):
         raise ConfigError(
-            f"{checkpoint}: on GPUs sliding windows need TransformerEngine's layers, which are "
-            f"{'not used with adapters' if request.adapters else 'not installed or not used'}; install "
-            f"transformer-engine, set {request.role.key('lora.rank')}=0, or use a model without windows"
+            f"{request.role.checkpoint}: no attention for packed rows on GPUs supports the choices of an indexer "
+            "(index_topk): that of megatron-core 0.16.1 rejects packed rows and rotates the wrong part of released "
+            "weights (0.20.0 corrects the rotation); train this model on CPUs, or use another model"
         )
-    if request.layout.cp > 1:
-        key = request.role.key("parallel.cp")
-        raise ConfigError(
-            f"{key}={request.layout.cp}: TransformerEngine's ring of context-parallel ranks does not support sliding "
-            f"windows; set {key}=1"
-        )
+
+
+def _needs_flash(engine: bool, request: BuildRequest) -> str:
+    """Return why a model on GPUs needs this project's attention with torch's flash attention; "" if it does not.
+
+    Source: TransformerEngine 2.11 and 2.12, get_attention_backend (softmax_type, qkv_format thd) and
+    attn_forward_func_with_cp. Every backend of `attention.BACKENDS` supports windows on one rank.
+    """
+    sizes, several = request.sizes, request.layout.cp > 1
+    if sizes.get("softmax_type", "vanilla") != "vanilla":
+        return "TransformerEngine 2.11 has no sinks in packed rows (2.12 has them with cuDNN 9.18)"
+    if sizes.get("window_size"):
+        if not engine:
+            return "torch's SDPA has no sliding windows"
+        if several:
+            return "TransformerEngine's ring of context-parallel ranks has no sliding windows"
+    if several and not engine:
+        return "torch's SDPA has no context parallelism"
+    return ""
 
 
 def _linear_attention(installed: Installed, request: BuildRequest) -> Component:

@@ -47,8 +47,6 @@ MODES: dict[str, list[dict[str, Any]]] = {
     # Without shared_experts: the gradients of their gate and of their input are then added in another order.
     "qwen3_next": [FULL, _selective("core_attn", "moe", "layernorm")],
 }
-if SIMULATED:
-    del MODES["gpt_oss"]  # TransformerEngine has no attention for packed rows with sinks
 CASES = [(kind, index) for kind, modes in MODES.items() for index in range(len(modes))]
 
 

@@ -19,6 +19,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen3": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64},
     "qwen3_moe": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, **EXPERTS},
     "deepseek_v3": {"hidden_size": 256, "intermediate_size": 256, **EXPERTS, **LATENT},
+    # With the tiny model's limit of 1, rounding decides whether a gate is clamped.
+    "gpt_oss": {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "head_dim": 64,
+        "num_experts_per_tok": 8,
+        "swiglu_limit": 7.0,
+    },
 }
 """Head sizes that TransformerEngine's kernels support, and matrix sizes that are multiples of FP8's blocks of 128."""
 LENGTHS = [5, 60, 1, 62]

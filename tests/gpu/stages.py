@@ -9,6 +9,7 @@ STAGES: dict[str, tuple[str, ...]] = {
         "test_logprobs.py",
         "test_noise.py",
         "test_fp8_codes.py",
+        "test_attention.py",
         "test_transformer_engine.py",
     ),
     # memory that processes share, and transfers between them

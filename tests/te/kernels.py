@@ -62,7 +62,7 @@ def te_general_grouped_gemm(
     out: Sequence[Tensor],
     out_dtype: Any,
     rows: Sequence[int],
-    bias: Any,
+    bias: Sequence[Tensor],
     bias_dtype: Any,
     single_output: bool,
     gelu_input: Any,
@@ -74,17 +74,23 @@ def te_general_grouped_gemm(
     num_sms: int,
 ) -> Any:
     """Run generic_gemm for every pair. Results go to `out`, or to consecutive parts of `rows` rows of its only tensor.
-    The product of an expert without tokens is zero."""
+    The product of an expert without tokens is zero. Biases without elements are absent; with `grad`, their gradients
+    are written to them."""
     parts = out[0].split(list(rows)) if single_output else out
-    for left, right, part in zip(a, b, parts, strict=True):
+    for left, right, part, offset in zip(a, b, parts, bias, strict=True):
+        given = offset if offset.numel() else None
         if right.numel() == 0:
             if transpose_b and not accumulate:
                 part.zero_()
+            if given is not None and grad:
+                given.zero_()
         elif part.numel():
-            generic_gemm(
-                left, transpose_a, right, transpose_b, part, None, None, None, None, False, None, grad, None, 0,
+            _, gradient, _, _ = generic_gemm(
+                left, transpose_a, right, transpose_b, part, None, None, given, None, False, None, grad, None, 0,
                 accumulate, split_accumulator,
             )  # fmt: skip
+            if gradient is not None:
+                offset.copy_(gradient)
     return bias
 
 

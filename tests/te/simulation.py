@@ -196,6 +196,7 @@ def _attend_on_cpu() -> None:
 
     adapter.TEDotProductAttention.forward = attend
     implementation.pick = lambda *_: attention.BACKENDS[0]  # supports float32 and any head size
+    implementation.check_torch_flash = lambda *_: None
 
 
 def _permute_without_triton() -> None:

@@ -6,6 +6,7 @@ A family with layers of its own changes the specification of each layer here, in
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import NamedTuple
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -31,23 +32,31 @@ from mcore_rl.megatron.model.routers import use_policy_router
 from mcore_rl.megatron.model.rows import fill_parameter
 
 
-def decoder_specs(config: TransformerConfig, engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the specification of a chunk's decoder layers. Megatron repeats one object for equal layers; here every
-    layer has its own, so that single layers can be changed.
+class LayerKind(NamedTuple):
+    """Whether layers are TransformerEngine's, and whether these have this project's core attention, as local ones
+    do."""
 
-    engine: whether the layers are TransformerEngine's.
-    """
+    engine: bool
+    own_attention: bool
+
+
+LOCAL = LayerKind(engine=False, own_attention=True)
+
+
+def decoder_specs(config: TransformerConfig, kind: LayerKind, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return the specification of a chunk's decoder layers. Megatron repeats one object for equal layers; here every
+    layer has its own, so that single layers can be changed."""
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
+        config, use_transformer_engine=kind.engine, normalization=config.normalization, vp_stage=vp_stage
     )
     spec.layer_specs = [deepcopy(layer) for layer in spec.layer_specs]
     use_linear_attention(spec.layer_specs, config, vp_stage)
-    _replace_modules(spec, config, engine)
+    _replace_modules(spec, config, kind)
     return spec
 
 
 def mtp_specs(
-    config: TransformerConfig, spec: TransformerBlockSubmodules, engine: bool, vp_stage: int | None
+    config: TransformerConfig, spec: TransformerBlockSubmodules, kind: LayerKind, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the specification of the multi-token-prediction layers, built like the model's last layer, but never with
     linear attention.
@@ -58,13 +67,13 @@ def mtp_specs(
         return None
     if not spec.layer_specs or is_linear(spec.layer_specs[-1].submodules.self_attention):
         # A pipeline stage may hold MTP layers without a decoder layer; megatron-core 0.16.1 assumes at least one.
-        layers = get_gpt_decoder_layer_specs(config, engine, config.normalization, False)
+        layers = get_gpt_decoder_layer_specs(config, kind.engine, config.normalization, False)
         spec = TransformerBlockSubmodules(layer_specs=layers[-1:], layer_norm=spec.layer_norm)
-        _replace_modules(spec, config, engine)
-    mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
+        _replace_modules(spec, config, kind)
+    mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=kind.engine, vp_stage=vp_stage)
     for layer in mtp_spec.layer_specs if mtp_spec is not None else ():
         layer.module = DetachedMTPLayer
-        if not engine:
+        if not kind.engine:
             parts = layer.submodules
             parts.enorm = parts.hnorm = parts.layer_norm = local_norm(config)
     return mtp_spec
@@ -93,23 +102,24 @@ def finish_latent_attention(
             projection.weight.tensor_model_parallel = False
 
 
-def _replace_modules(spec: TransformerBlockSubmodules, config: TransformerConfig, engine: bool) -> None:
+def _replace_modules(spec: TransformerBlockSubmodules, config: TransformerConfig, kind: LayerKind) -> None:
     """Replace Megatron's routers and, without TransformerEngine, its local attention and norm, which support neither
-    packed sequences nor sequence parallelism."""
+    packed sequences nor sequence parallelism; TransformerEngine's attention where it does not support the rows."""
     use_policy_router(spec.layer_specs)
     if getattr(config, "qk_norm_over_heads", False):
         for layer in spec.layer_specs:
             use_head_norms(layer.submodules.self_attention.submodules, config)
     if config.attention_output_gate:
         gate_outputs(spec.layer_specs)
-    if not engine:
+    if not kind.engine:
         spec.layer_norm = local_norm(config)
     if getattr(config, "post_norms", False):
         use_post_norms(spec.layer_specs, spec.layer_norm)
-    if engine:
-        return
     for layer in spec.layer_specs:
-        _adapt_layer(layer.submodules, config)
+        if not kind.engine:
+            _adapt_layer(layer.submodules, config)
+        elif kind.own_attention and not is_linear(layer.submodules.self_attention):
+            layer.submodules.self_attention.submodules.core_attention = SDPACoreAttention
 
 
 def _adapt_layer(parts: TransformerLayerSubmodules, config: TransformerConfig) -> None:

@@ -20,7 +20,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.attention.packed import mark_sinks
 from mcore_rl.megatron.model.attention.rotation_by_layer import rotate_windows
 from mcore_rl.megatron.model.expert_rounding import round_experts
-from mcore_rl.megatron.model.layer_specs import decoder_specs, finish_latent_attention, mtp_specs
+from mcore_rl.megatron.model.layer_specs import LOCAL, LayerKind, decoder_specs, finish_latent_attention, mtp_specs
 from mcore_rl.megatron.model.output import ModelChunk, PolicyModel
 from mcore_rl.megatron.model.rotation import scale_rotation, set_frequencies
 from mcore_rl.megatron.model.rows import keep_rows, use_row_layers
@@ -69,14 +69,14 @@ def build_model(
     """
     implementation = spec.implementation(gpus_per_node, installed or here())
     config = _transformer_config(spec, implementation)
-    engine = implementation.transformer_engine
+    layers = LayerKind(implementation.transformer_engine, implementation.own_attention)
     if spec.layout.hf_tensors:
         return [_transformers_model(spec, config, kind)]
-    if config.normalization != "RMSNorm" and not engine:
+    if config.normalization != "RMSNorm" and not layers.engine:
         raise ConfigError(f"normalization {config.normalization} needs TransformerEngine ({spec.role.checkpoint})")
     stages = [None] if spec.layout.vpp is None else range(spec.layout.vpp)
     sharded = spec.role.section.parallel.shard_parameters
-    chunks = [_build_chunk(kind, config, spec.arguments, engine, stage, sharded=sharded) for stage in stages]
+    chunks = [_build_chunk(kind, config, spec.arguments, layers, stage, sharded=sharded) for stage in stages]
     set_trained(chunks, spec.role.section.train_vision)
     if spec.role.section.quantization_aware:
         for chunk in chunks:
@@ -93,7 +93,7 @@ def _transformers_model(spec: ResolvedModel, config: TransformerConfig, kind: ty
         uninitialized = replace(spec, role=replace(spec.role, model=replace(spec.role.model, random_init=False)))
         with torch.device("meta"):
             local = _transformer_config(uninitialized, uninitialized.implementation(None, Installed()))
-            return stored_chunks(_build_chunk(kind, local, spec.arguments, engine=False, vp_stage=None, sharded=False))
+            return stored_chunks(_build_chunk(kind, local, spec.arguments, LOCAL, vp_stage=None, sharded=False))
 
     model = TransformersModel(config, spec, stored, predicts_values=issubclass(kind, ValueModel))
     if spec.role.section.quantization_aware:
@@ -121,6 +121,9 @@ def _transformer_config(spec: ResolvedModel, implementation: Implementation) -> 
     given |= recompute_arguments(spec, implementation)
     # megatron-core 0.16.1: the fused gate clamps before it adds the bias, and supports no clamp with SiLU.
     given["bias_activation_fusion"] = given["activation_func"] is F.silu and "activation_func_clamp_value" not in given
+    if given.get("num_moe_experts") and given.get("add_bias_linear"):
+        # megatron-core 0.16.1: TransformerEngine's grouped experts reject it.
+        given["bias_dropout_fusion"] = False
     if given.get("num_moe_experts"):
         given |= _EXPERT_ARGUMENTS
     if not spec.role.model.random_init:
@@ -202,7 +205,7 @@ def _build_chunk(
     kind: type[PolicyModel],
     config: TransformerConfig,
     arguments: ModelArguments,
-    engine: bool,
+    layers: LayerKind,
     vp_stage: int | None,
     *,
     sharded: bool,
@@ -212,7 +215,7 @@ def _build_chunk(
         assert kind is PolicyModel, "resolved.vision rejects other models with a tower"
         kind = VisionPolicy
     scale_rotation(config, arguments.rotary)
-    spec = decoder_specs(config, engine, vp_stage)
+    spec = decoder_specs(config, layers, vp_stage)
     initialized = config.init_method is not _unchanged
     if sharded:
         use_row_layers(spec.layer_specs, initialized=initialized)
@@ -228,7 +231,7 @@ def _build_chunk(
         position_embedding_type="rope" if arguments.vision is None else "mrope",
         rotary_percent=arguments.rotary.fraction,
         rotary_base=arguments.rotary.base,
-        mtp_block_spec=mtp_specs(config, spec, engine, vp_stage),
+        mtp_block_spec=mtp_specs(config, spec, layers, vp_stage),
         vp_stage=vp_stage,
     )
     model.unpadded_vocab_size = arguments.vocab_size

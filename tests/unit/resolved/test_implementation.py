@@ -11,7 +11,7 @@ from mcore_rl.config.models import ActorConfig, LoraConfig, MoeConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.implementation import RECIPES, BuildRequest, choose, row_multiple
+from mcore_rl.resolved.implementation import RECIPES, TORCH_FLASH, BuildRequest, choose, row_multiple
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.recompute import MODULES, recompute_arguments
@@ -194,8 +194,6 @@ def test_choose_linear_attention_depends_on_dtype(machine: Installed, dtype: str
         ({"capability": (12, 0)}, {"fp8": "mxfp8"}, r"actor\.fp8=mxfp8 .* before 12\.0, but this one has 12\.0"),
         ({"cuda_version": (12, 8)}, {"fp8": "blockwise"}, r"blockwise needs a torch for CUDA 12\.9 .* not 12\.8"),
         ({}, {"dtype": "float32"}, r"model\.dtype=float32: attention on GPUs .* set model\.dtype=bfloat16"),
-        ({"transformer_engine": None}, {"layout": {"cp": 2}}, r"actor\.parallel\.cp=2: .* install transformer-engine"),
-        ({}, {"layout": {"cp": 2}, "adapters": True}, r"actor\.parallel\.cp=2: .* set actor\.lora\.rank=0 or actor"),
     ],
 )
 def test_choose_unavailable_request_is_rejected(absent: dict[str, Any], wishes: dict[str, Any], message: str) -> None:
@@ -287,16 +285,14 @@ CHOSEN = {"num_moe_experts": 8, "kv_channels": 64, "dsa_indexer_topk": 2048}
 @pytest.mark.parametrize(
     ("installed", "request_", "message"),
     [
-        (EVERYTHING, _request(SINKS), r"model\.hf_path: no attention .* supports attention sinks .* train .* on CPUs"),
-        (Installed(True, (9, 0)), _request(SINKS), r"model\.hf_path: no attention .* supports attention sinks"),
-        (EVERYTHING, _request(CHOSEN), r"model\.hf_path: no attention .* \(index_topk\).*0\.16\.1.* train .* on CPUs"),
-        (Installed(True, (9, 0)), _request(WINDOWS, layout={"ep": 1}), "windows need TransformerEngine.*not installed"),
+        (EVERYTHING, _request(SINKS, dtype="float32"), r"model\.dtype=float32: .*2\.12 .* set model\.dtype=bfloat16"),
+        (Installed(True, (7, 5)), _request(SINKS), r"model\.hf_path: .* sinks .* compute capability 8\.0, .* has 7\.5"),
         (
-            EVERYTHING,
-            _request(WINDOWS, layout={"ep": 1}, adapters=True),
-            r"not used with adapters; .*actor\.lora\.rank=0",
+            Installed(True, (9, 0)),
+            _request(WINDOWS | {"kv_channels": 320}),
+            r"model\.hf_path: .* windows, .* head sizes up to 256, but the model has 320",
         ),
-        (EVERYTHING, _request(WINDOWS, layout={"ep": 1, "cp": 2}), r"actor\.parallel\.cp=2: .*windows; set .*cp=1"),
+        (EVERYTHING, _request(CHOSEN), r"model\.hf_path: no attention .* \(index_topk\).*0\.16\.1.* train .* on CPUs"),
     ],
 )
 def test_choose_attention_variant_unsupported_on_gpus_is_rejected(
@@ -306,7 +302,33 @@ def test_choose_attention_variant_unsupported_on_gpus_is_rejected(
         choose(installed, request_)
 
 
-def test_choose_attention_variant_with_supporting_kernels_is_accepted() -> None:
-    assert choose(NOTHING, _request(SINKS)).attention.value == "SDPA"
-    assert choose(NOTHING, _request(CHOSEN)).attention.value == "SDPA"
-    assert choose(EVERYTHING, _request(WINDOWS, layout={"ep": 1})).attention.value == "FusedAttention"
+PLAIN = {"kv_channels": 64}
+ALONE = {"ep": 1}
+SEVERAL = {"ep": 1, "cp": 2}
+WITHOUT_ENGINE = replace(EVERYTHING, transformer_engine=None)
+
+
+@pytest.mark.parametrize(
+    ("installed", "request_", "attention"),
+    [
+        (NOTHING, _request(SINKS), "SDPA"),
+        (NOTHING, _request(CHOSEN), "SDPA"),
+        (NOTHING, _request(WINDOWS, layout=SEVERAL), "SDPA"),
+        (EVERYTHING, _request(WINDOWS, layout=ALONE), "FusedAttention"),
+        (EVERYTHING, _request(PLAIN, layout=SEVERAL), "FusedAttention"),
+        (EVERYTHING, _request(SINKS), TORCH_FLASH),
+        (WITHOUT_ENGINE, _request(SINKS), TORCH_FLASH),
+        (EVERYTHING, _request(SINKS, layout={"ep": 32, "cp": 2}), TORCH_FLASH),
+        (EVERYTHING, _request(WINDOWS, layout=SEVERAL), TORCH_FLASH),
+        (EVERYTHING, _request(WINDOWS, layout=ALONE, adapters=True), TORCH_FLASH),
+        (EVERYTHING, _request(PLAIN, layout=SEVERAL, adapters=True), TORCH_FLASH),
+        (WITHOUT_ENGINE, _request(PLAIN, layout=SEVERAL), TORCH_FLASH),
+        (WITHOUT_ENGINE, _request(PLAIN, layout=ALONE), "SDPA"),
+    ],
+)
+def test_choose_attention_supports_windows_sinks_and_ranks(
+    installed: Installed, request_: BuildRequest, attention: str
+) -> None:
+    chosen = choose(installed, request_)
+    assert chosen.attention.value == attention
+    assert chosen.own_attention == (attention in ("SDPA", TORCH_FLASH))
