@@ -155,7 +155,8 @@ def model_properties(recipe: PlannedRecipe) -> dict[str, str]:
     sizes, size = arguments.transformer, recipe.plan.size
     layers, experts = f"{sizes['num_layers']}", "none"
     if sizes.get("num_moe_experts"):
-        sparse = sum(sizes["moe_layer_freq"])
+        # Without a pattern, every layer has experts.
+        sparse = sum(sizes.get("moe_layer_freq", [1] * sizes["num_layers"]))
         layers += f": {sizes['num_layers'] - sparse} dense, {sparse} with experts"
         shared = sizes.get("moe_shared_expert_intermediate_size", 0) // sizes["moe_ffn_hidden_size"]
         experts = f"{sizes['num_moe_experts']} routed, {sizes['moe_router_topk']} per token, {shared} shared"

@@ -36,8 +36,11 @@ def _lacks_norms(sizes: TransformerArguments, implementation: Implementation) ->
 MODULES: dict[str, Missing] = {
     "core_attn": _needs(lambda sizes: True, "attention"),
     "layernorm": _lacks_norms,
-    # A model without moe_layer_freq has dense layers only.
-    "mlp": _needs(lambda sizes: not all(sizes.get("moe_layer_freq", [0])), "dense feed-forward layers"),
+    # Without moe_layer_freq, all layers of a model with experts have them.
+    "mlp": _needs(
+        lambda sizes: not (sizes.get("num_moe_experts") and all(sizes.get("moe_layer_freq", [1]))),
+        "dense feed-forward layers",
+    ),
     "moe": _needs(lambda sizes: sizes.get("num_moe_experts"), "experts"),
     "moe_act": _lacks_grouped_gemm,
     "shared_experts": _needs(lambda sizes: sizes.get("moe_shared_expert_intermediate_size"), "shared experts"),

@@ -154,6 +154,7 @@ STARTED_RECIPES = (
     "configs/dapo_qwen2_5_32b.yaml",
     "configs/glm_4_5.yaml",
     "configs/glm_4_7.yaml",
+    "configs/gpt_oss_20b.yaml",
     "configs/kimi_k2.yaml",
     "configs/qwen3_235b_a22b.yaml",
     "configs/qwen3_30b_a3b.yaml",

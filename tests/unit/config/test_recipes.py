@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
@@ -15,9 +16,10 @@ import yaml
 from mcore_rl.config import Config, load_config
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.validation import read_hf_config, validate
-from mcore_rl.resolved.layout import role_layout
+from mcore_rl.resolved.layout import model_arguments, role_layout
 from model_converters.families import family_for
 from model_converters.families.parts.mtp import without_mtp
+from model_converters.families.parts.rotary_scaling import Yarn
 
 ROOT = Path(__file__).parents[3]
 SGLANG = [f"sglang/{path.name}" for path in sorted((ROOT / "configs" / "sglang").glob("*.yaml"))]
@@ -48,6 +50,7 @@ PUBLISHED_PARAMETERS = {
     "Qwen3-30B-A3B": 30.5e9,
     "Qwen3.5-35B-A3B": 35e9,
     "Qwen3.5-397B-A17B": 397e9,
+    "gpt-oss-20b": 20.9e9,
 }
 
 
@@ -82,6 +85,17 @@ algorithm.policy_loss: {clip_low: 0.2, clip_high: 0.28}
 algorithm.dynamic_sampling: {enable: true, metric: accuracy}
 reward.overlong: {enable: true, buffer_tokens: 4096, penalty: 1.0}
 reward: {correct: 1.0, incorrect: -1.0}
+""")
+VERL_GPT_OSS = flat("""
+rollout:
+  {tp: 2, gpu_memory_fraction: 0.7, max_prompt_tokens: 512, max_response_tokens: 8192, samples_per_prompt: 5,
+   temperature: 1.0}
+data: {long_prompts: drop, template_kwargs: {reasoning_effort: medium}}
+algorithm: {advantage: grpo, loss_aggregation: token-mean, entropy_coefficient: 0.0}
+algorithm.kl: {in_loss: 0.001, loss_kind: low_var}
+actor.optimizer: {lr: 0.000001, weight_decay: 0.01, clip_grad: 1.0, schedule: constant}
+trainer: {prompts_per_step: 256, prompts_per_update: 256, validate_every_steps: 10}
+checkpoint: {every_steps: 50}
 """)
 # The longest response has 16,384 tokens, and 4,096 more that are punished.
 PAPER_32B = ALL_FOUR_PARTS | flat("""
@@ -223,6 +237,19 @@ def test_dapo_671b_recipe_matches_verl_script() -> None:
     assert not differences(config, VERL_671B)
     assert not differences(config, {f"actor.parallel.{key}": value for key, value in DEEPSEEK_ON_512.items()})
     assert config.actor.optimizer.warmup_steps == 10 * updates_per_step(config) == 80
+
+
+def test_gpt_oss_recipe_matches_verl_script_and_release() -> None:
+    """The release has windows of 128 tokens in every second layer, beginning with the first, and YaRN's factor 32."""
+    config = recipe("gpt_oss_20b.yaml")
+    assert not differences(config, VERL_GPT_OSS)
+    arguments = model_arguments(read_hf_config(config.model))
+    sizes, rotary = arguments.transformer, arguments.rotary
+    assert (sizes["window_size"], sizes["window_attn_skip_freq"]) == ((127, 0), [1, 0] * 12)
+    assert (sizes["softmax_type"], sizes["activation_func_clamp_value"]) == ("learnable", 7.0)
+    assert isinstance(rotary.scaling, Yarn)
+    assert (rotary.base, rotary.scaling.factor) == (150000, 32)
+    assert rotary.factor == pytest.approx(0.1 * math.log(32) + 1)
 
 
 def test_full_671b_recipe_differs_in_two_parts() -> None:

@@ -228,6 +228,7 @@ def _recompute(
         ("qwen3", ["moe_act"], "the model has no experts"),
         ("qwen3", ["mla_up_proj"], "the model has no latent attention"),
         ("qwen3_moe", ["mlp"], "the model has no dense feed-forward layers"),
+        ("gpt_oss", ["mlp"], "the model has no dense feed-forward layers"),
         ("qwen3_moe", ["shared_experts"], "the model has no shared experts"),
         ("qwen3_moe", ["moe_act"], "grouped GEMM needs TransformerEngine's layers"),
     ],
