@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "moe": ("qwen3_moe", {}),
     "linear attention": ("qwen3_next", {}),
+    "qwen3.5": ("qwen3_5_moe_text", {}),
     "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
     "minimax": ("minimax_m2", {}),
     "ernie": ("ernie4_5_moe", {}),
@@ -108,9 +109,17 @@ ALL_CASES = [pytest.param(size, case, id=str(case)) for size, cases in CASES.ite
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def selected(request: pytest.FixtureRequest) -> dict[int, list[Case]]:
+    """The cases that this call of pytest runs, by number of ranks: `-k` selects a model or a layout."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    params = [item.callspec.params for item in items]
+    return {size: [each["case"] for each in params if each["size"] == size] for size in CASES}
+
+
+@pytest.fixture(scope="module")
+def directories(selected: dict[int, list[Case]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    chosen = {case.model for cases in CASES.values() for case in cases}
+    chosen = {case.model for cases in selected.values() for case in cases}
     return {name: str(write_tiny_model(root / name, MODELS[name][0], **MODELS[name][1])) for name in chosen}
 
 
@@ -130,10 +139,12 @@ def references(directories: dict[str, str], checkpoints: dict[str, str]) -> dict
 
 
 @pytest.fixture(scope="module")
-def results(directories: dict[str, str], checkpoints: dict[str, str]) -> dict[tuple[int, str], dict[str, Any]]:
+def results(
+    selected: dict[int, list[Case]], directories: dict[str, str], checkpoints: dict[str, str]
+) -> dict[tuple[int, str], dict[str, Any]]:
     """Results by number of ranks and name of the case."""
     found = {}
-    for size, cases in CASES.items():
+    for size, cases in selected.items():
         for first in range(0, len(cases), CASES_PER_LAUNCH):
             chosen = cases[first : first + CASES_PER_LAUNCH]
             ranks = launch(measure, size, directories, checkpoints, chosen)
