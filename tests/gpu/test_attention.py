@@ -1,5 +1,6 @@
 """Attention with sinks and windows on a GPU: torch's flash attention compared with transformers in float64, and the
-gradients of gpt-oss, parameter by parameter, with those on the CPU."""
+gradients of gpt-oss, parameter by parameter, with those on the CPU, with local layers and with those that are
+installed."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def on_cpu(directory: str) -> dict[str, dict[str, np.ndarray]]:
     return {dtype: launch(model_gradients, 1, directory, dtype)[0] for dtype in ("float32", "bfloat16")}
 
 
-@pytest.mark.parametrize("layers", ["local", pytest.param("installed", marks=pytest.mark.te)])
+@pytest.mark.parametrize("layers", ["local", "installed"])
 def test_gradients_of_gpt_oss_are_those_of_the_cpu(
     layers: str, directory: str, on_cpu: dict[str, dict[str, np.ndarray]], device: str, report: Callable[[str], None]
 ) -> None:
