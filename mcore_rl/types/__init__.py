@@ -52,4 +52,4 @@ from mcore_rl.types.sequences import SequenceLogp, SequenceSums
 from mcore_rl.types.token_column import TokenColumn
 from mcore_rl.types.token_scores import ScoreColumn, TokenScores, TokenSequence
 from mcore_rl.types.token_sets import TokenSets
-from mcore_rl.types.vision import ImageSource, PromptImages
+from mcore_rl.types.vision import NO_IMAGES, ImageSource, ProcessedImage, PromptImages

@@ -11,7 +11,7 @@ import numpy as np
 
 from mcore_rl.config.reading.json_files import read_json_object
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.types.vision import ImageSource, PromptImages
+from mcore_rl.types.vision import ImageSource, ProcessedImage, PromptImages
 from mcore_rl.vision.placeholders import image_starts
 from mcore_rl.vision.sources import image_size, read_image
 
@@ -91,15 +91,30 @@ class ImageProcessor:
         Shapes: token_ids int32 [P].
         Raises: DataError for an image that cannot be read, or whose size differs from when the prompt was tokenized.
         """
-        images = [read_image(source, f"{where}: image {number}") for number, source in enumerate(sources, start=1)]
-        features = self._processor.preprocess(images, return_tensors="np")
-        pixels = np.ascontiguousarray(features["pixel_values"], np.float32)
-        grids = np.ascontiguousarray(features["image_grid_thw"], np.int32)
-        counts = (grids.astype(np.int64).prod(axis=1) // self._processor.merge_size**2).tolist()
+        images = self.process_images(sources, where)
+        counts = [self.num_placeholders(image) for image in images]
         starts = image_starts(token_ids, self.image_token, counts)
         if starts is None:
             raise DataError(
                 f"{where}: its images have {sum(counts)} features, but the prompt was tokenized for "
                 f"{int((token_ids == self.image_token).sum())}; do not change images during a run"
             )
-        return PromptImages.of(pixels, grids, starts)
+        return PromptImages(images, starts)
+
+    def process_images(self, sources: Sequence[ImageSource], where: str) -> tuple[ProcessedImage, ...]:
+        """Decode and process images, wherever their places are. `where` starts error messages.
+
+        Raises: DataError for an image that cannot be read or resized.
+        """
+        images = [read_image(source, f"{where}: image {number}") for number, source in enumerate(sources, start=1)]
+        try:
+            features = self._processor.preprocess(images, return_tensors="np")
+        except ValueError as error:
+            raise DataError(f"{where}: the image processor rejects an image: {error}") from None
+        pixels = np.ascontiguousarray(features["pixel_values"], np.float32)
+        grids = np.ascontiguousarray(features["image_grid_thw"], np.int32)
+        return PromptImages.of(pixels, grids, np.empty(0, np.int32)).images
+
+    def num_placeholders(self, image: ProcessedImage) -> int:
+        """Return the number of features, and so of placeholder tokens, of a processed image."""
+        return image.num_features(self._processor.merge_size)

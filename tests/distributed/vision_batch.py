@@ -40,8 +40,7 @@ def prompt(index: int) -> tuple[np.ndarray, PromptImages | None]:
         return np.array(tokens, np.int32), None
     patches = sum(height * width for _, height, width in grids)
     pixels = generator.normal(size=(patches, PATCH_VALUES)).astype(np.float32)
-    images = PromptImages(pixels, np.array(grids, np.int32), np.array(starts, np.int32), digest=f"prompt {index}")
-    return np.array(tokens, np.int32), images
+    return np.array(tokens, np.int32), PromptImages.of(pixels, np.array(grids, np.int32), np.array(starts, np.int32))
 
 
 def response(sample: int) -> np.ndarray:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def image_features(images: PromptImages, merge_size: int, weight_version: int) -> list[MultiModalFeatureSpec]:
-    """Return one entry per image of a prompt.
+    """Return one entry per image of a sequence.
 
     merge_size: rows and columns of patches that form one feature. weight_version: version of the weights that compute
     the features, part of their key in vLLM's caches.
@@ -31,24 +31,24 @@ def image_features(images: PromptImages, merge_size: int, weight_version: int) -
         PlaceholderRange,
     )
 
-    grids = torch.from_numpy(images.grids).long()
-    patches = grids.prod(dim=1)
-    items = MultiModalKwargsItems.from_hf_inputs(
-        BatchFeature({"pixel_values": torch.from_numpy(images.pixels), "image_grid_thw": grids}),
-        {
-            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", patches),
-            "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-        },
-    )
-    lengths = (patches // merge_size**2).tolist()
-    return [
-        MultiModalFeatureSpec(
-            data=item,
-            modality="image",
-            identifier=f"{images.digest}.{number}, version {weight_version}",
-            mm_position=PlaceholderRange(offset=start, length=length),
+    features = []
+    for image, start in zip(images.images, images.starts.tolist(), strict=True):
+        grid = torch.from_numpy(image.grid[None]).long()
+        # One image at a time, so that its pixels are not copied.
+        items = MultiModalKwargsItems.from_hf_inputs(
+            BatchFeature({"pixel_values": torch.from_numpy(image.pixels), "image_grid_thw": grid}),
+            {
+                "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(dim=1)),
+                "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+            },
         )
-        for number, (item, start, length) in enumerate(
-            zip(items["image"], images.starts.tolist(), lengths, strict=True)
+        features.append(
+            MultiModalFeatureSpec(
+                data=items["image"][0],
+                modality="image",
+                # The image's own checksum: a turn with more images finds the features and the prefix of this one.
+                identifier=f"{image.digest}, version {weight_version}",
+                mm_position=PlaceholderRange(offset=start, length=image.num_features(merge_size)),
+            )
         )
-    ]
+    return features

@@ -10,7 +10,7 @@ import torch
 from mcore_rl.errors import DataError
 from mcore_rl.megatron.model.attention.context import ContextPart
 from mcore_rl.megatron.model.vision.tower import RowImages
-from mcore_rl.types import PromptImages
+from mcore_rl.types import ProcessedImage, PromptImages
 from mcore_rl.vision.positions import feature_counts, placeholders, token_positions
 from model_converters.families.parts.vision import VisionArguments
 
@@ -41,27 +41,32 @@ def image_inputs(
         token_positions(length, found, vision.merge_size) for length, found in zip(row_lengths, padded, strict=True)
     ]
     first_features: dict[str, int] = {}
-    distinct: list[PromptImages] = []
-    sources, places, total = [], [], 0
+    distinct: list[ProcessedImage] = []
+    sources, places, computed, total = [], [], [], 0
     for tokens, found, start in zip(sequences, images, starts, strict=False):
         if found is None:
             continue
         indices = placeholders(found, vision.merge_size)
         _check(tokens, found, indices, vision)
-        if found.digest not in first_features:
-            first_features[found.digest] = total
-            total += int(feature_counts(found, vision.merge_size).sum())
-            distinct.append(found)
-        # A sequence without trained tokens ends before its prompt.
-        inside = np.flatnonzero(indices < len(tokens))
-        sources.append(first_features[found.digest] + inside)
-        places.append(start + indices[inside])
-    row_places, row_sources = np.concatenate(places), np.concatenate(sources)
+        counts = feature_counts(found, vision.merge_size)
+        for image, count in zip(found.images, counts.tolist(), strict=True):
+            # Once per image: responses with answers of tools share the images of their prompt only.
+            if image.digest not in first_features:
+                first_features[image.digest] = total
+                total += count
+                distinct.append(image)
+            sources.append(first_features[image.digest] + np.arange(count))
+        # Tokens of the sequence after its last trained one are not computed.
+        inside = indices < len(tokens)
+        computed.append(inside)
+        places.append(start + indices)
+    inside = np.concatenate(computed)
+    row_places, row_sources = np.concatenate(places)[inside], np.concatenate(sources)[inside]
     if part.size > 1:
         row_places, row_sources = _part(row_places, row_sources, row_lengths, part)
     return np.concatenate(positions, axis=1), RowImages(
         pixels=tuple(torch.from_numpy(found.pixels) for found in distinct),
-        grids=torch.from_numpy(np.concatenate([found.grids for found in distinct]).astype(np.int64)),
+        grids=torch.from_numpy(np.stack([found.grid for found in distinct]).astype(np.int64)),
         sources=torch.from_numpy(row_sources),
         places=torch.from_numpy(row_places),
     )
@@ -80,12 +85,13 @@ def _part(
 
 def _check(tokens: np.ndarray, images: PromptImages, indices: np.ndarray, vision: VisionArguments) -> None:
     """Raise DataError if pixels, grids and placeholder tokens do not belong together."""
-    patches = int(images.grids.astype(np.int64).prod(axis=1).sum())
-    if images.pixels.shape != (patches, vision.patch_values):
-        raise DataError(
-            f"images {images.digest}: pixels have shape {list(images.pixels.shape)}, but the grids and the model need "
-            f"[{patches}, {vision.patch_values}]"
-        )
+    for image in images.images:
+        patches = int(image.grid.astype(np.int64).prod())
+        if image.pixels.shape != (patches, vision.patch_values):
+            raise DataError(
+                f"image {image.digest}: pixels have shape {list(image.pixels.shape)}, but the grid and the model need "
+                f"[{patches}, {vision.patch_values}]"
+            )
     computed = indices[indices < len(tokens)]
     if (tokens[computed] != vision.image_token).any():
         raise DataError(

@@ -20,10 +20,9 @@ FIELDS = tiny_fields("qwen3_vl")
 VISION = family_for(FIELDS).model_arguments(FIELDS).vision
 # An image of 2 x 3 features behind two tokens; the second token of the response is a placeholder without an image.
 TOKENS = np.array([1, 2, *[IMAGE_TOKEN] * 6, 3, 4, IMAGE_TOKEN, 5])
-IMAGES = PromptImages(
-    np.zeros((24, 96), np.float32), np.array([[1, 4, 6]], np.int32), np.array([2], np.int32), digest="a"
-)
-OTHER = replace(IMAGES, grids=np.array([[1, 2, 2]], np.int32), pixels=np.zeros((4, 96), np.float32), digest="b")
+IMAGES = PromptImages.of(np.zeros((24, 96), np.float32), np.array([[1, 4, 6]], np.int32), np.array([2], np.int32))
+OTHER = PromptImages.of(np.zeros((4, 96), np.float32), np.array([[1, 2, 2]], np.int32), np.array([2], np.int32))
+CUT = replace(IMAGES, images=(replace(IMAGES.images[0], pixels=IMAGES.pixels[:-1]),))
 
 
 def _row(part: ContextPart = SINGLE_RANK) -> Any:
@@ -68,12 +67,28 @@ def test_context_parallel_ranks_divide_the_placeholders() -> None:
     ]
 
 
+def test_image_of_a_tool_answer_leaves_the_prompt_shared() -> None:
+    """One response to the prompt calls a tool, which answers with an image that another prompt has too."""
+    answered = np.array([*TOKENS, 3, IMAGE_TOKEN, 6, 6])
+    after = IMAGES.followed_by(OTHER.images, [13])
+    other = np.array([7, 7, IMAGE_TOKEN, 8])
+    sequences = [TOKENS, answered, other]
+    positions, images = image_inputs(sequences, [IMAGES, after, OTHER], [12, 16, 4], VISION, SINGLE_RANK)
+    assert positions is not None
+    assert images is not None
+    assert images.grids.tolist() == [[1, 4, 6], [1, 2, 2]]
+    assert images.sources.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 6, 6]
+    assert images.places.tolist() == [2, 3, 4, 5, 6, 7, 14, 15, 16, 17, 18, 19, 25, 30]
+    # The sampled placeholder and the image of the answer each take one position.
+    assert positions[:, 20:28].tolist() == [[5, 6, 7, 8, 9, 10, 11, 12]] * 3
+
+
 @pytest.mark.parametrize(
     ("images", "vision", "message"),
     [
         (IMAGES, None, "the model has no vision tower"),
         (replace(IMAGES, starts=np.array([3], np.int32)), VISION, "are not image_token_id 90"),
-        (replace(IMAGES, pixels=IMAGES.pixels[:-1]), VISION, r"pixels have shape \[23, 96\].*need \[24, 96\]"),
+        (CUT, VISION, r"pixels have shape \[23, 96\].*need \[24, 96\]"),
     ],
 )
 def test_images_that_do_not_fit_are_rejected(images: PromptImages, vision: Any, message: str) -> None:

@@ -127,16 +127,21 @@ def made_images(seed: int, *, start: int = 1) -> PromptImages:
 def test_image_rows_survive_selection_joining_and_files() -> None:
     first, second = made_images(0), made_images(1)
     ids, logp, versions = np.array([7, 8], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32)
-    given = [first, first, None, second]
+    # The answer of a tool to the last response contains an image.
+    third = first.followed_by(second.images, [3])
+    given = [first, first, None, second, third]
     trajectories = [Trajectory(ids, ids[:1], logp, versions, images=each) for each in given]
     packed = pack_trajectories(trajectories)
-    assert len(packed.images) == 2  # once per prompt, not per response
+    assert len(packed.images) == 3  # once per prompt, not per response
     joined = join_rows([take_rows(packed, np.array([3, 2])), take_rows(packed, np.array([2])), packed])
     expected = [second, None, None, *given]
-    for buffers in (joined, array_buffers(buffer_arrays(joined))):
-        found = [images_of(buffers, index) for index in range(7)]
+    arrays = buffer_arrays(joined)
+    assert len(arrays["image_pixels"]) == 4 + 8  # once per image
+    for buffers in (joined, array_buffers(arrays)):
+        found = [images_of(buffers, index) for index in range(8)]
         assert [each and each.digest for each in found] == [each and each.digest for each in expected]
         for each, other in zip(found, expected, strict=True):
             assert each is other is None or np.array_equal(each.pixels, other.pixels)
+            assert each is other is None or each.starts.tolist() == other.starts.tolist()
     assert take_rows(packed, np.array([2])).images == ()
     assert pack_trajectories(trajectories[2:3]).image_rows is None

@@ -29,7 +29,7 @@ def _random_prompt(generator: np.random.Generator) -> tuple[np.ndarray, PromptIm
         tokens += [IMAGE_TOKEN] * int(grid[1] * grid[2] // 4)
     tokens += [1] * int(generator.integers(0, 9))
     empty = np.empty((0, 96), np.float32)
-    return np.array(tokens), PromptImages(empty, np.array(grids, np.int32), np.array(starts, np.int32), "")
+    return np.array(tokens), PromptImages.of(empty, np.array(grids, np.int32), np.array(starts, np.int32))
 
 
 @pytest.mark.parametrize("seed", range(8))
