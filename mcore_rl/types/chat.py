@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, final
 
 ToolSchema = Mapping[str, object]
 """Schema of a tool: {type: function, function: {name, description, parameters}}."""
 
 
+@final
 class TextPart(TypedDict):
-    """Part of a message's content."""
+    """Text in a message's content."""
 
     type: str
     text: str
+
+
+@final
+class ImagePart(TypedDict):
+    """Image in the answer of a tool, as the encoded file."""
+
+    type: str
+    image: bytes
+
+
+ContentPart = TextPart | ImagePart
 
 
 class CalledFunction(TypedDict):
@@ -35,7 +47,7 @@ class ChatMessage(TypedDict):
     """Message of a conversation. Rows may have further fields, which templates may read."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart] | list[ContentPart]
     name: NotRequired[str]
     tool_calls: NotRequired[list[ChatCall]]
     tool_call_id: NotRequired[str]

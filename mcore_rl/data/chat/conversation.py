@@ -15,11 +15,11 @@ from __future__ import annotations
 import copy
 import json
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
-from mcore_rl.data.chat.messages import call_id, chat_call, normalized
+from mcore_rl.data.chat.messages import call_id, chat_call, message_images, normalized, text_of, with_texts
 from mcore_rl.data.chat.style import ChatStyle
 from mcore_rl.errors import DataError
 from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_name
@@ -78,8 +78,13 @@ class Conversation:
         Raises: DataError if the template rejects the messages.
         """
         if self._style is None:
-            return "".join(str(message["content"]) for message in messages)
-        shown = self._style.canonical(normalized(messages, "messages"), "messages", strict=False)
+            return "".join(map(text_of, messages))
+        shown = self._style.canonical(
+            normalized([*map(_without_images, messages)], "messages"), "messages", strict=False
+        )
+        for made, message in zip(shown, messages, strict=True):
+            if message_images(message):
+                made["content"] = message["content"]
         return self._style.render(shown, "messages", opens_turn=prompts, continues=continues)
 
     def prompt_ids(self, messages: Sequence[ChatMessage], *, continues: bool = True) -> list[int]:
@@ -93,14 +98,12 @@ class Conversation:
 
         Raises: DataError if the template rejects or drops the messages.
         """
-        texts = [str(message["content"]) for message in messages]
         if not self.has_template:
-            return self._encode_with("".join(texts), texts)
-        tail = self.text_after_turn([QUESTION], messages)
-        stop, place = self._first_stop(tail)
+            return self._encode_answered(self.render, messages)
+        stop, _ = self._first_stop(self.text_after_turn([QUESTION], messages))
         # The model may have ended the turn with another stop token (or at the length limit): add the template's token.
         begun = [] if self._stops[stop] == last_id else [self._stops[stop]]
-        return begun + self._encode_with(tail[place + len(stop) :], texts)
+        return begun + self._encode_answered(self._text_after_stop, messages)
 
     def text_after_turn(
         self, before: Sequence[ChatMessage], messages: Sequence[ChatMessage], *, reasoning: str | None = None
@@ -125,6 +128,12 @@ class Conversation:
             what = "the call of a tool" if calls else "the model's message"
             raise DataError(f"the chat template shows {what} {text.count(mark)} times instead of once")
         return text[text.index(mark) + len(mark) :]
+
+    def _text_after_stop(self, messages: Sequence[ChatMessage]) -> str:
+        """Return the text between the stop token of a sampled turn and the next turn."""
+        tail = self.text_after_turn([QUESTION], messages)
+        stop, place = self._first_stop(tail)
+        return tail[place + len(stop) :]
 
     def turn(self, content: str, *, reasoning: str | None = None, calls: Sequence[SampledCall] = ()) -> ChatMessage:
         """Return a model turn as a message."""
@@ -171,26 +180,52 @@ class Conversation:
         ]
         return ids
 
-    def _encode_with(self, text: str, contents: Sequence[str]) -> list[int]:
-        """Tokenise a rendered text that includes `contents`. Special tokens inside contents stay plain text.
+    def _encode_answered(
+        self, render: Callable[[Sequence[ChatMessage]], str], messages: Sequence[ChatMessage]
+    ) -> list[int]:
+        """Tokenise the rendering of messages. Special tokens inside their texts stay plain text.
 
-        Tools and users can therefore not forge a turn.
+        Tools and users can therefore not forge a turn, or the place of an image.
 
-        Raises: DataError if the template changed such a content so that it cannot be found in the text.
+        Raises: DataError if the template changed such a text so that it cannot be found in the rendering.
         """
-        risky = [content for content in contents if any(token in content for token in self._special)]
-        ids: list[int] = []
-        # Search from left to right, each content after the previous one, so equal contents are found separately.
-        for content in risky:
-            # Templates may strip a content or write it as JSON.
-            forms = (content, content.strip(), json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
-            form = next((form for form in forms if form in text), None)
-            if form is None:
-                raise DataError("an answer contains a special token, and the chat template modifies the answer")
-            place = text.index(form)
-            ids += self._encode(text[:place]) + self._encode(form, plain=True)
-            text = text[place + len(form) :]
-        return ids + (self._encode(text) if text else [])
+        risky: dict[str, str] = {}
+
+        def marked(text: str) -> str:
+            if not any(token in text for token in self._special):
+                return text
+            mark = f"mark{secrets.token_hex(8)}"
+            risky[mark] = text
+            return mark
+
+        with_marks = [with_texts(message, marked) for message in messages]
+        rendered, ids = render(messages), list[int]()
+        # The same text with marks shows where the template's own tokens end: a text may be equal to one of them.
+        frame = render(with_marks) if risky else rendered
+        marks = [*risky]
+        for mark, following in zip(marks, [*marks[1:], None], strict=False):
+            before, _, frame = frame.partition(mark)
+            after = frame if following is None else frame.partition(following)[0]
+            form = _form(risky[mark], rendered, before, after)
+            ids += self._encode(before) + self._encode(form, plain=True)
+            rendered = rendered[len(before) + len(form) :]
+        return ids + (self._encode(rendered) if rendered else [])
+
+
+def _form(text: str, rendered: str, before: str, after: str) -> str:
+    """Return the form of `text` between two parts of a rendering: templates may strip a text or write it as JSON.
+
+    Raises: DataError if it has another form.
+    """
+    stripped = text, text.strip(), text.rstrip(), text.lstrip()
+    for form in (*stripped, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]):
+        if rendered.startswith(f"{before}{form}{after}"):
+            return form
+    raise DataError("an answer contains a special token, and the chat template modifies the answer")
+
+
+def _without_images(message: ChatMessage) -> ChatMessage:
+    return {**message, "content": ""} if message_images(message) else message
 
 
 def with_answer_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

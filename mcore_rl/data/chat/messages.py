@@ -12,7 +12,7 @@ from typing import cast
 
 from mcore_rl.data.json_text import parse_json, without_nulls
 from mcore_rl.errors import DataError
-from mcore_rl.types.chat import ChatCall, ChatMessage, TextPart
+from mcore_rl.types.chat import ChatCall, ChatMessage, ContentPart, TextPart
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -60,7 +60,34 @@ def with_answer(messages: Sequence[ChatMessage], answer: ChatMessage) -> list[Ch
 def text_of(message: ChatMessage, separator: str = "\n") -> str:
     """Return the content of a normalized message as one string."""
     content = message["content"]
-    return content if isinstance(content, str) else separator.join(part["text"] for part in content)
+    if isinstance(content, str):
+        return content
+    return separator.join(part["text"] for part in content if "text" in part)
+
+
+def message_images(message: ChatMessage) -> list[bytes]:
+    """Return the images in the answer of a tool; [] for other messages."""
+    content = message["content"]
+    return [] if isinstance(content, str) else [part["image"] for part in content if "image" in part]
+
+
+def answer_content(text: str, images: Sequence[bytes]) -> str | list[ContentPart]:
+    """Return the content of a tool's answer: the images, then the text."""
+    if not images:
+        return text
+    parts: list[ContentPart] = [{"type": "image", "image": image} for image in images]
+    return [*parts, {"type": "text", "text": text}] if text else parts
+
+
+def with_texts(message: ChatMessage, changed: Callable[[str], str]) -> ChatMessage:
+    """Return a copy with another content: `changed` replaces its texts."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": changed(content)}
+    parts: list[ContentPart] = [
+        {"type": "text", "text": changed(part["text"])} if "text" in part else part for part in content
+    ]
+    return {**message, "content": parts}
 
 
 def _message(message: object, where: str, struct_nulls: bool) -> ChatMessage:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl.data.chat.conversation import QUESTION, Conversation, SampledCall
-from mcore_rl.data.chat.messages import call_id
+from mcore_rl.data.chat.messages import answer_content, call_id
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types.chat import ChatMessage, tool_name
 
@@ -61,6 +61,28 @@ def examine(conversation: Conversation, *, tools: bool, users: bool) -> Template
         call = conversation.turn("", calls=[_call(conversation)])
         rewrites += _rewritten(conversation, [_user("answer0")], "after tools, a message of the user", [call, answer])
     return TemplateFacts(parallel, tuple(rewrites), "strftime_now" in str(conversation.tokenizer.chat_template))
+
+
+def image_fault(conversation: Conversation, image_text: str) -> str | None:
+    """Return the reason why answers of tools cannot contain images; None if the template shows them.
+
+    image_text: text of an image in the prompts of the model, with a single placeholder.
+    """
+    answer = _answer(conversation, 0)
+    answer["content"] = answer_content("answer0", [b""])
+    # Some templates can number the images of a conversation: then the text depends on earlier ones.
+    with_image: ChatMessage = {"role": "user", "content": answer_content("?", [b""])}
+    try:
+        histories = [*_possible(conversation), (with_image,)]
+        tails = {conversation.text_after_turn(before, [answer]) for before in histories}
+    except DataError as error:
+        return f"{TEMPLATE} cannot render an image in the answer of a tool: {error}"
+    if len(tails) > 1 or f"{image_text}answer0" not in tails.pop():
+        return (
+            f"{TEMPLATE} does not write {image_text!r} for an image in the answer of a tool; use a template that shows "
+            "the parts of such an answer, or a tool that answers with text"
+        )
+    return None
 
 
 def _examine_tools(conversation: Conversation) -> bool:

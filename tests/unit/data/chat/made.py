@@ -12,9 +12,12 @@ from transformers import PreTrainedTokenizerFast
 OPEN, CLOSE, OTHER_STOP = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 TOOL_TURN, USER_TURN, MODEL_TURN = "<|observation|>", "<|user|>", "<|assistant|>"
 CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+IMAGE_START, IMAGE, IMAGE_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+IMAGE_TEXT = f"{IMAGE_START}{IMAGE}{IMAGE_END}"
 SPECIAL = (
     *(OPEN, CLOSE, OTHER_STOP, TOOL_TURN, USER_TURN, MODEL_TURN, "<tool_call>", "</tool_call>"),
     *(CALL, ARGUMENTS, CALL_END),
+    *(IMAGE_START, IMAGE, IMAGE_END),
 )
 
 LOOK = {
@@ -82,6 +85,15 @@ PARTS_ONLY = STABLE.replace("{{ m.content }}", "{% for p in m.content %}{{ p.tex
 STRINGS_OR_PARTS = STABLE.replace(
     "{{ m.content }}",
     "{{ m.content if m.content is string else m.content | map(attribute='text') | join('|') }}",
+)
+SHOWS_IMAGES = STABLE.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    f"{{% if p.type == 'image' %}}{IMAGE_TEXT}{{% else %}}{{{{ p.text }}}}{{% endif %}}{{% endfor %}}{{% endif %}}",
+)
+"""Shows the parts of any message, like the templates of Qwen3-VL and Qwen3.5."""
+NUMBERS_IMAGES = "{% set n = namespace(images=0) %}" + SHOWS_IMAGES.replace(
+    IMAGE_TEXT, "{% set n.images = n.images + 1 %}Picture {{ n.images }}: " + IMAGE_TEXT
 )
 SHORT_IDS = STABLE.replace(
     "{% for c in m.tool_calls or [] %}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.data.chat.conversation import Conversation
-from mcore_rl.data.chat.template import TemplateFacts, examine
+from mcore_rl.data.chat.template import TemplateFacts, examine, image_fault
 from mcore_rl.errors import ConfigError
 from tests.unit.data.chat import made
 
@@ -31,6 +31,22 @@ def test_examine_rewritten_turns_are_described() -> None:
     assert "the answer of a tool follows a turn with reasoning, '<think>thought0</think>" in once
     assert "becomes '<tool_call>" in once
     assert len(facts(made.FORGETS_REASONING, users=True).rewrites) == 3
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        (made.SHOWS_IMAGES, None),
+        (made.NUMBERS_IMAGES, "does not write '<|vision_start|><|image_pad|><|vision_end|>' for an image"),
+        (made.STABLE, "does not write"),  # it prints the list
+        (made.STRINGS_OR_PARTS, "does not write"),
+        (made.NO_NULLS, "cannot render an image in the answer of a tool: "),
+    ],
+)
+def test_image_fault_names_templates_without_images(template: str, fault: str | None) -> None:
+    tokenizer = made.tokenizer(template)
+    found = image_fault(Conversation(tokenizer, [made.LOOK], made.stop_ids(tokenizer)), made.IMAGE_TEXT)
+    assert found is None if fault is None else fault in str(found)
 
 
 def test_examine_detects_single_calls_and_dates() -> None:
