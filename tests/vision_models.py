@@ -18,14 +18,17 @@ TEMPLATE = (
 
 
 def engine_sizes(model_type: str) -> dict[str, Any]:
-    """Sizes that vLLM's CPU attention supports."""
+    """Sizes that vLLM's CPU attention, and its kernels of gated delta nets, support."""
     fields = tiny_fields(model_type)
-    rotation = fields["rope_parameters"] | {"mrope_section": [8, 4, 4]}
+    has_nets = "linear_key_head_dim" in fields
+    rotation = fields["rope_parameters"] | {"mrope_section": [4, 2, 2] if has_nets else [8, 4, 4]}
     tower = fields["vision_config"] | {"out_hidden_size": 128}
-    return {
+    nets = {"linear_key_head_dim": 128, "linear_value_head_dim": 128} if has_nets else {}
+    return nets | {
         "hidden_size": 128,
         "head_dim": 32,
-        "num_hidden_layers": 4,
+        # A layer for each deepstack feature. In bfloat16, errors of more layers would change the choice of experts.
+        "num_hidden_layers": 2 if has_nets else 4,
         "rope_parameters": rotation,
         "vision_config": tower,
     }

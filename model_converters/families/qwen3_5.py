@@ -71,7 +71,7 @@ QWEN3_5_VL = with_tower(
     interleaved=True,
     models="Qwen3.5 0.8B to 27B, Qwen3.6-27B",
     covers=f"all of qwen3_5_text, {_IMAGES}",
-    vllm_cpu="not tried",
+    vllm_cpu="runs",
 )
 QWEN3_5_VL_MOE = with_tower(
     QWEN3_5_MOE,
@@ -82,5 +82,5 @@ QWEN3_5_VL_MOE = with_tower(
     interleaved=True,
     models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B",
     covers=f"all of qwen3_5_moe_text, {_IMAGES}",
-    vllm_cpu="not tried",
+    vllm_cpu="runs",
 )

@@ -65,6 +65,6 @@ QWEN3_VL_MOE = replace(
         models="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
         covers=f"text model of Qwen3-MoE, {_COVERS}; experts stored as one tensor per layer, in both orientations",
         refused={**QWEN3_MOE.description.refused, "norm_topk_prob": False},
-        vllm_cpu="not tried",
+        vllm_cpu="runs",
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tiny_processor import write_processor
 
 from mcore_rl.types import GenerationRequest, SamplingOptions
 from mcore_rl.vision.placeholders import expanded
+from mcore_rl.vision.positions import placeholders
 from mcore_rl.vision.processor import ImageProcessor
 from model_converters.mapping.layout import TrainLayout
 from tests.contract.engines import RemoteEngine
@@ -27,9 +29,17 @@ PROMPTS = (
     ([9, 10, 11], []),
     ([START, IMAGE, END, 12, START, IMAGE, END, 13], [png(16, 16, 1), png(16, 32, 2)]),
 )
+ANSWER = ([START, IMAGE, END, 14, 15], [png(32, 16, 3)])
+"""Answer of a tool, which follows the first prompt and its response."""
 TOKENS = 10
-FAMILIES_IN_VLLM = ("qwen3_vl", "qwen2_5_vl")
-"""Families with a vision tower that run in vLLM."""
+FAMILIES_IN_VLLM = {
+    "qwen3_vl": TrainLayout(2, tp=2),
+    "qwen2_5_vl": TrainLayout(2, tp=2),
+    "qwen3_vl_moe": TrainLayout(2, ep=2),
+    "qwen3_5": TrainLayout(2, tp=2),
+    "qwen3_5_moe": TrainLayout(2, ep=2),
+}
+"""Families with a vision tower that run in vLLM, and the trainer layout that exports the engine's first weights."""
 pytestmark = needs_package("torchvision", "make setup")
 
 
@@ -44,36 +54,69 @@ def requests_of(directory: Path, sampling: SamplingOptions) -> list[GenerationRe
     return requests
 
 
+def later_turn(directory: Path, first: GenerationRequest) -> GenerationRequest:
+    """The first request after a response, which contains a sampled placeholder, and the answer of a tool."""
+    processor = ImageProcessor.load(directory, vision_tokenizer(), "model.hf_path")
+    ids, files = ANSWER
+    images = processor.process_images(files, "test")
+    answer = expanded(np.array(ids, np.int32), IMAGE, [processor.num_placeholders(image) for image in images], "test")
+    before = np.concatenate([first.token_ids, np.array([21, IMAGE, 22], np.int32)])
+    assert first.images is not None
+    known = first.images.followed_by(images, [len(before) + 1])
+    return replace(first, request_id="later", token_ids=np.concatenate([before, answer]), images=known)
+
+
 def reference(model: Any, request: GenerationRequest, tokens: list[int]) -> torch.Tensor:
     """Log-probabilities of transformers at each of the response's tokens, [T, V]."""
     ids = torch.tensor([[*request.token_ids.tolist(), *tokens]])
     inputs: dict[str, Any] = {}
     model.model.rope_deltas = None
+    # Sampled placeholders are ordinary tokens; transformers would take them for images.
+    sampled = ids == IMAGE
     if request.images is not None:
-        types = (ids == IMAGE).int()
-        # Placeholders in the response are ordinary tokens; transformers would take them for images.
-        types[:, len(request.token_ids) :] = 0
+        sampled[0, placeholders(request.images, 2)] = False
+    ids[sampled] = 0
+
+    def embed_sampled(embedding: Any, _: object, embedded: torch.Tensor) -> torch.Tensor:
+        return torch.where(sampled[..., None], embedding.weight[IMAGE], embedded)
+
+    if request.images is not None:
         inputs = {
             "pixel_values": torch.from_numpy(request.images.pixels),
             "image_grid_thw": torch.from_numpy(request.images.grids).long(),
-            "mm_token_type_ids": types,
+            "mm_token_type_ids": (ids == IMAGE).int(),
         }
-    with torch.no_grad():
-        logits = model(input_ids=ids, **inputs).logits[0]
+    hook = model.get_input_embeddings().register_forward_hook(embed_sampled)
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=ids, **inputs).logits[0]
+    finally:
+        hook.remove()
     return logits[len(request.token_ids) - 1 : -1].double().log_softmax(-1)
 
 
 def check_images(engine: RemoteEngine, model: Any, version: int) -> None:
+    """Compare greedy responses with transformers in float32."""
     requests = requests_of(engine.directory, SamplingOptions(TOKENS, temperature=0.0))
     done = engine.generate(requests)
+    requests.append(later_turn(engine.directory, requests[0]))
+    # The prefix of the first request, with its image, is in the engine's caches.
+    done |= engine.generate(requests[-1:])
+    gaps = []
     for request in requests:
         completion = done[request.request_id]
         assert completion.versions.tolist() == [version] * len(completion.token_ids)
         tokens = completion.token_ids.tolist()
         logp = reference(model, request, tokens)
-        assert logp.argmax(-1).tolist() == tokens
         expected = logp.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
-        np.testing.assert_allclose(completion.logp, expected, atol=5e-5)
+        gaps.append(np.abs(completion.logp - expected))
+        if engine.settings["dtype"] == "float32":
+            assert logp.argmax(-1).tolist() == tokens
+    if engine.settings["dtype"] == "float32":
+        assert np.concatenate(gaps).max() < 5e-5
+    else:
+        # transformers' own bfloat16 model differs by 0.03 on average (update_checks.check_close).
+        assert np.concatenate(gaps).mean() < 0.05
 
 
 @pytest.mark.parametrize("process", ["vllm"], indirect=True)
@@ -83,10 +126,12 @@ def test_vision_model_from_export_and_after_update_is_exact(
 ) -> None:
     saved, exported, sizes = tmp_path / "saved", tmp_path / "exported", engine_sizes(model_type)
     write_tiny_model(saved, model_type, **sizes)
-    export_through(saved, exported, TrainLayout(2, tp=2))
+    export_through(saved, exported, FAMILIES_IN_VLLM[model_type])
     write_processor(exported, vision_tokenizer(), model_type)
     model = tiny_model(model_type, **sizes)
-    engine = process.start(exported, max_prompt_tokens=64)
+    # vLLM's kernels of gated delta nets compute in bfloat16 only.
+    dtype = "bfloat16" if model_type.startswith("qwen3_5") else "float32"
+    engine = process.start(exported, dtype=dtype, max_prompt_tokens=64)
     check_images(engine, model, 0)
     trainer = HFTrainer(model, engine, 40 << 10, 2)
     # The tower is updated, too: features of the earlier weights must not be used again.
