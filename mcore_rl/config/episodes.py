@@ -35,6 +35,8 @@ class EpisodeConfig:
     max_concurrent_episodes: int | None = setting(None, minimum=1)
     """Maximum number of running episodes per engine; tools and environments of each use memory. null: 4 x
     rollout.max_concurrent_requests, so that the engine is busy while some episodes wait for tools."""
+    tool_answer_images: int = setting(4, minimum=0, unit="images")
+    """Maximum number of images of a tool's result in the conversation; further images are left out. 0: none."""
     failed_reward: float = 0.0
     """Reward of an episode that raised an error. It is not trained, but counts in its group's mean."""
     history: str | None = setting(None, choices=("keep", "new_sequence"))

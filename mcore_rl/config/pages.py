@@ -34,7 +34,7 @@ _KEYS = {
     "slurm": "slurm",
     "sync": "weights.delta",
     "tools": """rollout.max_tool_calls_per_turn rollout.max_tool_seconds rollout.tool_answer_characters
-        rollout.tool_answer_keep rollout.tool_parser rollout.tool_processes rollout.tools""",
+        rollout.tool_answer_images rollout.tool_answer_keep rollout.tool_parser rollout.tool_processes rollout.tools""",
     "trackers": """observe.project observe.prometheus_host observe.prometheus_port observe.run_name
         observe.table_responses observe.trackers observe.trackers_offline""",
 }

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mcore_rl.config.rules.models import uses_reward_model
-from mcore_rl.config.rules.rollout import has_turns
-from mcore_rl.config.sampling import NO_DRAFTS
+from mcore_rl.config.rules.images import setting_without_images
 from mcore_rl.config.schema import Config
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.errors import ConfigError
@@ -29,18 +27,7 @@ def check_images(config: Config, key: str, prompts: PromptSet) -> None:
 
     Raises: ConfigError.
     """
-    rollout, number = config.rollout, sum(map(bool, prompts.columns["images"]))
-    if not number:
-        return
-    found = f"{number} prompts of {key} have images"
-    if rollout.engine != "vllm":
-        raise ConfigError(f"rollout.engine={rollout.engine}: {found}; set it to vllm")
-    if rollout.draft != NO_DRAFTS:
-        raise ConfigError(f"rollout.draft={rollout.draft}: {found}; set it to none")
-    if uses_reward_model(config.reward_model):
-        raise ConfigError(f"reward_model.hf_path: {found}, but reward models read texts; set it to null")
-    first_only = f"{found}, which only the first sequence of an episode contains"
-    if has_turns(rollout) and rollout.long_history == "drop_turns":
-        raise ConfigError(f"rollout.long_history=drop_turns: {first_only}; set it to end")
-    if has_turns(rollout) and rollout.history == "new_sequence":
-        raise ConfigError(f"rollout.history=new_sequence: {first_only}; set it to keep")
+    number, found = sum(map(bool, prompts.columns["images"])), setting_without_images(config)
+    if number and found is not None:
+        reason = f", but {found.reason}" if found.reason else ""
+        raise ConfigError(f"{found.setting}: {number} prompts of {key} have images{reason}; {found.remedy}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,10 +17,10 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.objectives import RL
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
+from mcore_rl.config.rules.images import setting_without_images
 from mcore_rl.config.rules.models import has_reference, uses_lora, uses_reward_model
 from mcore_rl.config.rules.objective import trains_scores
 from mcore_rl.config.rules.rollout import has_turns
-from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import ClusterConfig, DataConfig, RolloutConfig, resolved_dtype
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.columns import check_keys
@@ -51,7 +51,7 @@ from mcore_rl.resolved.model import ResolvedModel, check_policy_engines, overrid
 from mcore_rl.rewards.graders.loading import check_data_sources, load_grader, runs_code
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
-from mcore_rl.rollout.episodes.load import conversation_of, load_episode
+from mcore_rl.rollout.episodes.load import conversation_of, load_episode, tool_images
 from mcore_rl.rollout.tools.parsers import ToolCallParser
 from mcore_rl.rollout.tools.toolbox import check_tools
 from mcore_rl.sandbox.check import check_sandbox
@@ -219,7 +219,7 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, images: Im
     """Check graders and episode, then load the prompts. All sets of data.val are joined into the split `val`."""
     data, rollout, reward = config.data, config.rollout, config.reward
     load_grader(reward, config.sandbox)  # raises for functions that do not load
-    tools, notes = _check_episode(rollout, data.template_kwargs, config.model.hf_path, config.sandbox, tokenizer)
+    tools, notes = _check_episode(config, tokenizer, images)
     named = {"data.train": data.train, **data.validation}
     check_keys(data, named)
     loaded, reports = {}, []
@@ -257,29 +257,29 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, images: Im
 
 
 def _check_episode(
-    rollout: RolloutConfig,
-    template_kwargs: dict[str, Any],
-    model_path: str,
-    sandbox: SandboxConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    config: Config, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None
 ) -> tuple[list[JsonObject], list[str]]:
     """Load the episode and its tools. Return the tool schemas for prompts, and notes about the rendering of turns.
 
     Raises: ConfigError for an episode, tool, parser or chat template that cannot be used.
     """
+    rollout = config.rollout
     if not has_turns(rollout):
         return [], []
     load_episode(rollout)
-    schemas = check_tools(rollout, sandbox)
-    stop_ids = eos_token_ids(tokenizer, model_path)
-    load = partial(conversation_of, rollout, template_kwargs, tokenizer, schemas, stop_ids)
+    schemas = check_tools(rollout, config.sandbox)
+    stop_ids = eos_token_ids(tokenizer, config.model.hf_path)
+    load = partial(conversation_of, rollout, config.data.template_kwargs, tokenizer, schemas, stop_ids)
     check_limits(load, "model.tokenizer_path")
-    _, facts = load()
+    conversation, facts = load()
     notes = []
     if schemas:
         ToolCallParser(rollout.tool_parser, str(tokenizer.chat_template), schemas)
         if not facts.parallel_calls:
             notes.append("rollout.tools: the chat template renders one call per turn; only the first one is executed")
+        shown = tool_images(conversation, images, setting_without_images(config))
+        if images is not None and shown.fault is not None:
+            notes.append(f"rollout.tools: an episode fails if a tool answers with images: {shown.fault}")
     notes += [f"rollout.history={rollout.history}: {rewrite}" for rewrite in facts.rewrites]
     if facts.dated:
         notes.append(

@@ -18,7 +18,7 @@ from mcore_rl.errors import RewardError
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.trajectories import temperature_spans, version_spans
 from mcore_rl.types import EpisodeOutcome, Grades, RolloutScalars, RolloutTask, Score, Trajectory, TrajectoryBuffers
-from mcore_rl.vision.thumbnails import thumbnails
+from mcore_rl.vision.thumbnails import thumbnails, with_thumbnails
 
 FAILED_EPISODE = "the episode failed"
 """Prefix of error messages for failed episodes."""
@@ -148,7 +148,7 @@ def _record(response: Response, trajectory: Trajectory, group: int, sample: int,
         "digest": token_digest(np.concatenate([trajectory.prompt_ids, trajectory.token_ids])),
     }
     if trajectory.trained is not None:
-        record |= {"messages": list(outcome.messages), "mask": trajectory.trained.tolist()}
+        record |= {"messages": with_thumbnails(outcome.messages), "mask": trajectory.trained.tolist()}
     if trajectory.temperatures is not None:
         record["temperatures"] = temperature_spans(trajectory.temperatures)
     if trajectory.rewards is not None and trajectory.rewards.any():

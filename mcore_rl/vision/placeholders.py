@@ -113,8 +113,8 @@ def expanded(token_ids: np.ndarray, image_token: int, counts: Sequence[int], whe
     places = token_ids == image_token
     if int(places.sum()) != len(counts):
         raise DataError(
-            f"{where}: the prompt has {int(places.sum())} placeholder tokens for {len(counts)} images; remove the "
-            "model's special tokens from the texts of the row"
+            f"{where} has {int(places.sum())} placeholder tokens for {len(counts)} images; remove the model's special "
+            "tokens from its texts"
         )
     repeats = np.ones(len(token_ids), np.int64)
     repeats[places] = counts

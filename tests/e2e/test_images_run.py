@@ -1,4 +1,4 @@
-"""A run on prompts with images that trains the vision tower: engine and trainer see the same pictures."""
+"""Runs on images of prompts and of tools, which train the vision tower: engine and trainer see the same pictures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from safetensors import safe_open
 from tiny_processor import write_processor
 
-from tests.e2e.runs import ONE_RANK, metrics, train
+from tests.e2e.runs import ONE_RANK, metrics, records_of, train
 from tests.selection import needs_package
 from tests.tiny_models import write_tiny_model
 from tests.vision_models import engine_sizes, png, vision_tokenizer
@@ -30,12 +30,42 @@ KEYS = (
 )
 
 
-@pytest.fixture(scope="module")
-def images_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The run directory, and the model that it started from."""
-    directory = tmp_path_factory.mktemp("images")
-    model = write_tiny_model(directory / "model", "qwen3_vl", std=0.06, **engine_sizes("qwen3_vl"))
-    write_processor(model, vision_tokenizer(), "qwen3_vl")
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    + vision_tokenizer().chat_template.removesuffix(" {% endfor %}")
+    + "{% for c in m.tool_calls or [] %} {{ c.function.name }} {{ c.function.arguments.value }} {% endfor %}"
+    "{{ ' w1 ' if m.role == 'assistant' else ' ' }}{% endfor %}"
+)
+"""Ends turns with the stop token, and shows tools, their calls and images in their answers."""
+TOOLS = """
+from PIL import Image
+from verl.tools.schemas import ToolResponse
+
+
+def shade(number: int):
+    \"""Draws a picture.
+
+    Args:
+        number: its brightness
+    \"""
+    return ToolResponse(text="w9", image=[Image.new("RGB", (16 + 8 * (number % 3), 16), (number, 0, 255 - number))])
+
+
+class Looker:
+    \"""Two turns, with a picture between them that is another one for every response.\"""
+
+    async def run(self, session, prompt):
+        first = await session.generate(prompt.token_ids, {"max_response_tokens": 4})
+        sample = int(session.id.rpartition(".")[2])
+        answer = await session.call("shade", {"number": 40 * sample})
+        await session.generate(session.next_prompt([{"role": "tool", "name": "shade", "content": answer.content}]))
+"""
+
+
+def image_task(task: Path, directory: Path, model_type: str) -> tuple[Path, Path]:
+    """Return the configuration of a task whose prompts have one or two images, and the model."""
+    model = write_tiny_model(directory / "model", model_type, std=0.06, **engine_sizes(model_type))
+    write_processor(model, vision_tokenizer(), model_type)
     rows = []
     for row in range(24):
         prompt, count = ("<image> w5 w6", 1) if row % 2 else ("<image> w7 <image>", 2)
@@ -49,7 +79,15 @@ def images_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     config["model"] |= {"hf_path": str(model)}
     config["reward"] |= {"function": f"{directory / 'reward.py'}:even"}
     (directory / "config.yaml").write_text(yaml.safe_dump(config))
-    train(directory / "config.yaml", directory / "run", *KEYS)
+    return directory / "config.yaml", model
+
+
+@pytest.fixture(scope="module")
+def images_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The run directory, and the model that it started from."""
+    directory = tmp_path_factory.mktemp("images")
+    config, model = image_task(task, directory, "qwen3_vl")
+    train(config, directory / "run", *KEYS)
     return directory / "run", model
 
 
@@ -71,3 +109,33 @@ def test_records_contain_the_pictures_of_each_prompt(images_run: tuple[Path, Pat
     shown = [record["images"] for record in records if "images" in record]
     assert {len(images) for images in shown} == {1, 2}
     assert all(image.startswith("data:image/") for images in shown for image in images)
+
+
+def test_tool_pictures_follow_the_pictures_of_prompts(task: Path, tmp_path: Path) -> None:
+    config, model = image_task(task, tmp_path, "qwen3_vl")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "mine.py").write_text(TOOLS)
+    keys = "data.template=auto", "rollout.tool_parser=hermes", "rollout.max_response_tokens=32", "trainer.steps=1"
+    code = f"rollout.episode={tmp_path / 'mine.py'}:Looker", f"rollout.tools={tmp_path / 'mine.py'}:shade"
+    train(config, tmp_path / "run", *KEYS, *keys, *code)
+    row = metrics(tmp_path / "run")[1]
+    assert row["episode/failed"] == row["episode/tool_errors"] == 0
+    assert row["rollout/logp_diff_max"] < 1e-4
+    records = records_of(tmp_path / "run", "step_1")
+    assert {record["turns"] for record in records} == {2}
+    answers = [next(each for each in record["messages"] if each["role"] == "tool") for record in records]
+    assert all(answer["content"][0]["image"].startswith("data:image/jpeg") for answer in answers)
+    # Each response of a group has its own picture.
+    assert len({json.dumps(answer) for answer in answers}) == len({record["sample"] for record in records}) == 4
+
+
+@pytest.mark.on_demand
+def test_delta_nets_see_the_pictures_of_prompts(task: Path, tmp_path: Path) -> None:
+    config, model = image_task(task, tmp_path, "qwen3_5_moe")
+    # vLLM's kernels of gated delta nets compute in bfloat16.
+    train(config, tmp_path / "run", *KEYS, "model.dtype=bfloat16", "rollout.max_logp_gap=1", "trainer.steps=2")
+    with safe_open(model / "model.safetensors", "pt") as tensors:
+        num_tensors = len(list(tensors.keys()))
+    for row in [metrics(tmp_path / "run")[step] for step in (1, 2)]:
+        assert row["weights/tensors_verified"] == num_tensors
+        assert row["rollout/logp_diff_mean"] < 0.05

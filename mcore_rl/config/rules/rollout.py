@@ -21,7 +21,7 @@ TURN_KEYS = (
 """Keys that have no effect on single-turn episodes."""
 TOOL_KEYS = (
     *("tool_parser", "tool_processes", "max_tool_seconds", "max_tool_calls_per_turn"),
-    *("tool_answer_characters", "tool_answer_keep"),
+    *("tool_answer_characters", "tool_answer_images", "tool_answer_keep"),
 )
 """Keys that have no effect without tools."""
 EPISODES_PER_REQUEST = 4

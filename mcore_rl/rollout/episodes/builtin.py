@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mcore_rl.config.functions import load_function
-from mcore_rl.data.chat.messages import text_of
+from mcore_rl.data.chat.messages import answer_content, message_images, text_of
 from mcore_rl.data.json_text import as_json_text
 from mcore_rl.rollout.episodes.history import report_of
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.tools.parsers import MalformedCall, ToolCall
-from mcore_rl.types.chat import ChatMessage
+from mcore_rl.types.chat import ChatMessage, ContentPart
 
 STEP = "step(action) -> (observation, reward, done)"
 
@@ -44,20 +44,22 @@ class ToolEpisode:
                 calls, rest = calls[:1], calls[1:]
             answers = await asyncio.gather(*(self._answer(session, call, n) for n, call in enumerate(calls)))
             if rest:
-                answers[0]["content"] = f"{text_of(answers[0])}\n\n{report_of(rest)}"
+                text = f"{text_of(answers[0])}\n\n{report_of(rest)}"
+                answers[0]["content"] = answer_content(text, message_images(answers[0]))
             ids = session.next_prompt(answers)
 
     @staticmethod
     async def _answer(session: Session, call: ToolCall | MalformedCall, number: int) -> ChatMessage:
         limit = session.limits.config.max_tool_calls_per_turn
+        content: str | list[ContentPart]
         if isinstance(call, MalformedCall):
             session.count_malformed_call()
-            text = call.answer
+            content = call.answer
         elif number >= limit:
-            text = f"Error: a turn may call {limit} tools, and this call was not executed."
+            content = f"Error: a turn may call {limit} tools, and this call was not executed."
         else:
-            text = (await session.call(call.name, call.arguments)).text
-        answer: ChatMessage = {"role": "tool", "name": call.name or "unknown", "content": text}
+            content = (await session.call(call.name, call.arguments)).content
+        answer: ChatMessage = {"role": "tool", "name": call.name or "unknown", "content": content}
         if call.id:
             answer["tool_call_id"] = call.id
         return answer

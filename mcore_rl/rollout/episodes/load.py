@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.episodes import WITH_ENVIRONMENT, WITH_TOOLS
 from mcore_rl.config.functions import check_call, load_function
+from mcore_rl.config.rules.images import WithoutImages
 from mcore_rl.config.rules.rollout import episode_of
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.chat.conversation import Conversation
-from mcore_rl.data.chat.template import TemplateFacts, examine
+from mcore_rl.data.chat.template import TemplateFacts, examine, image_fault
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes.builtin import EnvironmentEpisode, Episode, ToolEpisode
+from mcore_rl.rollout.episodes.images import ToolImages
 from mcore_rl.rollout.episodes.player import EpisodePlayer
 from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Session
 from mcore_rl.rollout.episodes.trace import Record
@@ -23,6 +25,7 @@ from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tools.parsers import ToolCallParser
 from mcore_rl.rollout.tools.toolbox import ToolBox
 from mcore_rl.types.chat import ToolSchema
+from mcore_rl.vision.processor import ImageProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,9 +81,11 @@ def start_episodes(
     *,
     template_kwargs: dict[str, object],
     record: Record,
+    images: ImageProcessor | None = None,
+    without_images: WithoutImages | None = None,
 ) -> EpisodePlayer:
     """Start the player for the configured episodes on an engine, and their tools. `template_kwargs`:
-    data.template_kwargs. `record` receives spans for the timeline.
+    data.template_kwargs. `record` receives spans for the timeline. `images`, `without_images`: see tool_images.
 
     Raises: ConfigError if something cannot be loaded or rendered.
     """
@@ -95,9 +100,31 @@ def start_episodes(
 
     parser = parser_of if schemas else None
     player.context = EpisodeContext(
-        tokenizer, conversation, tools, facts.parallel_calls, frozenset(stop_ids), parser_of=parser
+        tokenizer,
+        conversation,
+        tools,
+        facts.parallel_calls,
+        frozenset(stop_ids),
+        parser_of=parser,
+        images=tool_images(conversation, images, without_images),
     )
     return player
+
+
+def tool_images(
+    conversation: Conversation, processor: ImageProcessor | None, without_images: WithoutImages | None
+) -> ToolImages:
+    """Return the support for images in answers of tools.
+
+    processor: image processor of a model that reads images, None for another model. without_images: setting that does
+    not support images.
+    """
+    if processor is None:
+        return ToolImages()
+    if without_images is not None:
+        reason = f" ({without_images.reason})" if without_images.reason else ""
+        return ToolImages(fault=f"{without_images.setting} does not support them{reason}; {without_images.remedy}")
+    return ToolImages(processor, image_fault(conversation, processor.text))
 
 
 def conversation_of(

@@ -19,9 +19,11 @@ from mcore_rl.types import NOT_SAMPLED, Completion, PromptImages, TokenSets, Tra
 class TokenSequence:
     """One sequence; `number` counts sequences in the order in which they started."""
 
-    def __init__(self, number: int, prompt_ids: np.ndarray, images: PromptImages | None = None) -> None:
+    def __init__(self, number: int, prompt_ids: np.ndarray) -> None:
         self.number = number
-        self.prompt_ids, self.images = prompt_ids, images
+        self.prompt_ids = prompt_ids
+        self.images: PromptImages | None = None
+        """Images in `tokens`."""
         self.tokens = prompt_ids
         """All tokens including the prompt, int32 [S]."""
         self._pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -96,7 +98,8 @@ class SequenceBook:
         images in `token_ids`."""
         sequence = self.find(token_ids)
         if sequence is None:
-            sequence = TokenSequence(len(self.sequences), token_ids, images)
+            sequence = TokenSequence(len(self.sequences), token_ids)
             self.sequences.append(sequence)
+        sequence.images = images
         sequence.extend(token_ids, completion, temperature)
         return sequence

@@ -18,9 +18,10 @@ from mcore_rl.data.chat.style import opens_thought
 from mcore_rl.data.seeds import turn_seed
 from mcore_rl.data.sources.row_options import check_sampling, with_overrides
 from mcore_rl.data.transcripts import TextDecoder, response_text
-from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes import trace as states
 from mcore_rl.rollout.episodes.history import turn_message
+from mcore_rl.rollout.episodes.images import EpisodeImages, ToolImages, image_digests
 from mcore_rl.rollout.episodes.limits import EpisodeLimits
 from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
 from mcore_rl.rollout.episodes.single_turn import Attempt
@@ -83,6 +84,7 @@ class EpisodeContext:
     stop_ids: frozenset[int] = frozenset()
     parser_of: Callable[[Sequence[ToolSchema]], ToolCallParser] | None = None
     """Function that builds a parser for the calls of tools; None if the run has no tools."""
+    images: ToolImages = field(default_factory=ToolImages)
     parser: ToolCallParser | None = field(init=False)
     """Parser for the conversation's tools. Without tools, a turn that looks like a call is text."""
 
@@ -126,6 +128,7 @@ class Session:
         self.truncated = False
         """True if a limit truncated the last turn."""
         self._context, self._sample, self._request, self._prompt, self._trace = context, sample, request, prompt, trace
+        self._images = EpisodeImages(context.images, prompt.token_ids, request.images)
         self._tool_calls_under_way = 0
         self._turns: list[Sampled] = []
         self._calls_of_turn = 0
@@ -141,7 +144,8 @@ class Session:
         max_response_tokens applies to this turn.
 
         Raises: EpisodeLimitError if no turn or token is left (this ends the episode normally); DataError for invalid
-        sampling options, or if the row has images and the tokens do not begin with its prompt.
+        sampling options, if the row has images and the tokens do not begin with its prompt, or for images of tools at
+        another place than where they were rendered.
         """
         ids = np.asarray(token_ids, np.int32)
         sequence = self.book.find(ids)
@@ -164,7 +168,8 @@ class Session:
     async def call(self, tool_name: str, arguments: Mapping[str, object]) -> ToolResult:
         """Call a tool. Errors of the tool are returned as text for the model and counted.
 
-        Raises: EpisodeLimitError if the turn has reached its number of calls.
+        Raises: EpisodeLimitError if the turn has reached its number of calls; DataError for images that the model or
+        its chat template cannot read.
         """
         if self._context.tools is None:
             raise ConfigError("an episode calls a tool, but rollout.tools is not set")
@@ -181,6 +186,8 @@ class Session:
         kwargs = kwargs if isinstance(kwargs, Mapping) else {}
         with self._spent(TOOL_CALLING), self._traced_call():
             answer = await self._context.tools.call(self.id, tool_name, dict(arguments), kwargs)
+            if answer.images:
+                answer = await self._images.read(tool_name, answer)
         self.num_tool_errors += answer.error is not None
         if answer.reward is not None:
             self.tool_rewards.append(answer.reward)
@@ -265,7 +272,9 @@ class Session:
         return [*with_answer(self.messages, {"role": "assistant", "content": self._turns[-1].text})]
 
     def _ids_after_turn(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return self._context.conversation.ids_after_turn(with_answer_ids(messages), self._turns[-1].token_ids[-1])
+        last, answered = self._turns[-1], with_answer_ids(messages)
+        ids = self._context.conversation.ids_after_turn(answered, last.token_ids[-1])
+        return self._images.place(last.sequence.tokens, ids, answered)
 
     def _note(self, messages: Sequence[ChatMessage]) -> None:
         """Append the last sampled turn and `messages` to the conversation."""
@@ -309,20 +318,16 @@ class Session:
         """Build the request of a turn. The first turn uses the single-turn request. The id and seed of later turns
         depend on the history: the same history gives the same tokens, a different one (such as another tool result) new
         ones."""
-        # Counting repetitions gives repeated calls with the same history different seeds.
-        key = ids.tobytes()
+        images = self._images.inside(ids, [sequence.tokens for sequence in self.book.sequences])
+        # Counting repetitions gives repeated calls with the same history different seeds. Other images of equal size
+        # have equal tokens.
+        key = ids.tobytes() + (b"" if images is self._request.images else image_digests(images))
         again, self._requests[key] = self._requests[key], self._requests[key] + 1
         if not again and np.array_equal(ids, self.prompt_ids):
             unchanged = options is self._request.sampling
             return self._request if unchanged else replace(self._request, sampling=options)
         digest = zlib.crc32(key)
         name, seed = f"{self.id}/{digest:08x}.{again}", turn_seed(self.seed, digest, again)
-        images, prompt = self._request.images, self.prompt_ids
-        if images is not None and not np.array_equal(ids[: len(prompt)], prompt):
-            raise DataError(
-                "the row has images, but session.generate was called with tokens that do not begin with its prompt; "
-                "extend session.prompt_ids"
-            )
         per_version = self._request.tokens_per_version
         return GenerationRequest(name, ids, seed, options, tokens_per_version=per_version, images=images)
 

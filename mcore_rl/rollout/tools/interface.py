@@ -9,9 +9,12 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Protocol
 
+from mcore_rl.data.chat.messages import answer_content
 from mcore_rl.data.json_text import as_json_text
 from mcore_rl.errors import McoreRLError
+from mcore_rl.rollout.tools.images import encoded_images
 from mcore_rl.rollout.tools.schemas import Schema
+from mcore_rl.types.chat import ContentPart
 
 
 class ToolError(McoreRLError):
@@ -24,7 +27,9 @@ class RetryableToolError(Exception):
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of one call: `text` is for the model, `error` is counted; both may be present.
+    """Result of one call: `text` and `images` are for the model, `error` is counted; all may be present.
+
+    images: encoded files, such as PNG; see rollout/tools/images.py for the limits.
 
     Units: `seconds` from the call to the answer, including waiting for the tool's limits; ToolBox sets them.
     """
@@ -34,6 +39,12 @@ class ToolResult:
     metrics: Mapping[str, object] = field(default_factory=dict)
     error: str | None = None
     seconds: float = 0.0
+    images: tuple[bytes, ...] = ()
+
+    @property
+    def content(self) -> str | list[ContentPart]:
+        """Content of the tool's message: the text, or the images followed by the text."""
+        return answer_content(self.text, self.images)
 
 
 @dataclass(frozen=True)
@@ -103,16 +114,16 @@ def as_text(result: object) -> str:
 def result_of(result: object) -> ToolResult:
     """Convert the return value of execute: a response, optionally with reward and metrics (either may be None).
 
-    Raises: ToolError for images and videos.
+    Raises: ToolError for videos; TypeError or ValueError for a reward or an image of another form.
     """
     parts = result if isinstance(result, tuple) and result else (result,)
     # Reward and metrics may be missing.
     response, reward, metrics = (*parts, None, None)[:3]
-    for kind in ("image", "video"):
-        if getattr(response, kind, None):
-            raise ToolError(f"the tool returned {kind}s, but only text is supported")
+    if getattr(response, "video", None):
+        raise ToolError("the tool returned videos, but only text and images are supported")
     text = response.text or "" if hasattr(response, "text") else "" if response is None else as_text(response)
-    return ToolResult(text, number_of(reward), dict(metrics) if isinstance(metrics, Mapping) else {})
+    given = dict(metrics) if isinstance(metrics, Mapping) else {}
+    return ToolResult(text, number_of(reward), given, images=encoded_images(getattr(response, "image", None) or ()))
 
 
 def result_of_function(result: object) -> ToolResult:

@@ -19,6 +19,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.processes import frames
 from mcore_rl.processes.served import parent_socket
+from mcore_rl.rollout.tools.images import check_images
 from mcore_rl.rollout.tools.interface import ClosedEpisode, EpisodeState, ToolResult
 from mcore_rl.rollout.tools.limits import CANCELLED_ITSELF, LimitedTool, contained, failure
 from mcore_rl.rollout.tools.load import ToolSettings, load_tools
@@ -28,6 +29,7 @@ BEAT_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 """Time limit for releasing a tool's resources and for ending cancelled calls."""
 OMITTED = "\n... ({} characters left out) ...\n"
+IMAGES_OMITTED = "\n({} images left out)"
 
 
 def main() -> None:
@@ -103,8 +105,7 @@ class ToolServer:
                 result = failure(f"there is no tool {name}; the tools are: {', '.join(self._tools)}")
             else:
                 result = await tool.call(episode, arguments)
-            # Built anew: a user's tool may return another class, which the parent process cannot load.
-            answer = ToolResult(_shortened(result.text, self._rollout), result.reward, result.metrics, result.error)
+            answer = await self._within_limits(result)
             try:
                 frames.write(self._writer, ("answer", key, answer))
             except Exception as error:  # pickle rejects a value in the metrics of a user's tool
@@ -115,6 +116,20 @@ class ToolServer:
             raise
         finally:
             self._calls.pop(key, None)
+
+    async def _within_limits(self, result: ToolResult) -> ToolResult:
+        """Return the result with a shorter text and fewer images, or a failure if an image is too large or damaged."""
+        given, most = tuple(result.images), self._rollout.tool_answer_images
+        try:
+            if images := given[:most]:
+                await asyncio.to_thread(check_images, images)
+        except (TypeError, ValueError) as error:
+            return failure(str(error))
+        text = _shortened(result.text, self._rollout)
+        if len(given) > most:
+            text += IMAGES_OMITTED.format(len(given) - most)
+        # Built anew: a user's tool may return another class, which the parent process cannot load.
+        return ToolResult(text, result.reward, result.metrics, result.error, images=images)
 
     async def _answer_close(self, key: int, episode_id: str) -> None:
         frames.write(self._writer, ("answer", key, await self._close(episode_id)))

@@ -13,6 +13,7 @@ import numpy as np
 import ray
 
 from mcore_rl.config.reward import NO_RULE, STEP
+from mcore_rl.config.rules.images import setting_without_images
 from mcore_rl.config.rules.rollout import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.checksum import saved_file
@@ -49,6 +50,7 @@ from mcore_rl.types import (
 )
 from mcore_rl.vision.processor import ImageProcessor
 from mcore_rl.weights.connection import Connection
+from mcore_rl.weights.engine_config import has_vision_tower
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
@@ -104,7 +106,7 @@ class EngineProcess(RunProcess):
             self.receiver: RankEngine = engine
             self.loop = EngineLoop(engine, None if journal is None else TokenJournal(Path(journal)))
             images = _image_processor(config, tokenizer, resolved.values())
-            player = _player(config, self.loop, tokenizer, self._episodes.record)
+            player = _player(config, self.loop, tokenizer, self._episodes.record, images)
             worker = RolloutWorker(
                 player,
                 DeferredRewarder() if config.reward.batch == STEP else rewarder,
@@ -317,13 +319,21 @@ FollowerActor = ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)(Foll
 
 
 def _image_processor(config: Config, tokenizer: Any, sources: Iterable[PromptSource]) -> ImageProcessor | None:
-    """Return the image processor if any prompt has images."""
-    if not any(isinstance(source, PromptSet) and source.has_images for source in sources):
+    """Return the image processor if any prompt has images, or if tools of a model that reads images may return some."""
+    if not any(isinstance(source, PromptSet) and source.has_images for source in sources) and (
+        config.rollout.tools is None or not has_vision_tower(config.model.hf_path)
+    ):
         return None
     return ImageProcessor.load(config.model.hf_path, tokenizer, "model.hf_path")
 
 
-def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[str, float, float], None]) -> Player:
+def _player(
+    config: Config,
+    loop: EngineLoop,
+    tokenizer: Any,
+    record: Callable[[str, float, float], None],
+    images: ImageProcessor | None,
+) -> Player:
     """Create the player of single turns, or of episodes with their tools."""
     if not has_turns(config.rollout):
         return SingleTurnPlayer(loop, tokenizer)
@@ -337,6 +347,8 @@ def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[
         eos_token_ids(tokenizer, config.model.hf_path),
         template_kwargs=config.data.template_kwargs,
         record=record,
+        images=images,
+        without_images=setting_without_images(config),
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from mcore_rl.config.reward import RewardConfig
+from mcore_rl.data.chat.messages import answer_content
 from mcore_rl.errors import ConfigError, RewardError
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.results import GradingFailures, Response, join_scalars, write_records
@@ -71,6 +72,20 @@ def test_write_records_prompt_with_image_has_thumbnail(tmp_path: Path) -> None:
         (uri,) = json.loads(line)["images"]
         with Image.open(BytesIO(base64.b64decode(uri.removeprefix("data:image/jpeg;base64,")))) as image:
             assert image.size == (85, 128)
+
+
+def test_write_records_conversation_has_thumbnails_of_answers(tmp_path: Path) -> None:
+    ids, sampling, zeros = np.array([3, 4], np.int32), SamplingOptions(8), np.zeros(2)
+    attempt = Attempt(GenerationRequest("train.0.0", ids, 1, sampling), Prompt(0, ids, "34", "", None))
+    content = answer_content("seen", [png(300, 200)] * 6)
+    trained = Trajectory(ids, ids, zeros, zeros.astype(np.int32), np.ones(2, np.uint8))
+    outcome = EpisodeOutcome((trained,), "34", "stop", messages=[{"role": "tool", "content": content}])
+    task = RolloutTask("train", np.array([0]), np.array([0]), 1, sampling, 1)
+    write_records(tmp_path / "part", task, [Response(attempt, outcome, Score(1.0, 1.0))])
+    (message,) = json.loads((tmp_path / "part").read_text())["messages"]
+    *images, text = message["content"]
+    assert text == {"type": "text", "text": "seen"}
+    assert [image.get("image", "")[:22] for image in images] == ["data:image/jpeg;base64"] * 4 + [""] * 2
 
 
 def graded(size: int, *failed: int, traceback: str | None = None) -> RolloutScalars:

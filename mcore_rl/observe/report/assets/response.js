@@ -23,13 +23,16 @@ function responseItem(run, row, record) {
 async function fillResponse(body, run, row, record) {
   const part = (title, ...content) => body.append(element("h3", {}, title), ...content);
   const text = (value) => element("pre", { dir: "auto" }, visible(value));
+  const shown = (message) => Array.isArray(message?.content)
+    ? message.content.flatMap((each) => (each?.type === "image" ? thumbnails([each.image], "an answer") : [text(plain(each?.text ?? each))]))
+    : [text(plain(message?.content ?? message))];
   part("Prompt", text(record.prompt), ...images(record));
   part("Response", text(record.response));
   for (const [number, answer] of (Array.isArray(record.judge) ? record.judge : []).entries()) {
     part(`Judge, answer ${number + 1}: ${answer?.error ? `no score (${answer.error})` : `score ${format(answer?.score)}`}`, text(answer?.text ?? ""));
   }
   if (Array.isArray(record.messages) && record.messages.length) {
-    const messages = record.messages.map((message) => element("div", {}, element("b", {}, visible(message?.role ?? "")), text(plain(message?.content ?? message))));
+    const messages = record.messages.map((message) => element("div", {}, element("b", {}, visible(message?.role ?? "")), ...shown(message)));
     part("Conversation", element("details", {}, element("summary", {}, `${messages.length} messages`), ...messages));
   }
   const facts = Object.entries(record).filter(([name, value]) => !SHOWN.has(name) && value !== null);
@@ -43,11 +46,12 @@ async function fillResponse(body, run, row, record) {
   body.append(last);
 }
 
-// Thumbnails of the prompt's images. Other addresses, and files that were cut for their length, are not shown.
+// Thumbnails of the images of the prompt or of an answer. Other addresses, and files that were cut for their length, are not shown.
 const THUMBNAIL = /^data:image\/jpeg;base64,[A-Za-z0-9+/]+=*$/;
-const images = (record) => (Array.isArray(record.images) ? record.images : [])
+const thumbnails = (addresses, place) => addresses
   .filter((each) => THUMBNAIL.test(each))
-  .map((each, number) => element("img", { src: each, alt: `image ${number + 1}`, title: `image ${number + 1} of the prompt` }));
+  .map((each, number) => element("img", { src: each, alt: `image ${number + 1}`, title: `image ${number + 1} of ${place}` }));
+const images = (record) => thumbnails(Array.isArray(record.images) ? record.images : [], "the prompt");
 
 const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 

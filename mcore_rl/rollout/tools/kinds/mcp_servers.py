@@ -23,6 +23,7 @@ from mcore_rl.config.functions import describe
 from mcore_rl.config.reading.expansion import expand_path
 from mcore_rl.config.reading.json_files import read_json_object
 from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tools.images import decoded
 from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, Tool, ToolError, ToolResult, as_text
 from mcore_rl.rollout.tools.schemas import Schema, checked_schema
 
@@ -188,11 +189,12 @@ class McpServer:
         except Exception as error:  # any error of the transport
             await self.close()
             raise RetryableToolError(f"the MCP server cannot be reached: {self._cause(error)}") from error
-        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+        images = [part for part in result.content if part.type == "image"]
+        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content if part not in images]
         text = "\n".join(parts) or as_text(result.structured_content or "")
         if result.is_error:
             raise ToolError(text)
-        return ToolResult(text)
+        return ToolResult(text, images=tuple(decoded(part.data, f"image {n}") for n, part in enumerate(images, 1)))
 
     async def close(self) -> None:
         runner, self._runner = self._runner, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import http.server
 import json
 import os
@@ -26,10 +27,14 @@ from mcore_rl.rollout.tools.kinds.mcp_servers import HTTP, SSE, ServerSettings
 from mcore_rl.rollout.tools.toolbox import ToolBox, check_tools
 from mcore_rl.runtime.addresses import free_port
 from tests.unit.rollout.tools.made import alive, load, with_tools
+from tests.vision_models import png
 
 SERVER = '''
 import os, sys
 from mcp.server import MCPServer
+from mcp.types import ImageContent, TextContent
+
+PICTURE = "{PICTURE}"
 
 server = MCPServer("t")
 
@@ -44,6 +49,11 @@ def add(a: int, b: int = 1) -> int:
 def whereabouts() -> str:
     """The server's process."""
     return f"{os.getpid()} {os.environ.get('COLOUR')}"
+
+@server.tool()
+def photo():
+    """Returns a picture."""
+    return [TextContent(type="text", text="seen"), ImageContent(type="image", data=PICTURE, mime_type="image/png")]
 
 @server.tool()
 def die() -> str:
@@ -66,7 +76,7 @@ def tools_file(folder: Path, server: dict[str, Any], selected: str = "") -> str:
 
 
 def stdio_server(folder: Path) -> dict[str, Any]:
-    (folder / "server.py").write_text(SERVER)
+    (folder / "server.py").write_text(SERVER.replace("{PICTURE}", base64.b64encode(png(8, 8)).decode()))
     return {"command": sys.executable, "args": [str(folder / "server.py")], "env": {"COLOUR": "green"}}
 
 
@@ -76,19 +86,21 @@ def test_mcp_server_on_stdio_answers(tmp_path: Path) -> None:
         calls = [("add", {"a": 1}), ("add", {"a": "x"}), ("add", {"a": -1}), ("whereabouts", {}), ("whereabouts", {})]
         answers = [await box.call(f"e{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
         many = await asyncio.gather(*(box.call("e", "add", {"a": i}) for i in range(50)))
+        photo = await box.call("e", "photo", {})
         died = await box.call("e", "die", {})
         return [
             [schema["function"] for schema in box.schemas],
             *answers,
             many,
+            photo,
             died,
             await box.call("e", "add", {"a": 5}),
         ]
 
-    shown, two, wrong, negative, here, again, many, died, after = with_tools(
+    shown, two, wrong, negative, here, again, many, photo, died, after = with_tools(
         tools_file(tmp_path, stdio_server(tmp_path)), use
     )
-    assert [function["name"] for function in shown] == ["add", "whereabouts", "die"]
+    assert [function["name"] for function in shown] == ["add", "whereabouts", "photo", "die"]
     assert shown[0]["parameters"]["required"] == ["a"]
     assert (two.text, two.error) == ("2", None)
     assert wrong.error == "argument a: 'x' is not of type 'integer'"  # before the server is called
@@ -96,6 +108,7 @@ def test_mcp_server_on_stdio_answers(tmp_path: Path) -> None:
     assert here.text == again.text  # all episodes share one server
     assert here.text.endswith(" green")
     assert [answer.text for answer in many] == [str(i + 1) for i in range(50)]
+    assert (photo.text, photo.images) == ("seen", (png(8, 8),))
     assert died.error == "RetryableToolError: the MCP server closed the connection"
     assert after.text == "6"  # from a restarted server
 

@@ -1,0 +1,84 @@
+"""Images in results of tools: their forms, and the limits that the tool process checks.
+
+Results come from code and servers that may follow the model's wishes. An image is therefore never a path or an address,
+only a few formats are read, and it is decoded once here, in the tool process, before the engine's process decodes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import Protocol, runtime_checkable
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Formats of Pillow that start no other program."""
+MAX_BYTES = 16 << 20
+"""Size of an encoded image."""
+MAX_PIXELS = 32 << 20
+"""Pixels of an image; it is decoded to three bytes each."""
+
+
+@runtime_checkable
+class _Saveable(Protocol):
+    """PIL.Image.Image."""
+
+    def save(self, fp: BytesIO, format: str) -> None: ...
+
+
+def encoded_images(values: Sequence[object]) -> tuple[bytes, ...]:
+    """Encode the images of a result: objects of PIL, bytes of a file, URIs with base64 data, or objects with `bytes`.
+
+    Raises: TypeError for another form; ValueError for a URI without valid data.
+    """
+    return tuple(_encoded(value, f"image {number}") for number, value in enumerate(values, start=1))
+
+
+def _encoded(value: object, where: str) -> bytes:
+    if isinstance(value, Mapping):
+        value = value.get("bytes", value.get("image", value.get("url")))
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str) and value.startswith("data:image/"):
+        return decoded(value.partition(",")[2], where)
+    if isinstance(value, _Saveable):
+        file = BytesIO()
+        value.save(file, "PNG")
+        return file.getvalue()
+    raise TypeError(
+        f"{where} is of type {type(value).__name__}; return an image of PIL, the bytes of a file, or a data: URI"
+    )
+
+
+def decoded(text: str, where: str) -> bytes:
+    """Decode base64. Raises: ValueError."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"{where} has no valid base64 data: {error}") from None
+
+
+def check_images(images: Sequence[bytes]) -> None:
+    """Check size and format of images, and decode them.
+
+    Raises: ValueError for an image that is too large, damaged, or of another format.
+    """
+    for number, image in enumerate(images, start=1):
+        _check(image, f"image {number} of the tool")
+
+
+def _check(image: bytes, where: str) -> None:
+    from PIL import Image
+
+    if len(image) > MAX_BYTES:
+        raise ValueError(f"{where} has {len(image)} bytes, but may have {MAX_BYTES}")
+    try:
+        with Image.open(BytesIO(image), formats=FORMATS) as opened:
+            size, pixels = f"{opened.width} x {opened.height}", opened.width * opened.height
+            if pixels <= MAX_PIXELS:
+                opened.load()
+    except Exception:  # Pillow's readers raise many types for damaged files
+        raise ValueError(f"{where} is damaged, or in another format than {', '.join(FORMATS)}") from None
+    if pixels > MAX_PIXELS:
+        raise ValueError(f"{where} has {size} pixels, but may have {MAX_PIXELS}")
