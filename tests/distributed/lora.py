@@ -58,11 +58,17 @@ def write_models(root: Path, names: list[str] | None = None) -> dict[str, str]:
 
 
 def _write_adapter(directory: Path, model: Model) -> None:
-    import peft
     from transformers import AutoModelForCausalLM
 
+    save_adapter(AutoModelForCausalLM.from_pretrained(directory, local_files_only=True), directory, model)
+
+
+def save_adapter(model_of_transformers: Any, directory: Path, model: Model) -> None:
+    """Save random adapters for a model of transformers to directory/adapter."""
+    import peft
+
     options = {"r": model.rank, "lora_alpha": model.alpha, "use_rslora": model.rslora, "task_type": "CAUSAL_LM"}
-    base = _as_it_is(AutoModelForCausalLM.from_pretrained(directory, local_files_only=True))
+    base = _as_it_is(model_of_transformers)
     torch.manual_seed(5)
     adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=model.targets, **options))
     for name, parameter in adapted.named_parameters():

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed import policy_batch, vision_batch
+from tests.distributed import lora, policy_batch, vision_batch
 from tests.distributed.gradient_oracle import TOLERANCE, case_parameters, check_gradients, launch_cases
 from tests.selection import EVERY_TEST
 from tests.tiny_models import write_tiny_model
 
 KINDS = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+ADAPTED = "qwen3_vl with adapters"
 SMALL = 64
 """Tokens of a micro-batch: the batch then has several, of which some have images in common."""
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
-    1: {kind: (kind, {}, "none") for kind in KINDS},
+    1: {kind: (kind, {}, "none") for kind in KINDS} | {"adapters recomputed": (ADAPTED, {}, "full")},
     2: {
         "tp2 recomputed": ("qwen3_vl", {"tp": 2}, "full"),
         "tp2 without sp": ("qwen3_vl", {"tp": 2, "sequence_parallel": False}, "none"),
@@ -29,6 +30,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "cp2": ("qwen3_vl", {"cp": 2}, "none"),
         "nets tp2": ("qwen3_5", {"tp": 2}, "full"),
         "blocks tp2": ("qwen2_5_vl", {"tp": 2}, "none"),
+        "adapters tp2": (ADAPTED, {"tp": 2}, "none"),
         "moe tp2 ep2": ("qwen3_vl_moe", {"tp": 2, "ep": 2}, "none"),
     },
 }
@@ -49,12 +51,16 @@ if EVERY_TEST:
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    return {kind: str(write_tiny_model(root / kind, kind)) for kind in KINDS}
+    vision_batch.write_adapter(write_tiny_model(root / "adapted", vision_batch.ADAPTED.kind))
+    return {kind: str(write_tiny_model(root / kind, kind)) for kind in KINDS} | {ADAPTED: str(root / "adapted")}
 
 
 @pytest.fixture(scope="module")
 def references(directories: dict[str, str]) -> dict[str, Any]:
-    return {kind: vision_batch.reference_gradients(directory) for kind, directory in directories.items()}
+    return {
+        kind: (vision_batch.adapter_gradients if kind == ADAPTED else vision_batch.reference_gradients)(directory)
+        for kind, directory in directories.items()
+    }
 
 
 # ---- on the ranks ----
@@ -71,7 +77,7 @@ def _run_case(directory: str, parallel: dict[str, Any], recompute: str) -> dict[
     share, chunks = vision_batch.share(actor), vision_batch.chunks()
     batches = actor.microbatches(share, chunks)
     outcome: dict[str, Any] = {"logp": _whole_logp(actor, batches)}
-    if parallel == {}:
+    if parallel == {} and recompute == "none":
         plain = [replace(batch, positions=None) for batch in batches]
         outcome["plain positions"] = _whole_logp(actor, plain)
         hooks = [layer._forward_hooks.copy() for layer in actor.chunks[0].decoder.layers]
@@ -83,7 +89,10 @@ def _run_case(directory: str, parallel: dict[str, Any], recompute: str) -> dict[
     batch, _ = actor.recompute_logp([share], chunks)
     with policy_batch.complete_gradients(actor):
         actor.accumulate_gradients(batch, 0)
-    outcome["gradients"] = policy_batch.gradient_pieces(actor)
+    adapted = config.actor.lora.rank > 0
+    outcome["gradients"] = (
+        lora.adapter_pieces(actor, gradients=True) if adapted else policy_batch.gradient_pieces(actor)
+    )
     return outcome
 
 

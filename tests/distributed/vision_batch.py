@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from tiny_checkpoint import IMAGE_TOKEN
 
+from mcore_rl.config.models import LoraConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.types import PromptImages, RankShare, TrajectoryBuffers
-from tests.distributed import policy_batch
+from tests.distributed import lora, policy_batch
 
 PROMPTS: list[list[int | tuple[int, int]]] = [[4, (4, 6), 7], [11], [3, (2, 2), 5, (6, 4), 9], [(4, 4), 20]]
 PROMPT_OF_SAMPLE = [0, 1, 2, 3, 0, 2]
@@ -22,6 +23,8 @@ PROMPT_OF_SAMPLE = [0, 1, 2, 3, 0, 2]
 RESPONSES = [5, 3, 6, 4, 7, 2]
 PATCH_VALUES = 3 * 2 * 4 * 4
 MERGE_SIZE = 2
+ADAPTED = lora.Model("qwen3_vl", lora.ATTENTION + lora.MLP)
+"""Adapters of the decoder."""
 
 
 def prompt(index: int) -> tuple[np.ndarray, PromptImages | None]:
@@ -90,10 +93,14 @@ def share(model: Any) -> RankShare:
 
 
 def config(directory: str | Path, parallel: dict[str, Any], tokens_per_microbatch: int) -> Config:
+    """Configuration that trains decoder and tower, or the adapters in directory/adapter."""
     made = policy_batch.config(directory, parallel, tokens_per_microbatch)
     made.rollout.temperature = 1.0
     made.algorithm.entropy_coefficient = 0.0
-    made.actor.train_vision = True
+    adapter = Path(directory) / "adapter"
+    made.actor.train_vision = not adapter.exists()
+    if adapter.exists():
+        made.actor.lora = LoraConfig(ADAPTED.rank, ADAPTED.alpha, ADAPTED.rslora, [], str(adapter))
     return made
 
 
@@ -125,9 +132,29 @@ def reference_gradients(directory: str | Path) -> tuple[list[np.ndarray], dict[s
     from tests.tiny_models import checkpoint_tensors
 
     model = reference_model(directory)
+    logp = _backward(model)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return logp, checkpoint_tensors(model, gradients)
+
+
+def write_adapter(directory: Path) -> None:
+    """Save random adapters of the decoder to directory/adapter."""
+    lora.save_adapter(reference_model(directory), directory, ADAPTED)
+
+
+def adapter_gradients(directory: str | Path) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+    """Return what reference_gradients returns, for the model with its adapters and their gradients."""
+    import peft
+
+    model = peft.PeftModel.from_pretrained(reference_model(directory), f"{directory}/adapter", is_trainable=True)
+    logp = _backward(model.base_model.model)
+    return logp, lora.named({name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+def _backward(model: Any) -> list[np.ndarray]:
+    """Return the log-probabilities of every sample, after the backward pass of the loss."""
     logp = [reference_logp(model, sample) for sample in range(len(RESPONSES))]
     weights = torch.from_numpy(advantages()) / sum(RESPONSES)
     # The ratio of the policy to itself is 1; its gradient is that of the log-probability.
     (-sum(weight * values.sum() for weight, values in zip(weights, logp, strict=True))).backward()  # type: ignore[union-attr]
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return [values.detach().numpy() for values in logp], checkpoint_tensors(model, gradients)
+    return [values.detach().numpy() for values in logp]
