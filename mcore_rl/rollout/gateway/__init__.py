@@ -1,0 +1,1 @@
+"""Gateway: an OpenAI-compatible server through which programs that know nothing of this project are trained."""

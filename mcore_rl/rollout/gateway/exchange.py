@@ -1,0 +1,100 @@
+"""Requests and replies of the gateway in one form, to which every dialect of its server is converted."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from mcore_rl.types.chat import ChatCall, ChatMessage, ToolSchema
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """Request for the next turn of a conversation.
+
+    messages: as `data.chat.messages.normalized` returns them; empty if `prompt` is given.
+    prompt: text or token ids to continue (`/v1/completions`), without a chat template.
+    tools: OpenAI schemas; None: the session's tools.
+    sampling: overrides by the names of `SamplingOptions`: temperature, top_p, top_k, min_p, stop, max_response_tokens.
+    num_choices: number of independent replies.
+    top_logprobs: None: log-probabilities are not returned; 0: of the sampled tokens.
+    """
+
+    messages: Sequence[ChatMessage] = ()
+    prompt: str | Sequence[int] | None = None
+    tools: Sequence[ToolSchema] | None = None
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    num_choices: int = 1
+    top_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One reply of the model.
+
+    content: text without special tokens, reasoning, and calls.
+    calls: readable calls with ids and the model's arguments; a call that cannot be read is part of `content`.
+    token_ids, logp, pieces: sampled tokens, their log-probabilities in nats, and their texts; equal lengths.
+    stop: stop string that ended the reply, None otherwise.
+    """
+
+    content: str
+    reasoning: str
+    calls: Sequence[ChatCall]
+    finish_reason: FinishReason
+    token_ids: Sequence[int]
+    logp: Sequence[float]
+    pieces: Sequence[str]
+    stop: str | None = None
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    """Replies to one ChatRequest. `id` identifies the call within its session, for rewards. `created`: Unix seconds."""
+
+    id: str
+    choices: Sequence[Choice]
+    num_prompt_tokens: int
+    created: int
+
+
+class RefusedError(Exception):
+    """A request that cannot be answered. `status`: HTTP status. The text says what to change."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Reward:
+    """Reward of a session, or of one call if `call` is its ChatReply.id. `extra`: further values for records."""
+
+    value: float
+    call: str | None = None
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+class Sessions(Protocol):
+    """Sessions behind the server. Every method raises RefusedError."""
+
+    async def answer(self, session: str, request: ChatRequest) -> ChatReply:
+        """Answer a request of a session. Cancelling the call aborts the sampling."""
+
+    async def reward(self, session: str, reward: Reward) -> None:
+        """Add a reward to a session."""
+
+    async def end(self, session: str) -> None:
+        """End a session; its reward is final."""
+
+    async def open(self, fields: Mapping[str, object]) -> tuple[str, str]:
+        """Open a session for a client that connects by itself. Returns its id and its key."""
+
+    def key_of(self, session: str) -> str | None:
+        """Return the key of a session, None if there is no such session."""
+
+
+Answer = Callable[[str, ChatRequest], Awaitable[ChatReply]]
