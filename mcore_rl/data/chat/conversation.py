@@ -161,6 +161,10 @@ class Conversation:
         stop = min(there, key=lambda stop: there[stop])
         return stop, there[stop]
 
+    def encode(self, text: str) -> list[int]:
+        """Tokenise a text in which special tokens are special tokens."""
+        return self._encode(text)
+
     def encode_plain(self, text: str) -> list[int]:
         """Tokenise a text in which special tokens are plain text."""
         return self._encode(text, plain=True)

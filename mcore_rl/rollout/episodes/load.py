@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.episodes import WITH_ENVIRONMENT, WITH_TOOLS
+from mcore_rl.config.episodes import GATEWAY, WITH_ENVIRONMENT, WITH_TOOLS
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.config.rules.images import WithoutImages
 from mcore_rl.config.rules.rollout import episode_of
@@ -21,6 +21,9 @@ from mcore_rl.rollout.episodes.images import ToolImages
 from mcore_rl.rollout.episodes.player import EpisodePlayer
 from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Session
 from mcore_rl.rollout.episodes.trace import Record
+from mcore_rl.rollout.gateway.episode import GatewayEpisode
+from mcore_rl.rollout.gateway.link import GatewayLink
+from mcore_rl.rollout.gateway.wire import GatewayAddress
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tools.parsers import ToolCallParser
 from mcore_rl.rollout.tools.toolbox import ToolBox
@@ -53,6 +56,8 @@ def load_episode(rollout: RolloutConfig) -> Episode:
     chosen, options = episode_of(rollout), dict(rollout.episode_kwargs)
     if chosen == WITH_TOOLS:
         return ToolEpisode()
+    if chosen == GATEWAY:
+        return GatewayEpisode(rollout)
     if chosen == WITH_ENVIRONMENT:
         assert rollout.environment is not None
         return EnvironmentEpisode(rollout.environment, options)
@@ -83,13 +88,19 @@ def start_episodes(
     record: Record,
     images: ImageProcessor | None = None,
     without_images: WithoutImages | None = None,
+    gateway: GatewayAddress | None = None,
 ) -> EpisodePlayer:
     """Start the player for the configured episodes on an engine, and their tools. `template_kwargs`:
     data.template_kwargs. `record` receives spans for the timeline. `images`, `without_images`: see tool_images.
+    `gateway` of this host: for rollout.episode=gateway.
 
     Raises: ConfigError if something cannot be loaded or rendered.
     """
-    player = EpisodePlayer(load_episode(rollout), loop, rollout, record)
+    episode = load_episode(rollout)
+    player = EpisodePlayer(episode, loop, rollout, record)
+    if isinstance(episode, GatewayEpisode):
+        assert gateway is not None, "the gateway of the host starts before its engines"
+        episode.link = player.run(GatewayLink.connect(gateway))
     # Started on the episodes' thread, which outlives the tool processes and makes all calls.
     tools = player.run(ToolBox.start(rollout, sandbox)) if rollout.tools is not None else None
     schemas = tools.schemas if tools is not None else []
@@ -98,7 +109,8 @@ def start_episodes(
     def parser_of(schemas: Sequence[ToolSchema]) -> ToolCallParser:
         return ToolCallParser(rollout.tool_parser, str(tokenizer.chat_template), [dict(schema) for schema in schemas])
 
-    parser = parser_of if schemas else None
+    # Programs behind the gateway bring their own tools.
+    parser = parser_of if schemas or isinstance(episode, GatewayEpisode) else None
     player.context = EpisodeContext(
         tokenizer,
         conversation,
@@ -140,7 +152,7 @@ def conversation_of(
     null.
     """
     conversation = Conversation(tokenizer, tools, stop_ids, template_kwargs)
-    facts = examine(conversation, tools=bool(tools), users=episode_of(rollout) == WITH_ENVIRONMENT)
+    facts = examine(conversation, tools=bool(tools), users=episode_of(rollout) in (WITH_ENVIRONMENT, GATEWAY))
     if facts.rewrites and rollout.history is None:
         raise ConfigError(
             "rollout.history: the chat template renders earlier turns differently once a message follows: "

@@ -77,7 +77,7 @@ def _outcome(
         tool_calls=session.num_tool_calls,
         tool_errors=session.num_tool_errors,
         seconds=dict(session.seconds),
-        extra=extra_of_turns(session.num_turns, session.tool_rewards),
+        extra={**extra_of_turns(session.num_turns, session.tool_rewards), **session.extra},
         messages=session.transcript(),
         parts={**tool_parts, **result.parts},
     )

@@ -233,7 +233,7 @@ class EpisodePlayer:
         turns = max_turns if prompt.max_turns is None else min(prompt.max_turns, max_turns)
         limits = EpisodeLimits(self._config, attempt.request.sampling.max_response_tokens, turns)
         context = self.context.offering(prompt.tools)
-        session = Session(context, client.generate, attempt, limits, traced)
+        session = Session(context, client.generate, attempt, limits, traced, client.begin)
         ended_in = FAILED
         try:
             outcome = await self._outcome(session, EpisodePrompt.of(prompt))

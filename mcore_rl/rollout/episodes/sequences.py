@@ -57,9 +57,9 @@ class TokenSequence:
             self._experts = np.concatenate([known, completion.routed_experts[len(known) :]])
         self.tokens = np.concatenate([token_ids, completion.token_ids]).astype(np.int32, copy=False)
 
-    def reward(self, value: float) -> None:
-        """Add to the reward of the last sampled turn."""
-        place = len(self.tokens) - len(self.prompt_ids) - 1
+    def reward(self, value: float, end: int | None = None) -> None:
+        """Add to the reward of the last sampled turn, or of the one that ended at length `end` of the sequence."""
+        place = (len(self.tokens) if end is None else end) - len(self.prompt_ids) - 1
         self._rewards[place] = self._rewards.get(place, 0.0) + value
 
     def trajectory(self, *, trained: bool = True) -> Trajectory:

@@ -68,6 +68,8 @@ class Sampled:
     """Text without special tokens and without the stop string that ended the turn."""
     sequence: TokenSequence = field(repr=False)
     prompt_end: list[int] = field(repr=False)
+    request_id: str = field(repr=False)
+    """Id of the request, which depends on the history only."""
     messages: list[ChatMessage] = field(default_factory=list, repr=False)
     """Message of the model, followed by the answers; empty until the turn is answered."""
 
@@ -105,7 +107,13 @@ class Session:
     """State of one episode. The request of `attempt` has the seed and the id of the episode."""
 
     def __init__(
-        self, context: EpisodeContext, sample: Sample, attempt: Attempt, limits: EpisodeLimits, trace: EpisodeTrace
+        self,
+        context: EpisodeContext,
+        sample: Sample,
+        attempt: Attempt,
+        limits: EpisodeLimits,
+        trace: EpisodeTrace,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         request, prompt, self._trained = attempt.request, attempt.prompt, attempt.trained
         self.seed = request.seed
@@ -118,6 +126,8 @@ class Session:
         self.prompt_ids = prompt.token_ids
         """Tokens of the row's prompt, int32 [P]."""
         self.book = SequenceBook()
+        self.first_messages: list[ChatMessage] = list(prompt.messages)
+        """Messages of the row, whose tokens are `prompt_ids`."""
         self.messages: list[ChatMessage] = list(prompt.messages)
         """Conversation so far, as rendered or parsed."""
         self.num_turns = self.num_tool_calls = self.num_tool_errors = 0
@@ -127,7 +137,12 @@ class Session:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.truncated = False
         """True if a limit truncated the last turn."""
-        self._context, self._sample, self._request, self._prompt, self._trace = context, sample, request, prompt, trace
+        self.context = context
+        self.begin = begin
+        """Marks the episode as started, after which no other engine takes it; the first turn does, too."""
+        self.extra: dict[str, object] = {}
+        """Fields that the episode adds to the graders' extra_info."""
+        self._sample, self._request, self._prompt, self._trace = sample, request, prompt, trace
         self._images = EpisodeImages(context.images, prompt.token_ids, request.images)
         self._tool_calls_under_way = 0
         self._turns: list[Sampled] = []
@@ -161,9 +176,15 @@ class Session:
         self.truncated = completion.finish_reason == "length"
         found = completion.token_ids.tolist()
         logp, versions, reason = completion.logp.tolist(), completion.versions.tolist(), completion.finish_reason
-        text = response_text(self._context.decoder, found, request.sampling.stop)
-        self._turns.append(Sampled(found, logp, versions, reason, text, sequence, ids[-PROMPT_END:].tolist()))
+        text = response_text(self.context.decoder, found, request.sampling.stop)
+        end, name = ids[-PROMPT_END:].tolist(), request.request_id
+        self._turns.append(Sampled(found, logp, versions, reason, text, sequence, end, name))
         return self._turns[-1]
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Count a call of `generate` without making it: equal later calls then get the seeds that they got before, when
+        that call was cancelled."""
+        self._requests[np.asarray(token_ids, np.int32).tobytes()] += 1
 
     async def call(self, tool_name: str, arguments: Mapping[str, object]) -> ToolResult:
         """Call a tool. Errors of the tool are returned as text for the model and counted.
@@ -171,7 +192,7 @@ class Session:
         Raises: EpisodeLimitError if the turn has reached its number of calls; DataError for images that the model or
         its chat template cannot read.
         """
-        if self._context.tools is None:
+        if self.context.tools is None:
             raise ConfigError("an episode calls a tool, but rollout.tools is not set")
         self.limits.check_calls(self._calls_of_turn)
         self._calls_of_turn += 1
@@ -185,7 +206,7 @@ class Session:
         kwargs = self._prompt.extra_info.get("tools_kwargs")
         kwargs = kwargs if isinstance(kwargs, Mapping) else {}
         with self._spent(TOOL_CALLING), self._traced_call():
-            answer = await self._context.tools.call(self.id, tool_name, dict(arguments), kwargs)
+            answer = await self.context.tools.call(self.id, tool_name, dict(arguments), kwargs)
             if answer.images:
                 answer = await self._images.read(tool_name, answer)
         self.num_tool_errors += answer.error is not None
@@ -208,16 +229,18 @@ class Session:
             raise ValueError("session.reward was called before session.generate")
         self._turns[-1].sequence.reward(float(value))
 
-    def parse(self, sampled: Sampled) -> ParsedMessage:
-        """Parse a turn into content, reasoning and tool calls, well-formed or not."""
-        if self._context.parser is None:
+    def parse(self, sampled: Sampled, context: EpisodeContext | None = None) -> ParsedMessage:
+        """Parse a turn into content, reasoning and tool calls, well-formed or not. `context`: of other tools than the
+        episode's."""
+        parser = (context or self.context).parser
+        if parser is None:
             return ParsedMessage(sampled.text, "", ())
-        decode = self._context.decoder.decode
+        decode = self.context.decoder.decode
         prompt = decode(sampled.prompt_end, skip_special_tokens=False)
         # The row's message may have opened the reasoning more than PROMPT_END tokens before its end.
         if self._begins_in_thought and sampled.prompt_end == self.prompt_ids[-PROMPT_END:].tolist():
             prompt = THOUGHT
-        return self._context.parser.parse(decode(self._without_stop(sampled), skip_special_tokens=False), prompt)
+        return parser.parse(decode(self._without_stop(sampled), skip_special_tokens=False), prompt)
 
     def render(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the token ids of new messages: of a whole conversation before the first turn, later of the messages
@@ -230,7 +253,7 @@ class Session:
             self.messages = list(messages)
             if self.messages == list(self._prompt.messages):
                 return self.prompt_ids.tolist()
-            return self._context.conversation.prompt_ids(messages)
+            return self.context.conversation.prompt_ids(messages)
         if self.limits.config.history == "new_sequence":
             raise ConfigError(
                 "rollout.history=new_sequence renders whole conversations: get the tokens of the next turn from "
@@ -244,14 +267,14 @@ class Session:
         assert self._turns, "nothing was sampled yet"
         self._note(messages)
         if self.limits.config.history == "new_sequence":
-            ids = self._context.conversation.prompt_ids(self.messages, continues=False)
+            ids = self.context.conversation.prompt_ids(self.messages, continues=False)
         else:
             ids = self._turns[-1].sequence.tokens.tolist() + self._ids_after_turn(messages)
         return self._shortened(ids) if self.limits.config.long_history == "drop_turns" else ids
 
     def encode(self, text: str) -> list[int]:
         """Tokenize plain text; special tokens are treated as text."""
-        return self._context.conversation.encode_plain(text)
+        return self.context.conversation.encode_plain(text)
 
     @property
     def keeps_sets(self) -> bool:
@@ -273,12 +296,12 @@ class Session:
 
     def _ids_after_turn(self, messages: Sequence[ChatMessage]) -> list[int]:
         last, answered = self._turns[-1], with_answer_ids(messages)
-        ids = self._context.conversation.ids_after_turn(answered, last.token_ids[-1])
+        ids = self.context.conversation.ids_after_turn(answered, last.token_ids[-1])
         return self._images.place(last.sequence.tokens, ids, answered)
 
     def _note(self, messages: Sequence[ChatMessage]) -> None:
         """Append the last sampled turn and `messages` to the conversation."""
-        last, context = self._turns[-1], self._context
+        last, context = self._turns[-1], self.context
         said = self.parse(last)
         written = context.decoder.decode(self._without_stop(last), skip_special_tokens=context.parser is None)
         turn = turn_message(context.conversation, said, written, messages)
@@ -290,7 +313,7 @@ class Session:
 
     def _without_stop(self, sampled: Sampled) -> list[int]:
         ids = sampled.token_ids
-        return ids[:-1] if ids and ids[-1] in self._context.stop_ids else ids
+        return ids[:-1] if ids and ids[-1] in self.context.stop_ids else ids
 
     def _shortened(self, ids: list[int]) -> list[int]:
         """Drop the oldest turns until another turn fits; the last turn always stays."""
@@ -301,7 +324,7 @@ class Session:
         while len(ids) + wanted > self.limits.context_tokens and len(kept) > 1:
             kept = kept[1:]
             shown = [*start, *(message for turn in kept for message in turn)]
-            ids = self._context.conversation.prompt_ids(shown, continues=False)
+            ids = self.context.conversation.prompt_ids(shown, continues=False)
         return ids
 
     def _options(self, given: SamplingOptions | Mapping[str, object] | None, room: int) -> SamplingOptions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -17,7 +17,7 @@ class ChatRequest:
 
     messages: as `data.chat.messages.normalized` returns them; empty if `prompt` is given.
     prompt: text or token ids to continue (`/v1/completions`), without a chat template.
-    tools: OpenAI schemas; None: the session's tools.
+    tools: OpenAI schemas; None: no tools.
     sampling: overrides by the names of `SamplingOptions`: temperature, top_p, top_k, min_p, stop, max_response_tokens.
     num_choices: number of independent replies.
     top_logprobs: None: log-probabilities are not returned; 0: of the sampled tokens.
@@ -37,7 +37,8 @@ class Choice:
 
     content: text without special tokens, reasoning, and calls.
     calls: readable calls with ids and the model's arguments; a call that cannot be read is part of `content`.
-    token_ids, logp, pieces: sampled tokens, their log-probabilities in nats, and their texts; equal lengths.
+    token_ids, logp: sampled tokens and their log-probabilities in nats.
+    pieces: texts of the tokens; empty unless log-probabilities are requested.
     stop: stop string that ended the reply, None otherwise.
     """
 
@@ -62,20 +63,41 @@ class ChatReply:
 
 
 class RefusedError(Exception):
-    """A request that cannot be answered. `status`: HTTP status. The text says what to change."""
+    """A request that cannot be answered. `status`: HTTP status. The text says what to change. `code`: OpenAI's name of
+    the error, by which clients decide what to do, such as context_length_exceeded."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, code: str | None = None) -> None:
         super().__init__(text)
-        self.status = status
+        self.status, self.code = status, code
 
 
 @dataclass(frozen=True)
 class Reward:
-    """Reward of a session, or of one call if `call` is its ChatReply.id. `extra`: further values for records."""
+    """Reward of a session, or of one call if `call` is its ChatReply.id. Rewards of a session replace each other,
+    rewards of a call are added."""
 
     value: float
     call: str | None = None
+
+
+@dataclass(frozen=True)
+class OpenedSession:
+    """A session that a client works on. `row`: the row's fields, without its answer."""
+
+    id: str
+    key: str
+    row: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class HarnessEnd:
+    """How the program of a session ended. `extra` is added to the graders' extra_info: exit code, output, files.
+
+    error: the program failed, so that nothing of the session is trained.
+    """
+
     extra: Mapping[str, object] = field(default_factory=dict)
+    error: str | None = None
 
 
 class Sessions(Protocol):
@@ -87,14 +109,11 @@ class Sessions(Protocol):
     async def reward(self, session: str, reward: Reward) -> None:
         """Add a reward to a session."""
 
-    async def end(self, session: str) -> None:
+    async def end(self, session: str, end: HarnessEnd) -> None:
         """End a session; its reward is final."""
 
-    async def open(self, fields: Mapping[str, object]) -> tuple[str, str]:
-        """Open a session for a client that connects by itself. Returns its id and its key."""
+    async def take(self, seconds: float) -> OpenedSession | None:
+        """Give a session to a program that asks for work. Waits up to `seconds`; None if there is no session."""
 
     def key_of(self, session: str) -> str | None:
         """Return the key of a session, None if there is no such session."""
-
-
-Answer = Callable[[str, ChatRequest], Awaitable[ChatReply]]

@@ -24,6 +24,10 @@ MAX_STRETCHES = 32
 are no calls. Further ones are treated as content."""
 
 
+_NO_CALLS = Format((), r"(?!)", lambda text, start, end: ([], end))
+"""Format whose calls begin nowhere."""
+
+
 class ParserError(McoreRLError):
     """A user's parser raised an error or did not return a ParsedMessage."""
 
@@ -131,6 +135,13 @@ class ToolCallParser:
             return MalformedCall(call.name, text, reason, call.id, call.arguments)
         problem = checker.problem(call.arguments)
         return call if problem is None else MalformedCall(call.name, text, problem, call.id, call.arguments)
+
+
+def split_reasoning(text: str, prompt: str = "") -> tuple[str, str]:
+    """Return content and reasoning of a message without tools, in which a text that looks like a call is content.
+    `prompt`: as for ToolCallParser.parse."""
+    content, reasoning, _ = _read(_NO_CALLS, text, prompt)
+    return content, reasoning
 
 
 def _chosen(spec: str, chat_template: str | None) -> str:

@@ -1,0 +1,229 @@
+"""Answers of the model to a session's requests: from messages to tokens, and from sampled tokens to a message."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mcore_rl.data.chat.messages import chat_call
+from mcore_rl.data.tokenizer import PLAIN
+from mcore_rl.errors import DataError
+from mcore_rl.rollout.episodes.limits import EpisodeLimitError
+from mcore_rl.rollout.episodes.session import EpisodeContext, Sampled, Session
+from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, FinishReason, RefusedError, Reward
+from mcore_rl.rollout.gateway.turns import Turn, TurnTree
+from mcore_rl.rollout.tools.parsers import MalformedCall, split_reasoning
+from mcore_rl.types.chat import ChatCall, ChatMessage, ToolSchema
+
+OBEYED = ("max_response_tokens", "stop")
+"""Options of a request that are always obeyed: they do not change the distribution of a token."""
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code, at which harnesses shorten their history."""
+
+ContextOf = Callable[[Sequence[ToolSchema] | None], EpisodeContext]
+"""Returns the context for a request's tools. Raises: RefusedError."""
+
+
+@dataclass
+class Counts:
+    """Counts of a session's requests. rewritten: requests whose history has a message of the model that was not sampled
+    in this session, or stands behind an edited message, so that their tokens are rendered from text."""
+
+    requests: int = 0
+    rewritten: int = 0
+    refused: int = 0
+
+
+@dataclass
+class Answers:
+    """Answers requests of one session.
+
+    obeys: take temperature and truncation from requests, and not from the run.
+    """
+
+    session: Session
+    context_of: ContextOf
+    obeys: bool
+    keeps_history: bool
+    """False with rollout.history=new_sequence: every request is rendered whole."""
+    turns: dict[str, list[Turn]] = field(default_factory=dict)
+    """Turns by the id of their reply, in the order of their ends."""
+    last: Turn | None = None
+    """Last reply."""
+    session_reward: float | None = None
+    """Last reward of the session."""
+    rewarded: list[Turn] = field(default_factory=list)
+    """Turns with a reward of their own."""
+    counts: Counts = field(default_factory=Counts)
+    _tree: TurnTree = field(default_factory=TurnTree)
+    _texts: dict[tuple[int, bytes], Turn] = field(default_factory=dict)
+    """Turns of prompts without messages, by the length and the digest of prompt and reply."""
+
+    async def answer(self, request: ChatRequest) -> ChatReply:
+        """Sample the replies to a request. Cancelling the call aborts them.
+
+        Raises: RefusedError for a request that cannot be answered; errors of the engine.
+        """
+        self.counts.requests += 1
+        try:
+            return await self._answer(request)
+        except EpisodeLimitError as limit:
+            self.counts.refused += 1
+            if limit.reason == "length":
+                raise RefusedError(400, f"maximum context length: {limit}", TOO_LONG) from limit
+            raise RefusedError(403, f"the session has ended: {limit}") from limit
+        except DataError as error:
+            self.counts.refused += 1
+            raise RefusedError(400, str(error)) from error
+
+    def skip(self, request: ChatRequest) -> None:
+        """Count a request that was dropped before its reply, when a session is played again."""
+        with contextlib.suppress(DataError, EpisodeLimitError):
+            ids = self._prompt_ids(request, self.context_of(request.tools))
+            for _ in range(request.num_choices):
+                self.session.skip(ids)
+
+    def reward(self, reward: Reward) -> None:
+        """Take a reward; one of an unknown call is refused.
+
+        Raises: RefusedError.
+        """
+        if reward.call is None:
+            self.session_reward = reward.value
+            return
+        if reward.call not in self.turns:
+            raise RefusedError(404, f"the session has no reply {reward.call}")
+        turn = self.turns[reward.call][-1]
+        turn.sampled.sequence.reward(reward.value, turn.end)
+        self.rewarded.append(turn)
+
+    async def _answer(self, request: ChatRequest) -> ChatReply:
+        context = self.context_of(request.tools)
+        ids = self._prompt_ids(request, context)
+        sampling = self._sampling(request.sampling)
+        # Started in this order, which gives equal requests the same seeds if the session is played again.
+        found = await asyncio.gather(*(self.session.generate(ids, sampling) for _ in range(request.num_choices)))
+        reply_id = _hashed(found[0].request_id)
+        choices = []
+        for number, sampled in enumerate(found):
+            choice = self._choice(request, context, sampled, f"{reply_id}{number}")
+            message = _message(choice)
+            turn = Turn(sampled, message, len(sampled.sequence.tokens))
+            self._keep(request, context.conversation.tools, turn, choice.content)
+            self.turns.setdefault(reply_id, []).append(turn)
+            self.last = turn
+            sampled.messages[:] = [message]
+            self.session.messages = [*request.messages, message]
+            choices.append(choice)
+        return ChatReply(reply_id, choices, len(ids), int(time.time()))
+
+    def _keep(self, request: ChatRequest, tools: Sequence[ToolSchema], turn: Turn, text: str) -> None:
+        """Keep a turn for requests that continue it."""
+        if request.prompt is None:
+            self._tree.add(tools, request.messages, turn)
+        elif isinstance(request.prompt, str):
+            whole = request.prompt + text
+            self._texts[len(whole), _digest(whole)] = turn
+
+    def _prompt_ids(self, request: ChatRequest, context: EpisodeContext) -> list[int]:
+        """Return the tokens of a request: sampled tokens as they were sampled, and new messages rendered."""
+        conversation, messages = context.conversation, request.messages
+        if request.prompt is not None:
+            return self._continued(request.prompt)
+        found = self._tree.find(conversation.tools, messages)
+        new = messages[found[1] :] if found else messages
+        unknown = any(message["role"] == "assistant" for message in new)
+        self.counts.rewritten += unknown
+        if found is None or unknown or not new or not self.keeps_history:
+            if list(messages) == self.session.first_messages and context is self.session.context:
+                return self.session.prompt_ids.tolist()
+            return conversation.prompt_ids(messages, continues=not found)
+        turn, _ = found
+        tokens = turn.token_ids
+        return tokens.tolist() + conversation.ids_after_turn(_named(new, turn.message), int(tokens[-1]))
+
+    def _continued(self, prompt: str | Sequence[int]) -> list[int]:
+        """Return the tokens of a prompt without messages. A text that begins with an earlier prompt and its reply keeps
+        their tokens."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        encode = self.session.context.conversation.encode
+        for (length, digest), turn in sorted(self._texts.items(), key=lambda item: -item[0][0]):
+            if length <= len(prompt) and _digest(prompt[:length]) == digest:
+                return turn.token_ids.tolist() + encode(prompt[length:])
+        return encode(prompt)
+
+    def _sampling(self, given: Mapping[str, object]) -> dict[str, object]:
+        """Return the options for session.generate."""
+        return {name: value for name, value in given.items() if self.obeys or name in OBEYED}
+
+    def _choice(self, request: ChatRequest, context: EpisodeContext, sampled: Sampled, name: str) -> Choice:
+        content, reasoning, calls = sampled.text, "", list[ChatCall]()
+        if request.prompt is None:
+            content, reasoning, calls = self._read(context, sampled)
+        pieces = list[str]()
+        if request.top_logprobs is not None:
+            pieces = [context.decoder.decode([token], skip_special_tokens=False) for token in sampled.token_ids]
+        finish: FinishReason = "length" if sampled.finish_reason == "length" else "tool_calls" if calls else "stop"
+        made = [
+            chat_call(call["function"]["name"], call["function"]["arguments"], call.get("id") or f"call_{name}{number}")
+            for number, call in enumerate(calls)
+        ]
+        stops = request.sampling.get("stop")
+        stop = self._stop(sampled, stops) if isinstance(stops, list | tuple) and finish == "stop" else None
+        return Choice(content, reasoning, made, finish, sampled.token_ids, sampled.logp, pieces, stop)
+
+    def _read(self, context: EpisodeContext, sampled: Sampled) -> tuple[str, str, list[ChatCall]]:
+        """Return content, reasoning and calls of a turn. A call that cannot be read is part of the content; a truncated
+        turn has no calls, since a truncated call may look like a complete one."""
+        if context.parser is None or sampled.finish_reason == "length":
+            before = context.decoder.decode(sampled.prompt_end, skip_special_tokens=False)
+            content, reasoning = split_reasoning(sampled.text, before)
+            return content, reasoning, []
+        parsed = self.session.parse(sampled, context)
+        texts, calls = [parsed.content], list[ChatCall]()
+        for call in parsed.calls:
+            if isinstance(call, MalformedCall) and (call.name is None or call.arguments is None):
+                texts.append(call.text)
+            else:
+                calls.append(chat_call(str(call.name), call.arguments or {}, call.id))
+        return "\n".join(filter(None, texts)), parsed.reasoning, calls
+
+    def _stop(self, sampled: Sampled, stops: Sequence[str]) -> str | None:
+        """Return the stop string that ended a turn, if one did."""
+        written = self.session.context.decoder.decode(sampled.token_ids, **PLAIN)
+        return next((stop for stop in stops if stop in written), None)
+
+
+def _message(choice: Choice) -> ChatMessage:
+    """Return a reply as a client sends it back."""
+    message: ChatMessage = {"role": "assistant", "content": choice.content}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["tool_calls"] = list(choice.calls)
+    return message
+
+
+def _named(messages: Sequence[ChatMessage], turn: ChatMessage) -> list[ChatMessage]:
+    """Add the names of the tools to their answers, which clients send with the id of the call only; some templates
+    write them."""
+    names = {call.get("id"): call["function"]["name"] for call in turn.get("tool_calls", ())}
+    named: list[ChatMessage] = []
+    for message in messages:
+        name = names.get(message.get("tool_call_id"))
+        named.append({**message, "name": name} if message["role"] == "tool" and name else message)
+    return named
+
+
+def _hashed(request_id: str) -> str:
+    """Return the id of a reply. It depends on the session and its history only, like the sampled tokens."""
+    return hashlib.blake2b(request_id.encode(), digest_size=12).hexdigest()
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,93 @@
+"""Episode of a program that talks to the gateway: rollout.episode=gateway."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mcore_rl.config.episodes import BY_HARNESS, LAST
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.chat.template import examine
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.rollout.episodes.outcome import EpisodeResult
+from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Sampled, Session
+from mcore_rl.rollout.gateway.answers import Answers
+from mcore_rl.rollout.gateway.exchange import HarnessEnd, RefusedError
+from mcore_rl.rollout.gateway.link import GatewayLink
+from mcore_rl.rollout.gateway.turns import digest_of
+from mcore_rl.types.chat import ToolSchema
+
+MAX_CONTEXTS = 256
+"""Number of sets of tools whose parsers are kept."""
+
+
+@dataclass
+class GatewayEpisode:
+    """Serves a session until its program ends. `link` is set before the first episode."""
+
+    rollout: RolloutConfig
+    link: GatewayLink | None = None
+    _contexts: dict[bytes, EpisodeContext] = field(default_factory=dict, init=False)
+
+    async def run(self, session: Session, prompt: EpisodePrompt) -> object:
+        """Same as Episode.run."""
+        assert self.link is not None, "the episodes of an engine start after its connection to the gateway"
+        session.begin()  # the program starts now: another engine must not take the episode
+        answers = Answers(
+            session,
+            functools.partial(self._context, session.context),
+            self.rollout.gateway_sampling == "request",
+            self.rollout.history != "new_sequence",
+        )
+        async with self.link.session(session.id, _row(prompt), answers) as ended:
+            end = await ended
+        return self._result(answers, end)
+
+    def _context(self, context: EpisodeContext, tools: Sequence[ToolSchema] | None) -> EpisodeContext:
+        """Return the context for the tools of a request. Equal tools share their parser.
+
+        Raises: RefusedError if the chat template cannot show them, or has no known format of calls.
+        """
+        offered = list(tools or ())
+        if offered == list(context.conversation.tools):
+            return context
+        key = digest_of(offered)
+        if key not in self._contexts:
+            if len(self._contexts) >= MAX_CONTEXTS:
+                self._contexts.pop(next(iter(self._contexts)))
+            try:
+                made = context.offering(offered)
+                examine(made.conversation, tools=bool(offered), users=False)
+            except (ConfigError, DataError) as error:
+                raise RefusedError(400, f"the tools cannot be shown to the model: {error}") from error
+            self._contexts[key] = made
+        return self._contexts[key]
+
+    def _result(self, answers: Answers, end: HarnessEnd) -> EpisodeResult:
+        """Return the rewarded sequences, by rollout.gateway_branches."""
+        if end.error is not None:
+            raise DataError(end.error)
+        counts = answers.counts
+        parts = {"gateway_requests": float(counts.requests), "gateway_rewritten": float(counts.rewritten)}
+        answers.session.extra |= end.extra
+        return EpisodeResult(answers.session_reward, parts=parts, sampled=self._trained(answers))
+
+    def _trained(self, answers: Answers) -> list[Sampled] | None:
+        """Return turns of the sequences that are trained; None: of all sequences."""
+        if self.rollout.gateway_branches == LAST and answers.last is not None:
+            return [answers.last.sampled]
+        if self.rollout.gateway_branches == BY_HARNESS and answers.rewarded:
+            return [turn.sampled for turn in answers.rewarded]
+        return None
+
+
+def _row(prompt: EpisodePrompt) -> dict[str, object]:
+    """Return the fields of a row for its program. The answer is left out: the model may read what its program reads."""
+    return {
+        "row": prompt.row,
+        "data_source": prompt.data_source,
+        "prompt": prompt.text,
+        "messages": prompt.messages,
+        "extra_info": prompt.extra_info,
+    }

@@ -1,0 +1,265 @@
+"""Sessions of a host's gateway: between the server, to which programs connect, and the engines that sample.
+
+The gateway outlives the engines. If an engine is lost, its sessions wait for another engine of the host that opens them
+again. It gets the same requests in the same order and answers them from the journal of sampled tokens with the replies
+that clients already have, then the open requests. Programs do not notice. A session that no engine opens again ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import secrets
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mcore_rl.processes import frames
+from mcore_rl.rollout.gateway import wire
+from mcore_rl.rollout.gateway.exchange import (
+    ChatReply,
+    ChatRequest,
+    HarnessEnd,
+    OpenedSession,
+    RefusedError,
+    Reward,
+)
+from mcore_rl.rollout.gateway.turns import digest_of
+from mcore_rl.types.chat import ChatMessage, ToolSchema
+
+REOPEN_SECONDS = 120.0
+"""Time in which an engine must open a session again whose engine was lost."""
+GONE = "the session has ended"
+MAX_OPEN = 64
+"""Maximum number of unanswered requests of a session."""
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request of a session, and its reply for the client. `reply_id` is known once an engine has answered."""
+
+    request: ChatRequest
+    answer: asyncio.Future[ChatReply]
+    reply_id: str | None = None
+    replied: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the reply of the current engine."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if it ended without a reply: the client has gone, or the request was refused."""
+        return self.answer.done() and self.reply_id is None
+
+
+@dataclass(eq=False)
+class _Session:
+    id: str
+    key: str
+    row: Mapping[str, object]
+    owner: _Engine | None
+    """Engine that has opened the session; None while it waits for one."""
+    engine: _Engine | None
+    """Engine that receives new requests: `owner`, or None while the session is played again."""
+    history: list[_Asked | Reward] = field(default_factory=list)
+    """Requests and rewards in the order in which they arrived, for another engine."""
+    messages: dict[bytes, ChatMessage] = field(default_factory=dict)
+    """Messages of all requests: each request repeats the conversation, and equal ones are stored once."""
+    tools: dict[bytes, Sequence[ToolSchema]] = field(default_factory=dict)
+    is_taken: bool = False
+    end: HarnessEnd | None = None
+    abandoned: asyncio.TimerHandle | None = None
+    replay: asyncio.Task[None] | None = None
+
+
+class _Engine:
+    """Connection of an engine."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._keys = itertools.count()
+        self.asked: dict[int, tuple[_Session, _Asked]] = {}
+
+    def call(self, session: _Session, asked: _Asked) -> int:
+        """Send a request; returns the key of its reply."""
+        key = next(self._keys)
+        self.asked[key] = session, asked
+        self.send(wire.CALL, key, session.id, asked.request)
+        return key
+
+    def send(self, *message: object) -> None:
+        frames.write(self._writer, message)
+
+
+class Hub:
+    """Implementation of exchange.Sessions. All methods run in one event loop.
+
+    token: what engines must send first.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._sessions: dict[str, _Session] = {}
+        self._free: deque[str] = deque()
+        """Sessions that wait for a program."""
+        self._freed = asyncio.Condition()
+
+    async def answer(self, session: str, request: ChatRequest) -> ChatReply:
+        """Same as Sessions.answer."""
+        found = self._live(session)
+        open_requests = sum(isinstance(each, _Asked) and not each.answer.done() for each in found.history)
+        if open_requests >= MAX_OPEN:
+            raise RefusedError(429, f"the session has {open_requests} unanswered requests; wait for their replies")
+        asked = _Asked(_interned(found, request), asyncio.get_running_loop().create_future())
+        found.history.append(asked)
+        key = None if found.engine is None else found.engine.call(found, asked)
+        try:
+            return await asked.answer
+        except asyncio.CancelledError:
+            if found.engine is not None and key is not None:
+                found.engine.send(wire.CANCEL, key)
+            raise
+
+    async def reward(self, session: str, reward: Reward) -> None:
+        """Same as Sessions.reward."""
+        found = self._live(session)
+        found.history.append(reward)
+        if found.engine is not None:
+            found.engine.send(wire.REWARD, session, reward)
+
+    async def end(self, session: str, end: HarnessEnd) -> None:
+        """Same as Sessions.end."""
+        self._end(self._live(session), end)
+
+    async def take(self, seconds: float) -> OpenedSession | None:
+        """Same as Sessions.take."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._freed:
+                while (found := self._next_free()) is None:
+                    await self._freed.wait()
+                found.is_taken = True
+                return OpenedSession(found.id, found.key, found.row)
+        return None
+
+    def key_of(self, session: str) -> str | None:
+        """Same as Sessions.key_of."""
+        found = self._sessions.get(session)
+        return None if found is None else found.key
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve the connection of an engine until it ends."""
+        engine = _Engine(writer)
+        try:
+            # Nothing is unpickled before the sender is known.
+            token = await reader.readexactly(len(self._token))
+            if not hmac.compare_digest(token, self._token.encode()):
+                return
+            while True:
+                match await frames.read(reader):
+                    case (wire.OPEN, str(session), row):
+                        await self._open(engine, session, row)
+                    case (wire.REPLY, int(key), reply):
+                        self._replied(engine, key, reply)
+                    case (wire.CLOSE, str(session)):
+                        self._close(engine, session)
+        except (EOFError, ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._lose(engine)
+            writer.close()
+
+    async def _open(self, engine: _Engine, session: str, row: Mapping[str, object]) -> None:
+        found = self._sessions.get(session)
+        if found is not None and found.abandoned is not None:
+            found.abandoned.cancel()
+            found.abandoned, found.owner = None, engine
+            found.replay = asyncio.create_task(self._play_again(engine, found))
+            return
+        # A row may be played again, for example in the next epoch; its earlier session has ended then.
+        if found is not None:
+            self._close(found.owner, session)
+        self._sessions[session] = _Session(session, secrets.token_urlsafe(24), row, engine, engine)
+        async with self._freed:
+            self._free.append(session)
+            self._freed.notify()
+
+    async def _play_again(self, engine: _Engine, session: _Session) -> None:
+        """Send the history of a session to another engine. The next request may continue a reply, so requests that were
+        answered are answered again one by one."""
+        for each in session.history:  # grows meanwhile
+            if isinstance(each, Reward):
+                engine.send(wire.REWARD, session.id, each)
+            elif each.is_dropped:
+                engine.send(wire.SKIP, session.id, each.request)
+            else:
+                each.replied.clear()
+                engine.call(session, each)
+                if each.reply_id is not None:
+                    await each.replied.wait()
+        session.engine, session.replay = engine, None
+        if session.end is not None:
+            engine.send(wire.ENDED, session.id, session.end)
+
+    def _replied(self, engine: _Engine, key: int, reply: ChatReply | wire.Refusal) -> None:
+        session, asked = engine.asked.pop(key)
+        asked.replied.set()
+        if asked.reply_id is not None and not (isinstance(reply, ChatReply) and reply.id == asked.reply_id):
+            # Its client has another reply, on which it may have acted.
+            self._end(session, HarnessEnd(error="an engine was lost, and its journal does not have the last replies"))
+        elif isinstance(reply, ChatReply):
+            asked.reply_id = reply.id
+        if asked.answer.done():  # the client has gone, or has this reply from the engine that was lost
+            return
+        if isinstance(reply, ChatReply):
+            asked.answer.set_result(reply)
+        else:
+            asked.answer.set_exception(RefusedError(reply.status, reply.text, reply.code))
+
+    def _end(self, session: _Session, end: HarnessEnd) -> None:
+        session.end = end
+        self._refuse_open(session)
+        if session.engine is not None:
+            session.engine.send(wire.ENDED, session.id, end)
+
+    def _close(self, engine: _Engine | None, session: str) -> None:
+        found = self._sessions.get(session)
+        if found is not None and found.owner is engine:
+            del self._sessions[session]
+            if found.replay is not None:
+                found.replay.cancel()
+            self._refuse_open(found)
+
+    def _lose(self, engine: _Engine) -> None:
+        loop = asyncio.get_running_loop()
+        for session in self._sessions.values():
+            if session.owner is engine:
+                if session.replay is not None:
+                    session.replay.cancel()
+                session.owner = session.engine = session.replay = None
+                session.abandoned = loop.call_later(REOPEN_SECONDS, self._close, None, session.id)
+
+    def _refuse_open(self, session: _Session) -> None:
+        for each in session.history:
+            if isinstance(each, _Asked) and not each.answer.done():
+                each.answer.set_exception(RefusedError(410, GONE))
+                each.answer.exception()  # asyncio warns about errors that nobody has read
+
+    def _next_free(self) -> _Session | None:
+        while self._free:
+            found = self._sessions.get(self._free.popleft())
+            if found is not None and not found.is_taken and found.end is None:
+                return found
+        return None
+
+    def _live(self, session: str) -> _Session:
+        found = self._sessions.get(session)
+        if found is None or found.end is not None:
+            raise RefusedError(410, GONE)
+        return found
+
+
+def _interned(session: _Session, request: ChatRequest) -> ChatRequest:
+    """Return the request with messages and tools of earlier requests where they are equal."""
+    messages = [session.messages.setdefault(digest_of(each), each) for each in request.messages]
+    tools = None if request.tools is None else session.tools.setdefault(digest_of(list(request.tools)), request.tools)
+    return replace(request, messages=messages, tools=tools)

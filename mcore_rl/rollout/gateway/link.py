@@ -1,0 +1,111 @@
+"""Engine's side of the connection to its host's gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+
+from mcore_rl.errors import WorkerDiedError
+from mcore_rl.processes import frames
+from mcore_rl.rollout.gateway import wire
+from mcore_rl.rollout.gateway.answers import Answers
+from mcore_rl.rollout.gateway.exchange import ChatRequest, HarnessEnd, RefusedError
+from mcore_rl.rollout.gateway.wire import GatewayAddress
+
+
+class _Open:
+    """An open session: its answers, and its end."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
+        self.ended: asyncio.Future[HarnessEnd] = asyncio.get_running_loop().create_future()
+        self.running: dict[int, asyncio.Task[None]] = {}
+
+
+class GatewayLink:
+    """Connection of an engine to a gateway, on the event loop of the engine's episodes. All sessions share it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._sessions: dict[str, _Open] = {}
+        self._session_of: dict[int, _Open] = {}
+        self._lost: WorkerDiedError | None = None
+        self._task = asyncio.create_task(self._receive())
+
+    @classmethod
+    async def connect(cls, address: GatewayAddress) -> GatewayLink:
+        """Connect to the gateway of this host."""
+        reader, writer = await asyncio.open_unix_connection(address.socket)
+        writer.write(address.token.encode())
+        return cls(reader, writer)
+
+    @contextlib.asynccontextmanager
+    async def session(
+        self, name: str, row: Mapping[str, object], answers: Answers
+    ) -> AsyncIterator[asyncio.Future[HarnessEnd]]:
+        """Serve a session in a block; yields its end. The end of the block cuts it: open requests are cancelled.
+
+        Raises: WorkerDiedError when the gateway is lost; the first error of the engine. The end has the error.
+        """
+        if self._lost is not None:
+            raise self._lost
+        opened = self._sessions[name] = _Open(answers)
+        frames.write(self._writer, (wire.OPEN, name, dict(row)))
+        try:
+            yield opened.ended
+        finally:
+            del self._sessions[name]
+            for task in opened.running.values():
+                task.cancel()
+            if self._lost is None:
+                frames.write(self._writer, (wire.CLOSE, name))
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                match await frames.read(self._reader):
+                    case (wire.CALL, int(key), str(session), request) if session in self._sessions:
+                        self._call(key, self._sessions[session], request)
+                    case (wire.SKIP, str(session), request) if session in self._sessions:
+                        self._sessions[session].answers.skip(request)
+                    case (wire.CANCEL, int(key)) if key in self._session_of:
+                        self._session_of[key].running[key].cancel()
+                    case (wire.REWARD, str(session), reward) if session in self._sessions:
+                        with contextlib.suppress(RefusedError):  # of a reply that was cancelled
+                            self._sessions[session].answers.reward(reward)
+                    case (wire.ENDED, str(session), end) if session in self._sessions:
+                        self._settle(self._sessions[session], end)
+        except (EOFError, ConnectionError):
+            self._lost = WorkerDiedError("the gateway of this host has ended")
+            for opened in self._sessions.values():
+                self._settle(opened, self._lost)
+
+    def _call(self, key: int, opened: _Open, request: ChatRequest) -> None:
+        opened.running[key] = asyncio.create_task(self._answer(key, opened, request))
+        self._session_of[key] = opened
+
+    async def _answer(self, key: int, opened: _Open, request: ChatRequest) -> None:
+        try:
+            try:
+                reply = await opened.answers.answer(request)
+            except RefusedError as error:
+                frames.write(self._writer, (wire.REPLY, key, wire.Refusal(error.status, str(error), error.code)))
+            else:
+                frames.write(self._writer, (wire.REPLY, key, reply))
+        except asyncio.CancelledError:
+            raise
+        # Errors of the engine, and the withdrawal of the episode, end the episode and not only the request.
+        except BaseException as error:
+            self._settle(opened, error)
+        finally:
+            del opened.running[key], self._session_of[key]
+
+    @staticmethod
+    def _settle(opened: _Open, end: HarnessEnd | BaseException) -> None:
+        if opened.ended.done():
+            return
+        if isinstance(end, BaseException):
+            opened.ended.set_exception(end)
+        else:
+            opened.ended.set_result(end)

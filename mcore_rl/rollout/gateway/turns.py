@@ -1,0 +1,115 @@
+"""Sampled turns of a session as a tree of conversations, to find the tokens of a conversation that a client sends back.
+
+A client sends a conversation whole with each request. Every message is a node; a node that the model sampled knows its
+tokens. The deepest such node on the path of a request gives the tokens so far, and only the messages after it are
+rendered. A client that edits a message, retries or continues several conversations creates branches.
+
+    u1 - A - t1 - B        request u1 A t1 extends the sequence that ends with A
+          \\ t2 - C        request u1 A t2 (another answer of a tool) starts a branch from the tokens of A
+    u1' - D                request u1' (an edited message) shares nothing
+
+A message of the model is recognized by its text and its calls: clients drop the reasoning, write JSON in other ways, or
+give calls new ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mcore_rl.data.chat.messages import REASONING_FIELDS, text_of
+from mcore_rl.rollout.episodes.session import Sampled
+from mcore_rl.types.chat import ChatMessage, ToolSchema
+
+IGNORED = frozenset({"tool_call_id", "id", "refusal", "annotations", "audio", "prefix", *REASONING_FIELDS})
+"""Fields that clients add, change or drop without changing what was said."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Turn of the model. `message`: as it was sent to the client. `end`: length of its sequence after the turn."""
+
+    sampled: Sampled
+    message: ChatMessage
+    end: int
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """All tokens up to the end of the turn, int32 [end]."""
+        # A slice of the sequence as it is now: a copy per turn would take quadratic memory.
+        return self.sampled.sequence.tokens[: self.end]
+
+
+@dataclass
+class _Node:
+    following: dict[bytes, _Node] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    """Turns that end at this node: several if equal messages were sampled from the same conversation."""
+
+
+class TurnTree:
+    """Turns of a session, by the conversations that they end."""
+
+    def __init__(self) -> None:
+        self._roots: dict[bytes, _Node] = {}
+
+    def find(self, tools: Sequence[ToolSchema], messages: Sequence[ChatMessage]) -> tuple[Turn, int] | None:
+        """Return the last sampled turn with which `messages` begin, and the number of messages up to it; None if they
+        begin with no sampled turn. Another set of tools is another conversation, since the prompt shows tools."""
+        node, found = self._roots.get(digest_of(list(tools))), None
+        for number, message in enumerate(messages, start=1):
+            node = None if node is None else node.following.get(key_of(message))
+            if node is None:
+                break
+            if turn := _chosen(node.turns, message):
+                found = turn, number
+        return found
+
+    def add(self, tools: Sequence[ToolSchema], messages: Sequence[ChatMessage], turn: Turn) -> None:
+        """Add the turn that answered `messages`."""
+        node = self._roots.setdefault(digest_of(list(tools)), _Node())
+        for message in (*messages, turn.message):
+            node = node.following.setdefault(key_of(message), _Node())
+        node.turns.append(turn)
+
+
+def key_of(message: ChatMessage) -> bytes:
+    """Return a key that is equal for messages that say the same."""
+    if message["role"] != "assistant":
+        return digest_of({name: value for name, value in message.items() if name not in IGNORED})
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    return digest_of(["assistant", text_of(message).strip(), calls])
+
+
+def _chosen(turns: Sequence[Turn], message: ChatMessage) -> Turn | None:
+    """Return the turn that a client sent back: by the ids of its calls if several are equal, else the latest.
+
+    A message with other reasoning than the turn's was edited.
+    """
+    same = [turn for turn in turns if _same_reasoning(turn.message, message)]
+    ids = _ids(message)
+    return next((turn for turn in reversed(same) if _ids(turn.message) == ids), same[-1] if same else None)
+
+
+def _same_reasoning(sent: ChatMessage, returned: ChatMessage) -> bool:
+    given = _reasoning(returned)
+    return given is None or given == _reasoning(sent)
+
+
+def _reasoning(message: Mapping[str, object]) -> str | None:
+    texts = (message.get(name) for name in REASONING_FIELDS)
+    return next((text.strip() for text in texts if isinstance(text, str) and text.strip()), None)
+
+
+def _ids(message: ChatMessage) -> list[str | None]:
+    return [call.get("id") for call in message.get("tool_calls", ())]
+
+
+def digest_of(value: object) -> bytes:
+    """Return a digest of a JSON value that does not depend on the order of keys."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -1,0 +1,45 @@
+"""Messages between the gateway of a host and the engines of that host, over a unix socket.
+
+An engine connects and sends its token; then, as tuples (kind, ...):
+
+    engine  -> gateway    open session row     the session may be taken by a program
+                          reply key reply      ChatReply, or Refusal
+                          close session        the episode has ended
+    gateway -> engine     call key session request
+                          skip session request  a request that was dropped, when a session is played again
+                          cancel key
+                          reward session reward
+                          ended session end    HarnessEnd
+
+Both ends are processes of this project. Texts of clients are strings inside these objects and are never unpickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OPEN, REPLY, CLOSE = "open", "reply", "close"
+CALL, SKIP, CANCEL, REWARD, ENDED = "call", "skip", "cancel", "reward", "ended"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A RefusedError as a message."""
+
+    status: int
+    text: str
+    code: str | None = None
+
+
+@dataclass(frozen=True)
+class GatewayAddress:
+    """Where a gateway listens.
+
+    socket: path of the unix socket for engines. token: what engines send first, and the key for taking sessions.
+    url: address for clients, without a path. clients: path of the unix socket for programs in sandboxes.
+    """
+
+    socket: str
+    token: str
+    url: str
+    clients: str
