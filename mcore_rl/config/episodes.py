@@ -11,6 +11,11 @@ LAST, ALL, BY_HARNESS = "last", "all", "by_harness"
 """Values of rollout.gateway_branches."""
 
 
+def harness_is_function(harness: str) -> bool:
+    """Return whether rollout.harness names a function; else it is a command."""
+    return ":" in harness and not any(character.isspace() for character in harness)
+
+
 @dataclass
 class EpisodeConfig:
     """Episode keys of RolloutConfig."""

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import date, time
 from decimal import Decimal
@@ -29,13 +29,13 @@ class LoneSurrogateError(DataError):
     """A string contains an unpaired surrogate, which can be neither tokenised nor written to a file."""
 
 
-def parse_json(text: str, where: str) -> JsonValue:
-    """Parse JSON text. `where` starts error messages.
+def parse_json(text: str, where: str, decode: Callable[[str], JsonValue] = json.loads) -> JsonValue:
+    """Parse JSON text. `where` starts error messages. `decode`: method of a decoder that accepts less than json.loads.
 
     Raises: DataError for invalid JSON or nesting deeper than MAX_NESTING; LoneSurrogateError.
     """
     try:
-        value: JsonValue = json.loads(text)
+        value = decode(text)
     except RecursionError:
         raise _too_deep(where) from None
     except ValueError as error:

@@ -14,6 +14,7 @@ from mcore_rl.algorithms.aggregation import check_mode
 from mcore_rl.algorithms.registry import configured_loss
 from mcore_rl.config import Config
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.episodes import harness_is_function
 from mcore_rl.config.objectives import RL
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
@@ -52,6 +53,8 @@ from mcore_rl.rewards.graders.loading import check_data_sources, load_grader, ru
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
 from mcore_rl.rollout.episodes.load import conversation_of, load_episode, tool_images
+from mcore_rl.rollout.gateway.harness.command import check_command
+from mcore_rl.rollout.gateway.harness.function import FunctionHarness
 from mcore_rl.rollout.tools.parsers import ToolCallParser
 from mcore_rl.rollout.tools.toolbox import check_tools
 from mcore_rl.sandbox.check import check_sandbox
@@ -256,6 +259,16 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, images: Im
     return RunData(prompts, None, reports, [*notes, *parts.notes], parts)
 
 
+def _check_harness(rollout: RolloutConfig, sandbox: SandboxConfig) -> None:
+    """Load the function of rollout.harness, or check that its command can run in the sandbox."""
+    if rollout.harness is None:
+        return
+    if harness_is_function(rollout.harness):
+        FunctionHarness(rollout.harness, rollout.episode_kwargs)
+    else:
+        check_command(rollout.harness, sandbox)
+
+
 def _check_episode(
     config: Config, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None
 ) -> tuple[list[JsonObject], list[str]]:
@@ -267,6 +280,7 @@ def _check_episode(
     if not has_turns(rollout):
         return [], []
     load_episode(rollout)
+    _check_harness(rollout, config.sandbox)
     schemas = check_tools(rollout, config.sandbox)
     stop_ids = eos_token_ids(tokenizer, config.model.hf_path)
     load = partial(conversation_of, rollout, config.data.template_kwargs, tokenizer, schemas, stop_ids)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from mcore_rl.config.episodes import GATEWAY
+from mcore_rl.config.rules.rollout import episode_of
 from mcore_rl.config.schema import Config
 from mcore_rl.resolved.placement import Guests, RunPlacement, Slot, place
 
@@ -40,12 +42,14 @@ class ProcessPlan:
 
     engines: the processes of each rollout engine, one per node that it spans; the first one leads it.
     guests: by configuration section.
+    gateways: one per node on which an engine is led, with rollout.episode=gateway.
     """
 
     placement: RunPlacement
     ranks: tuple[PlannedProcess, ...]
     engines: tuple[tuple[PlannedProcess, ...], ...]
     guests: dict[str, tuple[PlannedProcess, ...]]
+    gateways: tuple[PlannedProcess, ...] = ()
 
     def __iter__(self) -> Iterator[PlannedProcess]:
         """Yield trainer ranks, engines, and the processes of the other roles."""
@@ -54,6 +58,7 @@ class ProcessPlan:
             yield from hosts
         for of_section in self.guests.values():
             yield from of_section
+        yield from self.gateways
 
 
 def plan_processes(
@@ -103,7 +108,9 @@ def plan_processes(
         )
         for name, each in guests.items()
     }
-    return ProcessPlan(placement, tuple(ranks), tuple(engines), of_guests)
+    nodes = sorted({hosts[0].node for hosts in engines}) if episode_of(rollout) == GATEWAY else []
+    gateways = [PlannedProcess(f"gateway {number}", "rollout", node, 0, 0, (), 1) for number, node in enumerate(nodes)]
+    return ProcessPlan(placement, tuple(ranks), tuple(engines), of_guests, tuple(gateways))
 
 
 def engine_names(name: str, num_hosts: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from mcore_rl.config.rules.engine_support import sglang_keys
+from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.placement import Guests, RunPlacement, visible_devices
 from mcore_rl.resolved.process_plan import PlannedProcess, ProcessPlan, plan_processes
+from mcore_rl.rollout.gateway.wire import GatewayAddress
 from mcore_rl.runtime.addresses import missing_interface
 from mcore_rl.runtime.agreement import HostFacts, check_hosts, named_paths
 from mcore_rl.runtime.calls import ProcessHandle
@@ -24,6 +27,7 @@ from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.cores import shares_cores
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.gateway import GatewayActor, GatewayProcess, HostMemory, gateways_started
 from mcore_rl.runtime.health import Starts, Watch
 from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.output import ray_output_to
@@ -85,11 +89,13 @@ def launch(
         ranks = starter.create(TrainerActor, plan.ranks, num_gpus=int(cluster.uses_cuda))
         groups = {role.guests.section: starter.group(role, stages) for role in roles}
         fleet = starter.fleet(rollout.max_engine_restarts, journals)
+        gateways = starter.gateways()
         processes = RunProcesses(TrainerGroup(ranks, nodes, watch, trainers, stages), fleet, groups)
         starter.begin(config, show)
-        with shown_set_up(stages.board, watch) as begun:
-            _set_up(_context(config, prompts), plan.placement, roles, processes, show, begun)
-        yield processes
+        with gateways_started(gateways, config, starter.programs(rollout), watch) as addresses:
+            with shown_set_up(stages.board, watch) as begun:
+                _set_up(_context(config, prompts, addresses), plan.placement, roles, processes, show, begun)
+            yield processes
 
 
 @contextlib.contextmanager
@@ -111,19 +117,20 @@ def launch_engines(
     plan = plan_processes(config, guests_of(roles), with_engines=True, with_trainers=False)
     with _cluster(config, plan, logs, show) as starter:
         groups = {role.guests.section: starter.group(role, stages) for role in roles}
-        fleet = starter.fleet(0, None)
+        fleet, gateways = starter.fleet(0, None), starter.gateways()
         assert fleet is not None, "the plan has engines"
         starter.begin(config, show)
-        context = replace(_context(config, prompts), loads_weights=True)
-        starting: Starts = {}
-        for engine in fleet.engines:
-            # Ray has set the GPUs that each process may see.
-            starting[engine.set_up(context, [None] * len(engine.processes))] = engine.processes
-        for group in groups.values():
-            starting |= group.set_up(context, [""] * len(group.processes))
-        starter.watch.get_started(starting)
-        show("engines and other models ready" if roles else f"{_count(fleet.num_engines, 'rollout engine')} ready")
-        yield EngineProcesses(fleet, groups)
+        with gateways_started(gateways, config, starter.programs(config.rollout), starter.watch) as addresses:
+            context = replace(_context(config, prompts, addresses), loads_weights=True)
+            starting: Starts = {}
+            for engine in fleet.engines:
+                # Ray has set the GPUs that each process may see.
+                starting[engine.set_up(context, [None] * len(engine.processes))] = engine.processes
+            for group in groups.values():
+                starting |= group.set_up(context, [""] * len(group.processes))
+            starter.watch.get_started(starting)
+            show("engines and other models ready" if roles else f"{_count(fleet.num_engines, 'rollout engine')} ready")
+            yield EngineProcesses(fleet, groups)
 
 
 @contextlib.contextmanager
@@ -152,8 +159,11 @@ def _cluster(config: Config, plan: ProcessPlan, logs: Path, show: Callable[[str]
         yield _Starter(plan, nodes, watch, str(logs), several_threads)
 
 
-def _context(config: Config, prompts: Mapping[str, PromptSource]) -> SetUpContext:
-    return SetUpContext(config, {name: ray.put(prompt_set) for name, prompt_set in prompts.items()})
+def _context(
+    config: Config, prompts: Mapping[str, PromptSource], gateways: Mapping[HostMemory, GatewayAddress]
+) -> SetUpContext:
+    references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
+    return SetUpContext(config, references, gateways=gateways)
 
 
 def guests_of(roles: Sequence[Role]) -> dict[str, Guests]:
@@ -258,6 +268,14 @@ class _Starter:
             peers = [self._peers(each) for each in hosts]
             engines.append(FleetEngine(number, hosts[0].name, options, peers, self.watch, self.logs, journals))
         return Fleet(engines, self.watch, max_restarts) if engines else None
+
+    def gateways(self) -> list[ProcessHandle[GatewayProcess]]:
+        return self.create(GatewayActor, self.plan.gateways)
+
+    def programs(self, rollout: RolloutConfig) -> int:
+        """Return the maximum number of programs of a host at a time: one per episode of its engines."""
+        leading = Counter(hosts[0].node for hosts in self.plan.engines)
+        return concurrent_episodes(rollout) * max(leading.values(), default=1)
 
     def _peers(self, planned: PlannedProcess) -> int | None:
         return planned.peers if self.several_threads else None

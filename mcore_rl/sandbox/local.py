@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from mcore_rl.config.sandbox import SandboxConfig
@@ -118,8 +118,12 @@ class LocalSandbox:
         stdin: bytes = b"",
         files: Mapping[str, bytes] | None = None,
         fetch: tuple[str, ...] = (),
+        stopped: Callable[[], bool] = lambda: False,
     ) -> Outcome:
-        """Run a command given by absolute paths inside the sandbox. Raises: SandboxError like run()."""
+        """Run a command given by absolute paths inside the sandbox. It is killed soon after `stopped` returns True.
+
+        Raises: SandboxError like run().
+        """
         limits = limits or self._limits
         with self._slots:
             confined = self._started(command, limits, files or {}, fetch)
@@ -129,8 +133,9 @@ class LocalSandbox:
                 stdout = confined.receive(confined.process.stdout, output)
                 stderr = confined.receive(confined.process.stderr, output)
                 packed = confined.receive(confined.results, Budget((limits.tmp_mib + 1) * MIB))
-                why = confined.until(lambda: False, limits.seconds)
-                if why == "exit" and not confined.wait(max(0.0, limits.seconds - (time.monotonic() - started))):
+                why = confined.until(stopped, limits.seconds)
+                left = limits.seconds - (time.monotonic() - started)
+                if stopped() or (why == "exit" and not confined.wait(max(0.0, left))):
                     why = "timeout"
                 if confined.memory_exceeded():
                     why = "memory"

@@ -7,8 +7,8 @@ import os
 from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, AlgorithmConfig, is_supervised
 from mcore_rl.config.episodes import GATEWAY, SINGLE_TURN, WITH_ENVIRONMENT, WITH_TOOLS
 from mcore_rl.config.fields import reject_unless_default, written
-from mcore_rl.config.functions import names_function
 from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.rules.gateway import check_gateway, takes_options
 from mcore_rl.config.sampling import MTP, NGRAM, NO_DRAFTS
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.config.staleness import FINISH, RECOMPUTE
@@ -24,10 +24,6 @@ TOOL_KEYS = (
     *("tool_answer_characters", "tool_answer_images", "tool_answer_keep"),
 )
 """Keys that have no effect without tools."""
-GATEWAY_KEYS = (
-    *("harness", "harness_files", "gateway_address", "gateway_port", "gateway_branches", "gateway_sampling"),
-)
-"""Keys that have no effect without the gateway."""
 EPISODES_PER_REQUEST = 4
 """Default number of running episodes per request that an engine decodes."""
 MIN_TEMPERATURE = 0.01
@@ -85,33 +81,15 @@ def check_episodes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
         raise ConfigError(
             f"rollout.environment={rollout.environment} is not used by rollout.episode={chosen}; remove one of them"
         )
-    if chosen == GATEWAY:
-        _check_gateway(rollout)
-    else:
-        reject_unless_default("rollout", rollout, f"set rollout.episode={GATEWAY}", GATEWAY_KEYS)
+    check_gateway(rollout, chosen)
     if rollout.tools is not None and chosen in (SINGLE_TURN, WITH_ENVIRONMENT, GATEWAY):
         raise ConfigError(f"rollout.tools={rollout.tools} is not used by rollout.episode={chosen}; remove it")
-    if rollout.episode_kwargs and not (names_function(chosen) or chosen == WITH_ENVIRONMENT):
+    if rollout.episode_kwargs and not takes_options(rollout, chosen):
         raise ConfigError(f"rollout.episode_kwargs is not used by rollout.episode={chosen}; remove it")
     if chosen == SINGLE_TURN:
         remedy = "set rollout.episode, rollout.tools or rollout.environment"
         reject_unless_default("rollout", rollout, remedy, TURN_KEYS)
     _check_limits(rollout)
-
-
-def _check_gateway(rollout: RolloutConfig) -> None:
-    if rollout.harness is not None and not rollout.harness.strip():
-        raise ConfigError("rollout.harness is empty; set it to a command, to module_or_file.py:name, or to null")
-    if rollout.harness_files and (rollout.harness is None or names_function(rollout.harness)):
-        raise ConfigError(
-            f"rollout.harness_files names files of a command, but rollout.harness is {written(rollout.harness)}; "
-            "remove it, or return what the reward needs from the function"
-        )
-    if rollout.long_history == "drop_turns":
-        raise ConfigError(
-            f"rollout.long_history=drop_turns is not used by rollout.episode={GATEWAY}: a program shortens its own "
-            "history when a reply fails with context_length_exceeded; set rollout.long_history=end"
-        )
 
 
 def _check_limits(rollout: RolloutConfig) -> None:

@@ -115,5 +115,8 @@ class Sessions(Protocol):
     async def take(self, seconds: float) -> OpenedSession | None:
         """Give a session to a program that asks for work. Waits up to `seconds`; None if there is no session."""
 
+    async def closed(self, session: str, seconds: float) -> bool:
+        """Wait up to `seconds` for the end of a session; return whether it has ended."""
+
     def key_of(self, session: str) -> str | None:
         """Return the key of a session, None if there is no such session."""

@@ -67,6 +67,7 @@ class _Session:
     """Messages of all requests: each request repeats the conversation, and equal ones are stored once."""
     tools: dict[bytes, Sequence[ToolSchema]] = field(default_factory=dict)
     is_taken: bool = False
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
     end: HarnessEnd | None = None
     abandoned: asyncio.TimerHandle | None = None
     replay: asyncio.Task[None] | None = None
@@ -140,6 +141,14 @@ class Hub:
                 found.is_taken = True
                 return OpenedSession(found.id, found.key, found.row)
         return None
+
+    async def closed(self, session: str, seconds: float) -> bool:
+        """Same as Sessions.closed."""
+        if (found := self._sessions.get(session)) is None:
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(found.closed.wait(), seconds)
+        return found.closed.is_set()
 
     def key_of(self, session: str) -> str | None:
         """Same as Sessions.key_of."""
@@ -217,6 +226,7 @@ class Hub:
 
     def _end(self, session: _Session, end: HarnessEnd) -> None:
         session.end = end
+        session.closed.set()
         self._refuse_open(session)
         if session.engine is not None:
             session.engine.send(wire.ENDED, session.id, end)
@@ -227,6 +237,7 @@ class Hub:
             del self._sessions[session]
             if found.replay is not None:
                 found.replay.cancel()
+            found.closed.set()
             self._refuse_open(found)
 
     def _lose(self, engine: _Engine) -> None:

@@ -26,6 +26,7 @@ from mcore_rl.engines.settings import ONE_HOST, EngineHosts, EngineSettings
 from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader
 from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
+from mcore_rl.rollout.gateway.wire import GatewayAddress
 from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.results import grades_of
@@ -51,6 +52,7 @@ from mcore_rl.types import (
 from mcore_rl.vision.processor import ImageProcessor
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.engine_config import has_vision_tower
+from mcore_rl.weights.transports.hosts import this_host
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
@@ -106,7 +108,8 @@ class EngineProcess(RunProcess):
             self.receiver: RankEngine = engine
             self.loop = EngineLoop(engine, None if journal is None else TokenJournal(Path(journal)))
             images = _image_processor(config, tokenizer, resolved.values())
-            player = _player(config, self.loop, tokenizer, self._episodes.record, images)
+            gateway = context.gateways.get(this_host().memory)
+            player = _player(config, self.loop, tokenizer, self._episodes.record, images, gateway)
             worker = RolloutWorker(
                 player,
                 DeferredRewarder() if config.reward.batch == STEP else rewarder,
@@ -333,6 +336,7 @@ def _player(
     tokenizer: Any,
     record: Callable[[str, float, float], None],
     images: ImageProcessor | None,
+    gateway: GatewayAddress | None,
 ) -> Player:
     """Create the player of single turns, or of episodes with their tools."""
     if not has_turns(config.rollout):
@@ -349,6 +353,7 @@ def _player(
         record=record,
         images=images,
         without_images=setting_without_images(config),
+        gateway=gateway,
     )
 
 

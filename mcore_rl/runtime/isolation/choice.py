@@ -11,9 +11,11 @@ from pathlib import Path
 
 import psutil
 
+from mcore_rl.config.episodes import GATEWAY
 from mcore_rl.config.fields import urls_of
 from mcore_rl.config.observe import ObserveConfig
-from mcore_rl.config.schema import Config
+from mcore_rl.config.rules.rollout import episode_of
+from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.isolation import namespace
 
@@ -70,7 +72,7 @@ def reason_for_own_network(config: Config) -> str | None:
     reason = f"cluster.isolation={wanted}" + (f": {_names(others)} logged in on this host" if others else "")
     servers = {"judge.url": config.judge.url, "sandbox.url": config.sandbox.url, **_observers(config.observe)}
     servers |= {entry.key("url"): entry.url for entry in config.teacher.entries}
-    servers |= urls_of(config)
+    servers |= urls_of(config) | _gateway(config.rollout)
     if addresses := [f"{key}={value}" for key, value in servers.items() if value is not None]:
         raise ConfigError(
             f"{reason}, and a run with a network of its own cannot reach {' and '.join(addresses)}; {REMEDY}"
@@ -81,6 +83,15 @@ def reason_for_own_network(config: Config) -> str | None:
             f"kernel.unprivileged_userns_clone=1 or an AppArmor profile); {REMEDY}"
         )
     return reason
+
+
+def _gateway(rollout: RolloutConfig) -> dict[str, str | None]:
+    """Return the settings of a gateway that programs outside of the run must reach."""
+    if episode_of(rollout) != GATEWAY:
+        return {}
+    outside = {"rollout.harness": "null (programs take sessions by themselves)"} if rollout.harness is None else {}
+    is_local = rollout.gateway_address in ("127.0.0.1", "::1", "localhost")
+    return outside | {"rollout.gateway_address": None if is_local else rollout.gateway_address}
 
 
 def _observers(observe: ObserveConfig) -> dict[str, str | None]:

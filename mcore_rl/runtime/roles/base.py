@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -21,6 +21,7 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.processes.compile_caches import use_node_directories
 from mcore_rl.processes.stack_requests import request_stacks
 from mcore_rl.processes.stacks import write_stacks_to
+from mcore_rl.rollout.gateway.wire import GatewayAddress
 from mcore_rl.runtime.addresses import free_port, meet_at
 from mcore_rl.runtime.agreement import HostFacts, host_facts
 from mcore_rl.runtime.calls import ProcessHandle, Ref, call_all, remote_method
@@ -49,12 +50,14 @@ class SetUpContext:
 
     visible_devices: GPUs that the process may see; None: Ray has set them.
     loads_weights: rollout engines load model.hf_path; otherwise they wait for the first weight sync.
+    gateways: with rollout.episode=gateway, by the memory of their host (Host.memory).
     """
 
     config: Config
     prompts: Mapping[str, Ref[PromptSource]]
     visible_devices: str | None = None
     loads_weights: bool = False
+    gateways: Mapping[tuple[str, int], GatewayAddress] = field(default_factory=dict)
 
     def prepare_environment(self) -> None:
         """Hide the node's other GPUs from this process and place its compile caches, before torch is imported in it."""

@@ -1,0 +1,41 @@
+"""Rules for keys of rollout.episode=gateway."""
+
+from __future__ import annotations
+
+from mcore_rl.config.episodes import GATEWAY, WITH_ENVIRONMENT, harness_is_function
+from mcore_rl.config.fields import reject_unless_default, written
+from mcore_rl.config.functions import names_function
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.errors import ConfigError
+
+GATEWAY_KEYS = (
+    *("harness", "harness_files", "gateway_address", "gateway_port", "gateway_branches", "gateway_sampling"),
+)
+"""Keys that have no effect without the gateway."""
+
+
+def takes_options(rollout: RolloutConfig, episode: str) -> bool:
+    """Return whether rollout.episode_kwargs has an effect."""
+    if episode == GATEWAY:
+        return rollout.harness is not None and harness_is_function(rollout.harness)
+    return names_function(episode) or episode == WITH_ENVIRONMENT
+
+
+def check_gateway(rollout: RolloutConfig, episode: str) -> None:
+    """Raise ConfigError for keys of the gateway that contradict each other or have no effect. `episode`: the value of
+    rollout.episode or of its default."""
+    if episode != GATEWAY:
+        reject_unless_default("rollout", rollout, f"set rollout.episode={GATEWAY}", GATEWAY_KEYS)
+        return
+    if rollout.harness is not None and not rollout.harness.strip():
+        raise ConfigError("rollout.harness is empty; set it to a command, to module_or_file.py:name, or to null")
+    if rollout.harness_files and (rollout.harness is None or harness_is_function(rollout.harness)):
+        raise ConfigError(
+            f"rollout.harness_files names files of a command, but rollout.harness is {written(rollout.harness)}; "
+            "remove it, or return what the reward needs from the function"
+        )
+    if rollout.long_history == "drop_turns":
+        raise ConfigError(
+            f"rollout.long_history=drop_turns is not used by rollout.episode={GATEWAY}: a program shortens its own "
+            "history when a reply fails with context_length_exceeded; set rollout.long_history=end"
+        )

@@ -1,0 +1,192 @@
+"""The gateway's HTTP server: sessions behind OpenAI's and Anthropic's interfaces.
+
+    POST   /sessions                             take a session: {"id", "key", "row"}; 204 if there is none
+    POST   /sessions/<id>/reward                 {"reward": number, "call": id of a reply or null}
+    GET    /sessions/<id>?seconds=10             wait for the end of a session: {"ended": true or false}
+    DELETE /sessions/<id>                        end a session: {"extra": {...}, "error": text or null}
+    POST   /sessions/<id>/v1/chat/completions    and /v1/completions, /v1/responses, /v1/messages
+    GET    /sessions/<id>/v1/models
+    GET    /health
+
+Every session has its own key, which clients send as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from mcore_rl.data.json_text import to_plain
+from mcore_rl.rollout.gateway.answering import Answering, ClientLeftError, json_response, refusal, unless_left
+from mcore_rl.rollout.gateway.bodies import json_body
+from mcore_rl.rollout.gateway.dialects import chat_completions, completions, messages, responses
+from mcore_rl.rollout.gateway.dialects.fields import Fields
+from mcore_rl.rollout.gateway.dialects.interface import Dialect, json_bytes
+from mcore_rl.rollout.gateway.exchange import ChatReply, HarnessEnd, RefusedError, Reward, Sessions
+from mcore_rl.rollout.gateway.histories import Histories
+from mcore_rl.types.json import JsonObject
+
+DIALECTS = (chat_completions.DIALECT, completions.DIALECT, responses.DIALECT, messages.DIALECT)
+MAX_WAIT_SECONDS = 60.0
+"""Maximum time for which a request for a session waits; clients ask again."""
+MAX_REWARD = 1e30
+"""Limit of a reward: larger ones overflow the float32 sums of advantages."""
+
+
+def application(sessions: Sessions, *, model: str, admin_token: str | None, max_body_bytes: int) -> FastAPI:
+    """Return the server as an ASGI application.
+
+    model: name of the model in replies.
+    admin_token: key that takes sessions, and rewards and ends all of them; None: nobody takes sessions over HTTP.
+    max_body_bytes: larger bodies are refused with status 413 before they are read.
+    """
+    app = FastAPI(title="mcore-rl gateway", openapi_url=None, docs_url=None, redoc_url=None)
+    server = _Server(sessions, model, admin_token, max_body_bytes)
+    for dialect in DIALECTS:
+        app.add_api_route(f"/sessions/{{session}}{dialect.path}", server.endpoint(dialect), methods=["POST"])
+    app.add_api_route("/sessions/{session}/v1/models", server.models, methods=["GET"])
+    app.add_api_route("/sessions", server.take, methods=["POST"])
+    app.add_api_route("/sessions/{session}/reward", server.reward, methods=["POST"])
+    app.add_api_route("/sessions/{session}", server.wait, methods=["GET"])
+    app.add_api_route("/sessions/{session}", server.end, methods=["DELETE"])
+    app.add_api_route("/health", _health, methods=["GET"])
+    app.add_exception_handler(RefusedError, _on_refusal)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_failure)  # the exception is raised again, for the server's log
+    return app
+
+
+class _Server:
+    """Handlers of the routes."""
+
+    def __init__(self, sessions: Sessions, model: str, admin_token: str | None, max_body_bytes: int) -> None:
+        self._sessions, self._model, self._admin, self._max_bytes = sessions, model, admin_token, max_body_bytes
+        self._histories = Histories(lambda session: sessions.key_of(session) is not None)
+
+    def endpoint(self, dialect: Dialect) -> Callable[[str, Request], Awaitable[Response]]:
+        """Return the handler of a dialect's requests."""
+
+        async def handle(session: str, request: Request) -> Response:
+            self._check_key(request, self._sessions.key_of(session))
+            body = await json_body(request, self._max_bytes)
+            call = dialect.read(body, self._model, lambda reply: self._histories.find(session, reply))
+
+            async def answer() -> ChatReply:
+                reply = await self._sessions.answer(session, call.request)
+                if conversation := call.conversation(reply):
+                    self._histories.keep(session, reply.id, conversation)
+                return reply
+
+            return Answering(dialect, call, answer)
+
+        return handle
+
+    async def models(self, session: str, request: Request) -> Response:
+        """List the model, in a form that the clients of both vendors read."""
+        self._check_key(request, self._sessions.key_of(session))
+        model: JsonObject = {
+            "id": self._model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "mcore-rl",
+            "type": "model",
+            "display_name": self._model,
+            "created_at": "1970-01-01T00:00:00Z",
+            "lifecycle": "active",
+        }
+        ends: JsonObject = {"first_id": self._model, "last_id": self._model, "has_more": False}
+        return _json({"object": "list", "data": [model], **ends})
+
+    async def take(self, request: Request) -> Response:
+        """Give a session to a client that asks for work; {"seconds": 10} waits for one."""
+        if self._admin is None:
+            raise RefusedError(403, "this server gives no sessions to clients: it has no token for them")
+        self._check_key(request)
+        fields = Fields(await json_body(request, self._max_bytes))
+        try:
+            opened = await unless_left(request, self._sessions.take(fields.number("seconds", 0, MAX_WAIT_SECONDS) or 0))
+        except ClientLeftError:
+            return Response(status_code=499)  # nobody reads it
+        if opened is None:
+            return Response(status_code=204)
+        return _json({"id": opened.id, "key": opened.key, "row": to_plain(opened.row)})
+
+    async def reward(self, session: str, request: Request) -> Response:
+        """Add a reward to a session or to one of its replies."""
+        self._check_key(request, self._sessions.key_of(session))
+        fields = Fields(await json_body(request, self._max_bytes))
+        value = fields.number("reward", -MAX_REWARD, MAX_REWARD)
+        if value is None:
+            raise fields.wrong("reward", "a number")
+        await self._sessions.reward(session, Reward(value, fields.text("call", "") or None))
+        return _json({})
+
+    async def wait(self, session: str, request: Request, seconds: float = 0) -> Response:
+        """Wait for the end of a session."""
+        self._check_key(request, self._sessions.key_of(session))
+        limit = min(max(seconds, 0.0), MAX_WAIT_SECONDS)
+        try:
+            ended = await unless_left(request, self._sessions.closed(session, limit))
+        except ClientLeftError:
+            return Response(status_code=499)  # nobody reads it
+        return _json({"ended": ended})
+
+    async def end(self, session: str, request: Request) -> Response:
+        """End a session."""
+        self._check_key(request, self._sessions.key_of(session))
+        fields = Fields(await json_body(request, self._max_bytes))
+        extra = fields.get("extra") or {}
+        if not isinstance(extra, dict):
+            raise fields.wrong("extra", "an object")
+        await self._sessions.end(session, HarnessEnd(extra, fields.text("error", "") or None))
+        return _json({})
+
+    def _check_key(self, request: Request, expected: str | None = None) -> None:
+        """Raise RefusedError unless the request has the expected key or the server's token.
+
+        Unknown sessions and wrong keys have the same error in the same time, so that sessions cannot be listed.
+        """
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        given = [token.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
+        # A key that nobody has stands for a missing one.
+        accepted = [expected or secrets.token_hex(), self._admin or secrets.token_hex()]
+        # A list: `any` of a generator would stop at the first match.
+        equal = [hmac.compare_digest(each.encode(), key.encode()) for each in given for key in accepted]
+        if not any(equal):
+            text = (
+                "no such session, or a wrong key: send the session's key as `Authorization: Bearer KEY` or `x-api-key`"
+            )
+            raise RefusedError(401, text, "invalid_api_key")
+
+
+async def _health() -> Response:
+    return _json({"status": "ok"})
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return refusal(_dialect_of(request), error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}"
+    return refusal(_dialect_of(request), RefusedError(error.status_code, f"{what}: {error.detail}"))
+
+
+async def _on_failure(request: Request, error: Exception) -> Response:
+    return refusal(_dialect_of(request), RefusedError(500, "the server failed; its log has the error"))
+
+
+def _dialect_of(request: Request) -> Dialect:
+    """Return the dialect of a path; that of OpenAI for other paths."""
+    path = request.url.path
+    return messages.DIALECT if messages.DIALECT.path in path else chat_completions.DIALECT
+
+
+def _json(value: JsonObject) -> Response:
+    return json_response(200, json_bytes(value))

@@ -1,0 +1,162 @@
+"""OpenAI's chat interface: /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mcore_rl.data.chat.messages import REASONING_FIELDS
+from mcore_rl.rollout.gateway.dialects import replies, requests
+from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
+from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event
+from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.types.chat import ToolSchema
+from mcore_rl.types.json import JsonObject, JsonValue
+
+FIELDS = FieldTable(
+    read=requests.SAMPLING_FIELDS
+    | set("messages tools tool_choice n stop max_tokens max_completion_tokens".split())
+    | set("logprobs top_logprobs stream stream_options".split()),
+    # `seed`: every sample has a seed of the run, so that the run can be repeated. `reasoning_effort`, `verbosity` and
+    # `prediction` are for OpenAI's models. The others concern accounts, storage and caches.
+    ignored=frozenset(
+        """model seed user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options
+        prompt_cache_retention reasoning_effort verbosity prediction""".split()
+    ),
+    refused={
+        **requests.REFUSED_SAMPLING,
+        "response_format": Refused(({"type": "text"},), "formats other than text cannot be enforced"),
+        "parallel_tool_calls": Refused((True,), "the number of calls cannot be limited"),
+        "modalities": Refused((["text"],), "only text can be sampled"),
+        "functions": Refused(([],), "send `tools`"),
+        "function_call": Refused(("auto", "none"), "send `tools` and `tool_choice`"),
+        "chat_template_kwargs": Refused(({},), "set data.template_kwargs of the run"),
+        "chat_template": Refused((), "the run's template is used"),
+        "add_generation_prompt": Refused((True,)),
+        "continue_final_message": Refused((False,)),
+        "documents": Refused(([],)),
+        "audio": Refused(),
+        "moderation": Refused(),
+        "web_search_options": Refused((), "send a function that searches as a tool"),
+    },
+)
+
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_MESSAGE_FIELDS = ("name", "tool_calls", "function_call", "tool_call_id", *REASONING_FIELDS)
+_PARTS = {"text": "text", "refusal": "refusal"}
+
+
+@dataclass(frozen=True)
+class ChatCompletionsCall(Call):
+    """Request of /v1/chat/completions. `include_usage`: the events end with the token counts."""
+
+    include_usage: bool = False
+
+    def body(self, reply: ChatReply) -> JsonObject:
+        choices: list[JsonValue] = [self._choice(number, choice) for number, choice in enumerate(reply.choices)]
+        return {**self._head(reply, "chat.completion"), "choices": choices, "usage": replies.openai_usage(reply)}
+
+    def events(self, reply: ChatReply) -> Iterator[Event]:
+        head = self._head(reply, "chat.completion.chunk")
+        for number, choice in enumerate(reply.choices):
+            for delta, logps, reason in self._deltas(choice):
+                part: JsonObject = {"index": number, "delta": delta, "logprobs": logps, "finish_reason": reason}
+                yield Event({**head, "choices": [part]})
+        if self.include_usage:
+            yield Event({**head, "choices": [], "usage": replies.openai_usage(reply)})
+        yield Event("[DONE]")
+
+    def _head(self, reply: ChatReply, kind: str) -> JsonObject:
+        return {"id": reply.id, "object": kind, "created": reply.created, "model": self.model}
+
+    def _choice(self, number: int, choice: Choice) -> JsonObject:
+        message: JsonObject = {"role": "assistant", "content": choice.content, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.calls:
+            message["content"] = choice.content or None
+            message["tool_calls"] = [_call(*call) for call in replies.calls(choice)]
+        logps = self._logps(choice, 0, len(choice.token_ids))
+        return {"index": number, "message": message, "logprobs": logps, "finish_reason": choice.finish_reason}
+
+    def _logps(self, choice: Choice, start: int, end: int) -> JsonObject | None:
+        if self.request.top_logprobs is None:
+            return None
+        return {"content": list(replies.token_logps(choice, start, end)), "refusal": None}
+
+    def _deltas(self, choice: Choice) -> Iterator[tuple[JsonObject, JsonObject | None, str | None]]:
+        """Yield (delta, log-probabilities of its tokens, finish reason). The tokens of calls and special tokens belong
+        to the delta that follows them."""
+        yield {"role": "assistant", "content": "", "refusal": None}, None, None
+        sent = 0
+        for name, parts in zip(("reasoning_content", "content"), replies.deltas(choice), strict=True):
+            for part in parts:
+                logps = self._logps(choice, sent, part.end) if part.end > sent else None
+                yield {name: part.text}, logps, None
+                sent = max(sent, part.end)
+        for place, (given_id, name, arguments) in enumerate(replies.calls(choice)):
+            yield {"tool_calls": [{"index": place, **_call(given_id, name, "")}]}, None, None
+            yield {"tool_calls": [{"index": place, "function": {"arguments": arguments}}]}, None, None
+        yield {}, self._logps(choice, sent, len(choice.token_ids)), choice.finish_reason
+
+
+def _call(given_id: str, name: str, arguments: str) -> JsonObject:
+    return {"id": given_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> ChatCompletionsCall:
+    """Read a request. Raises: RefusedError."""
+    FIELDS.check(body)
+    fields = Fields(body)
+    options = fields.mapping("stream_options")
+    request = ChatRequest(
+        messages=requests.messages_of([_message(each) for each in fields.objects("messages")], "messages"),
+        tools=_tools(fields),
+        sampling=requests.sampling(fields, limits=("max_completion_tokens", "max_tokens"), stop="stop"),
+        num_choices=fields.integer("n", 1, requests.MAX_CHOICES) or 1,
+        top_logprobs=0 if _wants_logps(fields) else None,
+    )
+    usage = options is not None and options.flag("include_usage", False)
+    return ChatCompletionsCall(model, request, fields.flag("stream", False), usage)
+
+
+def _message(fields: Fields) -> JsonObject:
+    role = fields.text("role")
+    if role == "function":
+        role = "tool"  # the former role for the answer to a `function_call`
+    if role not in _ROLES:
+        raise RefusedError(400, f"{fields.path}.role is {role[:40]!r}; roles are: {', '.join(_ROLES)}")
+    content = requests.text_parts(fields, "content", _PARTS)
+    if role == "assistant":
+        content = None if content is None else requests.joined(content)
+    return {"role": _ROLES[role], "content": content, **{name: fields.get(name) for name in _MESSAGE_FIELDS}}
+
+
+def _tools(fields: Fields) -> list[ToolSchema] | None:
+    tools = [_tool(each) for each in fields.objects("tools")]
+    choice = fields.get("tool_choice")
+    requests.check_tool_choice(choice, "tool_choice", accepted=("auto", "none"))
+    # A model that is shown tools may call them, so `none` hides them.
+    return [] if choice == "none" else None if fields.get("tools") is None else tools
+
+
+def _tool(fields: Fields) -> ToolSchema:
+    if fields.text("type", "function") != "function" or (function := fields.mapping("function")) is None:
+        raise RefusedError(
+            400, f"{fields.path} must be {{type: function, function: {{name, description, parameters}}}}"
+        )
+    return requests.tool_schema(function, "parameters")
+
+
+def _wants_logps(fields: Fields) -> bool:
+    wanted = fields.flag("logprobs", False)
+    if fields.integer("top_logprobs", 0, 20):
+        raise RefusedError(400, "top_logprobs: only sampled tokens have log-probabilities here; set it to 0")
+    return wanted
+
+
+def _error_event(error: RefusedError) -> Event:
+    return Event(replies.openai_error(error))
+
+
+DIALECT = Dialect("/v1/chat/completions", read, replies.openai_error, _error_event, ping=b": ping\n\n")

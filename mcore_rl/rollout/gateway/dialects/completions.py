@@ -1,0 +1,110 @@
+"""OpenAI's former interface, which continues a text or token ids without a chat template: /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from mcore_rl.rollout.gateway.dialects import chat_completions, replies, requests
+from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
+from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event
+from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.types.json import JsonObject, JsonValue
+
+FIELDS = FieldTable(
+    read=requests.SAMPLING_FIELDS | set("prompt n stop max_tokens logprobs stream stream_options best_of".split()),
+    # `seed`: every sample has a seed of the run, so that the run can be repeated.
+    ignored=frozenset("model seed user".split()),
+    refused={
+        **requests.REFUSED_SAMPLING,
+        "echo": Refused((False,), "the prompt has no log-probabilities here"),
+        "suffix": Refused(("",), "texts can be continued, not completed in the middle"),
+        "response_format": Refused(({"type": "text"},), "formats other than text cannot be enforced"),
+        "prompt_embeds": Refused(),
+    },
+)
+
+
+@dataclass(frozen=True)
+class CompletionsCall(Call):
+    """Request of /v1/completions. `include_usage`: the events end with the token counts."""
+
+    include_usage: bool = False
+
+    def body(self, reply: ChatReply) -> JsonObject:
+        choices: list[JsonValue] = [
+            self._choice(number, choice.content, self._logps(choice), _reason(choice))
+            for number, choice in enumerate(reply.choices)
+        ]
+        return {**self._head(reply), "choices": choices, "usage": replies.openai_usage(reply)}
+
+    def events(self, reply: ChatReply) -> Iterator[Event]:
+        head = self._head(reply)
+        for number, choice in enumerate(reply.choices):
+            for part in replies.deltas(choice)[1]:
+                yield Event({**head, "choices": [self._choice(number, part.text, None, None)]})
+            yield Event({**head, "choices": [self._choice(number, "", self._logps(choice), _reason(choice))]})
+        if self.include_usage:
+            yield Event({**head, "choices": [], "usage": replies.openai_usage(reply)})
+        yield Event("[DONE]")
+
+    def _head(self, reply: ChatReply) -> JsonObject:
+        return {"id": reply.id, "object": "text_completion", "created": reply.created, "model": self.model}
+
+    @staticmethod
+    def _choice(number: int, text: str, logps: JsonObject | None, reason: str | None) -> JsonObject:
+        return {"index": number, "text": text, "logprobs": logps, "finish_reason": reason}
+
+    def _logps(self, choice: Choice) -> JsonObject | None:
+        if self.request.top_logprobs is None:
+            return None
+        return {
+            "tokens": list(choice.pieces),
+            "token_logprobs": [max(logp, replies.LOWEST_LOGP) for logp in choice.logp],
+            "top_logprobs": None,
+            "text_offset": [0, *accumulate(map(len, choice.pieces))][: len(choice.pieces)],
+        }
+
+
+def _reason(choice: Choice) -> str:
+    return "length" if choice.finish_reason == "length" else "stop"
+
+
+def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> CompletionsCall:
+    """Read a request. Raises: RefusedError."""
+    FIELDS.check(body)
+    fields = Fields(body)
+    num_choices = fields.integer("n", 1, requests.MAX_CHOICES) or 1
+    if fields.integer("best_of", 1, requests.MAX_CHOICES) not in {None, num_choices}:
+        raise RefusedError(400, "best_of must be equal to n; every sample is returned")
+    if fields.integer("logprobs", 0, 20):
+        raise RefusedError(400, "logprobs: only sampled tokens have log-probabilities here; set it to 0")
+    request = ChatRequest(
+        prompt=_prompt(fields),
+        sampling=requests.sampling(fields, limits=("max_tokens",), stop="stop"),
+        num_choices=num_choices,
+        top_logprobs=None if fields.get("logprobs") is None else 0,
+    )
+    options = fields.mapping("stream_options")
+    usage = options is not None and options.flag("include_usage", False)
+    return CompletionsCall(model, request, fields.flag("stream", False), usage)
+
+
+def _prompt(fields: Fields) -> str | Sequence[int]:
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt:
+        ids = [each for each in prompt if isinstance(each, int) and not isinstance(each, bool) and each >= 0]
+        if len(ids) == len(prompt):
+            return ids
+        raise RefusedError(400, "prompt must be one text or one list of token ids; send each prompt as a request")
+    raise fields.wrong("prompt", "a text or a list of token ids, not empty")
+
+
+DIALECT = Dialect(
+    "/v1/completions", read, replies.openai_error, chat_completions.DIALECT.error_event, chat_completions.DIALECT.ping
+)

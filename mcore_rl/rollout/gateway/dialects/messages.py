@@ -1,0 +1,167 @@
+"""Anthropic's Messages API: /v1/messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mcore_rl.rollout.gateway.dialects import replies, requests
+from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
+from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event
+from mcore_rl.rollout.gateway.dialects.messages_input import input_messages
+from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.types.chat import ToolSchema
+from mcore_rl.types.json import JsonObject, JsonValue
+
+FIELDS = FieldTable(
+    read=requests.SAMPLING_FIELDS
+    | set("messages system tools tool_choice max_tokens stop_sequences stream thinking output_config".split()),
+    # They concern accounts, servers and caches.
+    ignored=frozenset(
+        """model metadata service_tier speed inference_geo cache_control diagnostics user_profile_id workspace_id
+        betas billing_policy fallback_credit_token""".split()
+    ),
+    refused={
+        **requests.REFUSED_SAMPLING,
+        "n": Refused((1,)),
+        "container": Refused(),
+        "mcp_servers": Refused(([],), "call the tools in the harness"),
+        "context_management": Refused(({}, {"edits": []}), "shorten the messages yourself"),
+        "compaction": Refused((), "shorten the messages yourself"),
+        "thread": Refused((), "send all messages"),
+        "output_format": Refused((), "formats other than text cannot be enforced"),
+        "fallbacks": Refused(([],)),
+    },
+)
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+@dataclass(frozen=True)
+class MessagesCall(Call):
+    """Request of /v1/messages.
+
+    thinking: True if the reply shows the reasoning. Clients that did not ask for it read the first block as the text.
+    """
+
+    thinking: bool = False
+
+    def body(self, reply: ChatReply) -> JsonObject:
+        choice = reply.choices[0]
+        return {
+            **self._head(reply),
+            "content": list(self._blocks(choice)),
+            **self._end(choice),
+            "usage": {"input_tokens": reply.num_prompt_tokens, "output_tokens": replies.num_sampled(reply)},
+        }
+
+    def events(self, reply: ChatReply) -> Iterator[Event]:
+        choice = reply.choices[0]
+        start: JsonObject = {
+            **self._head(reply),
+            "content": [],
+            **dict.fromkeys(("stop_reason", "stop_sequence")),
+            "usage": {"input_tokens": reply.num_prompt_tokens, "output_tokens": 0},
+        }
+        yield _event("message_start", message=start)
+        for place, block in enumerate(self._blocks(choice)):
+            empty, deltas = _deltas(choice, block)
+            yield _event("content_block_start", index=place, content_block=empty)
+            for delta in deltas:
+                yield _event("content_block_delta", index=place, delta=delta)
+            yield _event("content_block_stop", index=place)
+        yield _event("message_delta", delta=self._end(choice), usage={"output_tokens": replies.num_sampled(reply)})
+        yield _event("message_stop")
+
+    def _head(self, reply: ChatReply) -> JsonObject:
+        return {"id": reply.id, "type": "message", "role": "assistant", "model": self.model}
+
+    def _blocks(self, choice: Choice) -> Iterator[JsonObject]:
+        if choice.reasoning and self.thinking:
+            # Only Anthropic's servers check signatures.
+            yield {"type": "thinking", "thinking": choice.reasoning, "signature": ""}
+        if choice.content:
+            yield {"type": "text", "text": choice.content}
+        for call_id, name, arguments in replies.calls(choice):
+            yield {"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)}
+
+    def _end(self, choice: Choice) -> JsonObject:
+        # The run's own stop strings are no stop sequences of the client.
+        stops = self.request.sampling.get("stop")
+        if isinstance(stops, tuple) and choice.stop in stops:
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop}
+        return {"stop_reason": _REASONS[choice.finish_reason], "stop_sequence": None}
+
+
+def _event(kind: str, **fields: JsonValue) -> Event:
+    return Event({"type": kind, **fields}, kind)
+
+
+def _deltas(choice: Choice, block: JsonObject) -> tuple[JsonObject, list[JsonObject]]:
+    """Return a block without its text, and the deltas that complete it."""
+    reasoning, content = replies.deltas(choice)
+    if block["type"] == "text":
+        return {**block, "text": ""}, [{"type": "text_delta", "text": part.text} for part in content]
+    if block["type"] == "thinking":
+        deltas: list[JsonObject] = [{"type": "thinking_delta", "thinking": part.text} for part in reasoning]
+        return {**block, "thinking": ""}, [*deltas, {"type": "signature_delta", "signature": block["signature"]}]
+    arguments = json.dumps(block["input"], ensure_ascii=False)
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
+
+
+def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> MessagesCall:
+    """Read a request. Raises: RefusedError."""
+    FIELDS.check(body)
+    fields = Fields(body)
+    output = fields.mapping("output_config")
+    if output is not None and output.get("format") is not None:
+        raise RefusedError(400, "`output_config.format` is not supported here; leave it out")
+    request = ChatRequest(
+        messages=requests.messages_of(input_messages(fields), "messages"),
+        tools=_tools(fields),
+        sampling=requests.sampling(fields, limits=("max_tokens",), stop="stop_sequences"),
+    )
+    thinking = fields.mapping("thinking")
+    shows = thinking is not None and thinking.text("type") != "disabled" and thinking.text("display", "") != "omitted"
+    return MessagesCall(model, request, fields.flag("stream", False), thinking=shows)
+
+
+def _tools(fields: Fields) -> list[ToolSchema] | None:
+    choice = fields.mapping("tool_choice")
+    kind = "auto" if choice is None else choice.text("type")
+    requests.check_tool_choice(kind, "tool_choice.type", accepted=("auto", "none"))
+    if choice is not None and choice.flag("disable_parallel_tool_use", False):
+        raise RefusedError(400, "`tool_choice.disable_parallel_tool_use` is not supported here; leave it out")
+    tools = [_tool(each) for each in fields.objects("tools")]
+    # A model that is shown tools may call them, so `none` hides them.
+    return [] if kind == "none" else None if fields.get("tools") is None else tools
+
+
+def _tool(fields: Fields) -> ToolSchema:
+    if (kind := fields.text("type", "custom")) != "custom":
+        raise RefusedError(
+            400, f"{fields.path} is of type {kind[:40]!r}; only tools with an input_schema are supported"
+        )
+    return requests.tool_schema(fields, "input_schema")
+
+
+def _error(error: RefusedError) -> JsonObject:
+    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _error_event(error: RefusedError) -> Event:
+    return Event(_error(error), "error")
+
+
+DIALECT = Dialect("/v1/messages", read, _error, _error_event, ping=_event("ping").encoded())

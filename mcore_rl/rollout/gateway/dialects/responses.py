@@ -1,0 +1,182 @@
+"""OpenAI's Responses API: /v1/responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mcore_rl.rollout.gateway.dialects import replies, requests
+from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
+from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event
+from mcore_rl.rollout.gateway.dialects.responses_events import response_events
+from mcore_rl.rollout.gateway.dialects.responses_input import function_tools, input_messages
+from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.types.chat import ChatMessage
+from mcore_rl.types.json import JsonObject, JsonValue
+
+LOGPS = "message.output_text.logprobs"
+"""Value of `include` that asks for log-probabilities."""
+
+FIELDS = FieldTable(
+    read=requests.SAMPLING_FIELDS
+    | set("input instructions tools tool_choice max_output_tokens top_logprobs include stream store".split())
+    | {"previous_response_id"},
+    # `reasoning` and `text.verbosity` are for OpenAI's models, `max_tool_calls` limits tools that its servers run. The
+    # others concern accounts and caches.
+    ignored=frozenset(
+        """model user metadata reasoning max_tool_calls stream_options service_tier safety_identifier prompt_cache_key
+        prompt_cache_options prompt_cache_retention access_programs background_options image""".split()
+    ),
+    refused={
+        **requests.REFUSED_SAMPLING,
+        "text": Refused((), "formats other than text cannot be enforced"),
+        "parallel_tool_calls": Refused((True,), "the number of calls cannot be limited"),
+        "truncation": Refused(("disabled",), "set it to disabled: messages are never removed"),
+        "background": Refused((False,), "a reply is sent on the connection of its request"),
+        "conversation": Refused((), "send previous_response_id or the whole input"),
+        "context_management": Refused(([],), "shorten the input yourself"),
+        "n": Refused((1,)),
+        "stop": Refused(([],)),
+        "prompt": Refused((), "send its text as `instructions` or `input`"),
+        "moderation": Refused(),
+    },
+)
+
+
+@dataclass(frozen=True)
+class ResponsesCall(Call):
+    """Request of /v1/responses.
+
+    settings: fields of the request that its reply repeats.
+    history: messages of the conversation without `instructions`, which are for one request only.
+    store: True if later requests may continue the reply.
+    """
+
+    settings: Mapping[str, JsonValue] = field(default_factory=dict)
+    history: Sequence[ChatMessage] = ()
+    store: bool = True
+
+    def body(self, reply: ChatReply) -> JsonObject:
+        choice = reply.choices[0]
+        cut = choice.finish_reason == "length"
+        sampled = replies.num_sampled(reply)
+        return {
+            **self._head(reply),
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": list(self._output(reply.id, choice)),
+            "usage": {
+                "input_tokens": reply.num_prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": sampled,
+                # Not counted: the tokens of the reasoning are not marked.
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": reply.num_prompt_tokens + sampled,
+            },
+        }
+
+    def events(self, reply: ChatReply) -> Iterator[Event]:
+        unfinished: JsonObject = {**self._head(reply), "status": "in_progress", "output": [], "usage": None}
+        return response_events(unfinished, self.body(reply), *replies.deltas(reply.choices[0]))
+
+    def conversation(self, reply: ChatReply) -> Sequence[ChatMessage]:
+        return [*self.history, replies.answer_message(reply.choices[0])] if self.store else ()
+
+    def _head(self, reply: ChatReply) -> JsonObject:
+        return {
+            "id": reply.id,
+            "object": "response",
+            "created_at": reply.created,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.model,
+            "text": {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "parallel_tool_calls": True,
+            "background": False,
+            "store": self.store,
+            **self.settings,
+        }
+
+    def _output(self, reply_id: str, choice: Choice) -> Iterator[JsonObject]:
+        done = "incomplete" if choice.finish_reason == "length" else "completed"
+        if choice.reasoning:
+            text: JsonObject = {"type": "reasoning_text", "text": choice.reasoning}
+            yield {"type": "reasoning", "id": f"rs_{reply_id}", "summary": [], "content": [text], "status": done}
+        # A turn with calls only has no message; an empty turn has an empty message.
+        if choice.content or not choice.calls:
+            part: JsonObject = {"type": "output_text", "text": choice.content, "annotations": [], "logprobs": []}
+            if self.request.top_logprobs is not None:
+                part["logprobs"] = list(replies.token_logps(choice, 0, len(choice.token_ids)))
+            yield {"type": "message", "id": f"msg_{reply_id}", "role": "assistant", "status": done, "content": [part]}
+        for number, (call_id, name, arguments) in enumerate(replies.calls(choice)):
+            yield {
+                "type": "function_call",
+                "id": f"fc_{reply_id}_{number}",
+                "call_id": call_id,
+                "name": name,
+                "arguments": arguments,
+                "status": "completed",  # only complete calls can be read
+            }
+
+
+def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> ResponsesCall:
+    """Read a request. Raises: RefusedError."""
+    FIELDS.check({**body, "text": _text_format(Fields(body))})
+    fields = Fields(body)
+    if fields.get("input") is None:
+        raise fields.wrong("input", "a text or a list of items")
+    tools, choice = function_tools(fields), fields.get("tool_choice")
+    requests.check_tool_choice(choice, "tool_choice", accepted=("auto", "none"))
+    schemas = [requests.tool_schema(each, "parameters") for each in fields.objects("tools")]
+    history = [*_earlier(fields, earlier), *requests.messages_of(input_messages(fields), "input")]
+    instructions = fields.text("instructions", "")
+    system: list[ChatMessage] = [{"role": "system", "content": instructions}] if instructions else []
+    request = ChatRequest(
+        messages=[*system, *history],
+        tools=[] if choice == "none" else None if fields.get("tools") is None else schemas,
+        sampling=requests.sampling(fields, limits=("max_output_tokens",), stop=None),
+        top_logprobs=0 if _wants_logps(fields) else None,
+    )
+    settings: dict[str, JsonValue] = {
+        "tools": tools,
+        "tool_choice": choice or "auto",
+        **{name: fields.get(name) for name in _REPEATED},
+    }
+    stream, store = fields.flag("stream", False), fields.flag("store", True)
+    return ResponsesCall(model, request, stream, settings=settings, history=history, store=store)
+
+
+_REPEATED = "instructions max_output_tokens previous_response_id temperature top_p metadata reasoning".split()
+
+
+def _earlier(fields: Fields, earlier: Earlier) -> Sequence[ChatMessage]:
+    previous = fields.text("previous_response_id", "")
+    if not previous:
+        return ()
+    if (found := earlier(previous)) is None:
+        text = f"previous_response_id {previous[:80]!r} is not kept any more or unknown; send the whole input"
+        raise RefusedError(400, text, "previous_response_not_found")
+    return found
+
+
+def _text_format(fields: Fields) -> JsonValue:
+    """Return `text` if it asks for another format than text, otherwise None."""
+    text = fields.mapping("text")
+    asked = text.mapping("format") if text is not None else None
+    return None if asked is None or asked.text("type") == "text" else fields.get("text")
+
+
+def _wants_logps(fields: Fields) -> bool:
+    if fields.integer("top_logprobs", 0, 20):
+        raise RefusedError(400, "top_logprobs: only sampled tokens have log-probabilities here; set it to 0")
+    return LOGPS in (fields.texts("include") or ())
+
+
+def _error_event(error: RefusedError) -> Event:
+    # Clients expect the fields of the error either in the event or in its `error`.
+    body = replies.openai_error(error)
+    return Event({"type": "error", "code": error.code, "message": str(error), "param": None, **body}, "error")
+
+
+DIALECT = Dialect("/v1/responses", read, replies.openai_error, _error_event, ping=b": ping\n\n")

@@ -1,0 +1,1 @@
+"""Programs of sessions: commands in the sandbox and users' functions, and the worker that runs them."""

@@ -1,0 +1,66 @@
+"""User's function as the program of a session."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+from mcore_rl.config.functions import check_call, load_function
+from mcore_rl.data.json_text import to_plain
+from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.gateway.exchange import OpenedSession
+from mcore_rl.rollout.gateway.harness.interface import Finished
+
+KEY = "rollout.harness"
+FORM = "f(row, base_url, api_key)"
+TRACE_CHARACTERS = 2000
+
+
+class FunctionHarness:
+    """Calls `f(row, base_url, api_key)`, which returns None (graders compute the reward), a number, or a dict with
+    `score` and further values for graders. Plain functions run in threads, which a cancelled call leaves running.
+
+    base_url: of the session; OpenAI's clients need base_url + "/v1", Anthropic's base_url.
+
+    Raises: ConfigError if the function cannot be loaded or called.
+    """
+
+    def __init__(self, spec: str, kwargs: Mapping[str, str]) -> None:
+        self._function: Callable[..., Any] = load_function(KEY, spec, "a command", may_be_async=True)
+        check_call(f"{KEY}={spec}", self._function, ("row", "base_url", "api_key"), kwargs, FORM)
+        self._kwargs = dict(kwargs)
+
+    async def run(self, session: OpenedSession, base_url: str) -> Finished:
+        """Same as Harness.run. An error of the function is an error of the session."""
+        arguments = {"row": dict(session.row), "base_url": base_url, "api_key": session.key, **self._kwargs}
+        try:
+            if inspect.iscoroutinefunction(self._function):
+                returned = await self._function(**arguments)
+            else:
+                returned = await asyncio.to_thread(self._function, **arguments)
+            return _finished(returned)
+        except Exception as error:
+            shown = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]
+            return Finished(error=f"{KEY} raised {type(error).__name__}: {error}\n{shown}")
+
+
+def _finished(returned: object) -> Finished:
+    if returned is None:
+        return Finished()
+    if isinstance(returned, Mapping):
+        plain = to_plain({str(name): value for name, value in returned.items() if name != "score"})
+        assert isinstance(plain, dict)
+        score = returned.get("score")
+        return Finished(None if score is None else _number(score), plain)
+    return Finished(_number(returned))
+
+
+def _number(value: object) -> float:
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, Real):
+        raise ConfigError(f"it returned {type(value).__name__} instead of None, a number or a dict with score")
+    return float(number)
