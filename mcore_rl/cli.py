@@ -20,7 +20,7 @@ from typing import NoReturn
 from mcore_rl import __version__
 from mcore_rl.doctor.command import add_arguments as add_doctor_arguments
 from mcore_rl.doctor.command import run as run_doctor
-from mcore_rl.errors import McoreRLError, path_error, storage_error
+from mcore_rl.errors import ConfigError, McoreRLError, path_error, storage_error
 from mcore_rl.migration.command import add_arguments as add_import_arguments
 from mcore_rl.migration.command import run as run_import
 from mcore_rl.starter.command import add_arguments as add_init_arguments
@@ -167,12 +167,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "show versions, devices, engines, trackers and missing packages; --node: test devices and network"
     add_doctor_arguments(add("doctor", text, run_doctor))
+    _add_harness_worker(add("harness-worker", "run programs for the gateway of a run, here", _harness_worker))
     for trainer in ("verl", "slime"):
         text = f"translate a launch script of {trainer} to a configuration, with a list of differences"
         add_import_arguments(add(f"import-{trainer}", text, run_import), trainer=trainer)
     completion = add("completion", "print the script that enables completion in a shell", _completion)
     completion.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
     return parser
+
+
+def _add_harness_worker(parser: argparse.ArgumentParser) -> None:
+    text = "run.dir of a run in progress with rollout.episode=gateway, or the URL of a gateway"
+    parser.add_argument("gateway", metavar="RUN_DIR|URL", help=text)
+    text = "module_or_file.py:name of a function of (row, base_url, api_key), called for each session"
+    parser.add_argument("--function", metavar="SPEC", help=text)
+    parser.add_argument("--command", metavar="TEXT", help="command, run for each session without a sandbox")
+    text = "sessions at a time; default 16"
+    parser.add_argument("--concurrent", type=int, default=16, metavar="N", help=text)
+
+
+def _harness_worker(options: argparse.Namespace) -> int:
+    from mcore_rl.rollout.gateway.harness.remote import WorkerOptions, work
+
+    if options.concurrent < 1:
+        raise ConfigError(f"--concurrent {options.concurrent} must be at least 1")
+    return work(WorkerOptions(options.gateway, options.function, options.command, options.concurrent))
 
 
 def _add_config(parser: argparse.ArgumentParser, example: str) -> None:

@@ -128,6 +128,7 @@ DEMOS = {
         measure=f"fraction of {demo_task.NUM_HELD_OUT} validated pairs in which the right response has more reward",
     ),
     "tool": Demo("tool", "configs/demo_tool_cpu.yaml", "runs/demo_tool", ("rollout.max_prompt_tokens=24",)),
+    "agent": Demo("tool", "configs/demo_agent_cpu.yaml", "runs/demo_agent", ("rollout.max_prompt_tokens=24",)),
     "game": Demo(
         "game",
         "configs/demo_game_cpu.yaml",

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FILE = "gateways.json"
+"""File in the run directory with the addresses and tokens, for programs that take sessions by themselves."""
 OPEN, REPLY, CLOSE = "open", "reply", "close"
 CALL, SKIP, CANCEL, REWARD, ENDED = "call", "skip", "cancel", "reward", "ended"
 

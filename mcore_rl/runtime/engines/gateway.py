@@ -20,7 +20,7 @@ from mcore_rl.processes.exits import exit_text
 from mcore_rl.processes.pool import Worker, results
 from mcore_rl.rollout.gateway.harness.program import HarnessSettings
 from mcore_rl.rollout.gateway.server import GatewayServer
-from mcore_rl.rollout.gateway.wire import GatewayAddress
+from mcore_rl.rollout.gateway.wire import FILE, GatewayAddress
 from mcore_rl.runtime.calls import ProcessHandle, remote_method
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RunProcess
@@ -28,8 +28,6 @@ from mcore_rl.runtime.roles.origins import marks_errors
 
 HostMemory = tuple[str, int]
 """Host.memory."""
-FILE = "gateways.json"
-"""File in the run directory with the addresses and tokens, for programs that take sessions by themselves."""
 ALL_ADDRESSES = ("0.0.0.0", "::")
 LOOK_SECONDS = 0.5
 """Interval of checks that the server and the worker run."""

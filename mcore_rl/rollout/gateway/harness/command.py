@@ -16,7 +16,7 @@ from mcore_rl.config.sandbox import BUBBLEWRAP, SandboxConfig
 from mcore_rl.errors import ConfigError, SandboxError
 from mcore_rl.rollout.gateway.exchange import OpenedSession
 from mcore_rl.rollout.gateway.harness.forwarder import ORDERS, PORT
-from mcore_rl.rollout.gateway.harness.interface import Finished
+from mcore_rl.rollout.gateway.harness.interface import ROW, Finished, variables
 from mcore_rl.sandbox.check import check_sandbox
 from mcore_rl.sandbox.confinement.commands import SESSION_CPU_FACTOR, RunLimits
 from mcore_rl.sandbox.interface import Outcome
@@ -24,7 +24,6 @@ from mcore_rl.sandbox.interpreter import PYTHON
 from mcore_rl.sandbox.local import LocalSandbox, resolve_command
 
 FORWARDER = Path(__file__).with_name("forwarder.py").read_text()
-ROW = "row.json"
 INSIDE = f"http://127.0.0.1:{PORT}"
 NO_LIMIT = 1e9
 """Seconds without rollout.max_episode_seconds."""
@@ -71,14 +70,7 @@ class CommandHarness:
         return Finished(extra={**shown, "stdout": outcome.stdout, "stderr": outcome.stderr, "files": files})
 
     def _run(self, session: OpenedSession, stopped: threading.Event) -> Outcome:
-        base = f"{INSIDE}/sessions/{session.id}"
-        environment = {
-            "OPENAI_BASE_URL": f"{base}/v1",
-            "OPENAI_API_KEY": session.key,
-            "ANTHROPIC_BASE_URL": base,
-            "ANTHROPIC_API_KEY": session.key,
-            "MCORE_RL_SESSION_URL": base,
-        }
+        environment = variables(f"{INSIDE}/sessions/{session.id}", session.key)
         command = resolve_command(tuple(self._command), self._config)
         orders = {"socket": self._clients, "command": command, "environment": environment}
         files = {ROW: json.dumps(session.row).encode(), ORDERS: json.dumps(orders).encode()}

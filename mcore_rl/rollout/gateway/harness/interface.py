@@ -8,6 +8,9 @@ from typing import Protocol
 
 from mcore_rl.rollout.gateway.exchange import OpenedSession
 
+ROW = "row.json"
+"""File with the fields of the row, in the working directory of a command."""
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -24,3 +27,14 @@ class Harness(Protocol):
 
     async def run(self, session: OpenedSession, base_url: str) -> Finished:
         """Work on a session, whose interfaces are below `base_url`. A cancelled call ends the program."""
+
+
+def variables(base_url: str, key: str) -> dict[str, str]:
+    """Return the environment variables of a command, from which the official clients take address and key."""
+    return {
+        "OPENAI_BASE_URL": f"{base_url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base_url,
+        "ANTHROPIC_API_KEY": key,
+        "MCORE_RL_SESSION_URL": base_url,
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import httpx
@@ -45,6 +46,9 @@ class HarnessWorker:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.concurrent + 1)
         timeout = httpx.Timeout(POLL_SECONDS + ANSWER_SECONDS)
         slots = asyncio.Semaphore(self.concurrent)
+        # Plain functions run in threads, one per session.
+        threads = ThreadPoolExecutor(self.concurrent, thread_name_prefix="harness")
+        asyncio.get_running_loop().set_default_executor(threads)
         client = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=timeout)
         async with client, asyncio.TaskGroup() as running:
             while True:
