@@ -10,6 +10,7 @@ from mcore_rl.config.episodes import BY_HARNESS, LAST
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.chat.template import examine
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.rollout.episodes.limits import EpisodeLimitError
 from mcore_rl.rollout.episodes.outcome import EpisodeResult
 from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Sampled, Session
 from mcore_rl.rollout.gateway.answers import Answers
@@ -67,6 +68,9 @@ class GatewayEpisode:
     def _result(self, answers: Answers, end: HarnessEnd) -> EpisodeResult:
         """Return the rewarded sequences, by rollout.gateway_branches."""
         if end.error is not None:
+            if (limit := answers.session.limits.reached) is not None:
+                # Most programs fail when a request is refused; the limit ends the episode as it ends others.
+                raise EpisodeLimitError(limit, end.error)
             raise DataError(end.error)
         counts = answers.counts
         parts = {"gateway_requests": float(counts.requests), "gateway_rewritten": float(counts.rewritten)}

@@ -61,6 +61,13 @@ class GatewayLink:
             if self._lost is None:
                 frames.write(self._writer, (wire.CLOSE, name))
 
+    async def close(self) -> None:
+        """Close the connection, after all sessions have ended."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._writer.close()
+
     async def _receive(self) -> None:
         try:
             while True:

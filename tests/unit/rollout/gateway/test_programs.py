@@ -63,6 +63,7 @@ def play(stage: SetUp, server: GatewayServer) -> Callable[..., tuple[Stage, Epis
         episode.link = set_up.player.run(GatewayLink.connect(server.address))
         with working(harness, server) if harness else contextlib.nullcontext():
             (outcome,) = set_up.play()
+        set_up.player.run(episode.link.close())
         return set_up, outcome
 
     return run
@@ -141,6 +142,16 @@ def test_an_error_of_a_program_fails_its_episode(play: Callable[..., tuple[Stage
     _, outcome = play(lambda text: f"x{END}", FunctionHarness(f"{HERE}:fails", {}))
     assert outcome.error is not None
     assert "no such thing" in outcome.error
+
+
+def test_an_error_after_a_limit_ends_the_episode_as_the_limit(
+    play: Callable[..., tuple[Stage, EpisodeOutcome]],
+) -> None:
+    """Most programs do not handle the refusal of a request."""
+    harness = FunctionHarness(f"{HERE}:loops_with_a_tool", {})
+    stage, outcome = play(lambda text: f"well {call('a')}{END}", harness, max_turns=1)
+    assert (outcome.error, outcome.finish_reason, outcome.reward) == (None, "turns", None)
+    assert stage.trained_text(outcome) == f"well {call('a')}{END}"
 
 
 def test_a_program_that_hangs_is_cut(play: Callable[..., tuple[Stage, EpisodeOutcome]]) -> None:

@@ -1,0 +1,121 @@
+"""A run whose episodes are programs behind the gateway, on a real engine, against the same calls as coroutines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.runs import ENGINE, ONE_RANK, TrainProcess, assert_same_records, metrics, records_of, train
+from tests.e2e.test_engine_loss import suspend_in_midst_of_responses
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+MORE = {"role": "user", "content": "12"}
+"""Message after the first turn."""
+PROGRAMS = '''
+import functools
+
+from openai import AsyncOpenAI
+
+MORE = {"role": "user", "content": "12"}
+
+
+async def agent(row, base_url, api_key):
+    """Two turns; every second row also tries the first turn again."""
+    client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key, max_retries=0)
+    messages = row["messages"]
+
+    async def ask(messages, **options):
+        return await client.chat.completions.create(model="any", messages=messages, **options)
+
+    first = await ask(messages, max_tokens=4)
+    second = await ask([*messages, first.choices[0].message.model_dump(exclude_none=True), MORE])
+    if row["row"] % 2:
+        await ask(messages, max_tokens=3)
+    return {"score": second.usage.completion_tokens / 8, "id": first.id}
+
+
+class Solver:
+    """The same calls as a coroutine."""
+
+    async def run(self, session, prompt):
+        first = await session.generate(prompt.token_ids, {"max_response_tokens": 4})
+        second = await session.generate(session.next_prompt([MORE]))
+        if prompt.row % 2:
+            await session.generate(prompt.token_ids, {"max_response_tokens": 3})
+        return {"score": len(second.token_ids) / 8}
+'''
+
+
+@pytest.fixture(scope="module")
+def keys(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Overrides of both runs."""
+    directory = tmp_path_factory.mktemp("gateway")
+    (directory / "mine.py").write_text(PROGRAMS)
+    tokenizer = directory / "tokenizer"
+    model = Path(yaml.safe_load(task.read_text())["model"]["hf_path"])
+    shutil.copytree(model, tokenizer, ignore=shutil.ignore_patterns("*.safetensors"))
+    (tokenizer / "chat_template.jinja").write_text(TEMPLATE)
+    return (
+        *ONE_RANK,
+        f"model.tokenizer_path={tokenizer}",
+        "data.template=auto",
+        "algorithm.dynamic_sampling.enable=false",
+        "reward.overlong.enable=false",
+        "trainer.steps=2",
+        "trainer.validate_every_steps=0",
+        "trainer.validate_before=false",
+    )
+
+
+@pytest.fixture(scope="module")
+def programs(keys: tuple[str, ...]) -> str:
+    path = next(key for key in keys if key.startswith("model.tokenizer_path=")).partition("=")[2]
+    return str(Path(path).parent / "mine.py")
+
+
+@pytest.fixture(scope="module")
+def gateway_run(task: Path, keys: tuple[str, ...], programs: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directory of a run whose engine is killed while programs wait for its replies."""
+    run_dir = tmp_path_factory.mktemp("run") / "run"
+    with TrainProcess(task, run_dir, (*keys, "rollout.episode=gateway", f"rollout.harness={programs}:agent")) as run:
+        (engine,) = run.wait_until(lambda: run.processes(ENGINE))
+        run.wait_until((run_dir / "gateways.json").exists)
+        assert (run_dir / "gateways.json").stat().st_mode & 0o77 == 0
+        suspend_in_midst_of_responses(run, engine)
+        engine.kill()
+        assert run.finish() == 0, run.text()[-4000:]
+        assert not run.left_after(30)
+    assert not (run_dir / "gateways.json").exists()
+    return run_dir
+
+
+def test_programs_are_trained_as_the_same_coroutines(
+    task: Path, keys: tuple[str, ...], programs: str, gateway_run: Path, tmp_path: Path
+) -> None:
+    """Tokens, masks, log-probabilities, versions and rewards are equal, though the gateway's engine was lost."""
+    native = tmp_path / "native"
+    train(task, native, *keys, f"rollout.episode={programs}:Solver")
+    assert sum(row["engine/restarts"] for row in metrics(gateway_run).values()) == 1
+    assert_same_records(gateway_run, native)
+    for step, row in metrics(native).items():
+        assert metrics(gateway_run)[step]["actor/grad_norm"] == row["actor/grad_norm"]
+        assert row["rollout/logp_diff_max"] < 1e-4
+
+
+def test_records_of_programs_have_their_branches(gateway_run: Path) -> None:
+    by_response: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for record in records_of(gateway_run, "step_1"):
+        by_response.setdefault((record["group"], record["sample"]), []).append(record)
+    assert {len(sequences) for sequences in by_response.values()} == {1, 2}
+    for sequences in by_response.values():
+        assert sequences[0]["turns"] == len(sequences) + 1
+        assert all(record["reward"] == sequences[0]["reward"] for record in sequences)
+    shown = json.dumps(records_of(gateway_run, "step_1")[0]["messages"])
+    assert '"assistant"' in shown
