@@ -44,6 +44,7 @@ BENCHMARKS = {
     "engine_loop": Benchmark("benchmarks.rollout.engine_loop", 1200, "our loop on vLLM vs batches and LLM.generate"),
     "drafts": Benchmark("benchmarks.rollout.drafts", 1200, "long responses with drafts vs the same without"),
     "episodes": Benchmark("benchmarks.rollout.episodes", 1200, "episodes vs single turns, engines with slow tools"),
+    "gateway": Benchmark("benchmarks.rollout.gateway", 1200, "programs behind the gateway vs the same coroutines"),
     "sglang_steps": Benchmark("benchmarks.rollout.sglang_steps", 1200, "our loop on SGLang vs its Engine and server"),
     "sglang_schedules": Benchmark("benchmarks.rollout.sglang_schedules", 1200, "SGLang's schedules, CPU per token"),
     "async_step": Benchmark("benchmarks.asynchronous.step", 3600, "asynchronous vs synchronous runs"),

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from mcore_rl.config.fields import setting
 
 SINGLE_TURN, WITH_TOOLS, WITH_ENVIRONMENT, GATEWAY = "single_turn", "tools", "environment", "gateway"
+SERVING = "serving"
+"""Value of rollout.episode that `mcore-rl serve` sets: requests have no sessions, and nothing is trained."""
+WITH_GATEWAY = (GATEWAY, SERVING)
 LAST, ALL, BY_HARNESS = "last", "all", "by_harness"
 """Values of rollout.gateway_branches."""
 

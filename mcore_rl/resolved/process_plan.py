@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from mcore_rl.config.episodes import GATEWAY
+from mcore_rl.config.episodes import WITH_GATEWAY
 from mcore_rl.config.rules.rollout import episode_of
 from mcore_rl.config.schema import Config
 from mcore_rl.resolved.placement import Guests, RunPlacement, Slot, place
@@ -108,7 +108,7 @@ def plan_processes(
         )
         for name, each in guests.items()
     }
-    nodes = sorted({hosts[0].node for hosts in engines}) if episode_of(rollout) == GATEWAY else []
+    nodes = sorted({hosts[0].node for hosts in engines}) if episode_of(rollout) in WITH_GATEWAY else []
     gateways = [PlannedProcess(f"gateway {number}", "rollout", node, 0, 0, (), 1) for number, node in enumerate(nodes)]
     return ProcessPlan(placement, tuple(ranks), tuple(engines), of_guests, tuple(gateways))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.episodes import GATEWAY, WITH_ENVIRONMENT, harness_is_function
+from mcore_rl.config.episodes import GATEWAY, SERVING, WITH_ENVIRONMENT, harness_is_function
 from mcore_rl.config.fields import reject_unless_default, written
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.schema import RolloutConfig
@@ -24,6 +24,8 @@ def takes_options(rollout: RolloutConfig, episode: str) -> bool:
 def check_gateway(rollout: RolloutConfig, episode: str) -> None:
     """Raise ConfigError for keys of the gateway that contradict each other or have no effect. `episode`: the value of
     rollout.episode or of its default."""
+    if episode == SERVING:
+        return
     if episode != GATEWAY:
         reject_unless_default("rollout", rollout, f"set rollout.episode={GATEWAY}", GATEWAY_KEYS)
         return

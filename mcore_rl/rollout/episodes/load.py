@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.episodes import GATEWAY, WITH_ENVIRONMENT, WITH_TOOLS
+from mcore_rl.config.episodes import WITH_ENVIRONMENT, WITH_GATEWAY, WITH_TOOLS
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.config.rules.images import WithoutImages
 from mcore_rl.config.rules.rollout import episode_of
@@ -23,6 +23,7 @@ from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Ses
 from mcore_rl.rollout.episodes.trace import Record
 from mcore_rl.rollout.gateway.episode import GatewayEpisode
 from mcore_rl.rollout.gateway.link import GatewayLink
+from mcore_rl.rollout.gateway.serving import ServedRequests
 from mcore_rl.rollout.gateway.wire import GatewayAddress
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tools.parsers import ToolCallParser
@@ -56,7 +57,7 @@ def load_episode(rollout: RolloutConfig) -> Episode:
     chosen, options = episode_of(rollout), dict(rollout.episode_kwargs)
     if chosen == WITH_TOOLS:
         return ToolEpisode()
-    if chosen == GATEWAY:
+    if chosen in WITH_GATEWAY:
         return GatewayEpisode(rollout)
     if chosen == WITH_ENVIRONMENT:
         assert rollout.environment is not None
@@ -100,7 +101,8 @@ def start_episodes(
     player = EpisodePlayer(episode, loop, rollout, record)
     if isinstance(episode, GatewayEpisode):
         assert gateway is not None, "the gateway of the host starts before its engines"
-        episode.link = player.run(GatewayLink.connect(gateway))
+        serving = ServedRequests(player, episode, rollout)
+        episode.link = player.run(GatewayLink.connect(gateway, serving.answers))
     # Started on the episodes' thread, which outlives the tool processes and makes all calls.
     tools = player.run(ToolBox.start(rollout, sandbox)) if rollout.tools is not None else None
     schemas = tools.schemas if tools is not None else []
@@ -152,7 +154,7 @@ def conversation_of(
     null.
     """
     conversation = Conversation(tokenizer, tools, stop_ids, template_kwargs)
-    facts = examine(conversation, tools=bool(tools), users=episode_of(rollout) in (WITH_ENVIRONMENT, GATEWAY))
+    facts = examine(conversation, tools=bool(tools), users=episode_of(rollout) in (WITH_ENVIRONMENT, *WITH_GATEWAY))
     if facts.rewrites and rollout.history is None:
         raise ConfigError(
             "rollout.history: the chat template renders earlier turns differently once a message follows: "

@@ -6,6 +6,7 @@
     DELETE /sessions/<id>                        end a session: {"extra": {...}, "error": text or null}
     POST   /sessions/<id>/v1/chat/completions    and /v1/completions, /v1/responses, /v1/messages
     GET    /sessions/<id>/v1/models
+    POST   /v1/chat/completions ...              the same without sessions, if the model is served
     GET    /health
 
 Every session has its own key, which clients send as `Authorization: Bearer KEY` or `x-api-key: KEY`.
@@ -37,17 +38,24 @@ MAX_REWARD = 1e30
 """Limit of a reward: larger ones overflow the float32 sums of advantages."""
 
 
-def application(sessions: Sessions, *, model: str, admin_token: str | None, max_body_bytes: int) -> FastAPI:
+def application(
+    sessions: Sessions, *, model: str, admin_token: str | None, max_body_bytes: int, serves: bool = False
+) -> FastAPI:
     """Return the server as an ASGI application.
 
     model: name of the model in replies.
     admin_token: key that takes sessions, and rewards and ends all of them; None: nobody takes sessions over HTTP.
     max_body_bytes: larger bodies are refused with status 413 before they are read.
+    serves: answer requests without a session, whose key is admin_token.
     """
     app = FastAPI(title="mcore-rl gateway", openapi_url=None, docs_url=None, redoc_url=None)
     server = _Server(sessions, model, admin_token, max_body_bytes)
     for dialect in DIALECTS:
         app.add_api_route(f"/sessions/{{session}}{dialect.path}", server.endpoint(dialect), methods=["POST"])
+        if serves:
+            app.add_api_route(dialect.path, server.served(dialect), methods=["POST"])
+    if serves:
+        app.add_api_route("/v1/models", server.served_models, methods=["GET"])
     app.add_api_route("/sessions/{session}/v1/models", server.models, methods=["GET"])
     app.add_api_route("/sessions", server.take, methods=["POST"])
     app.add_api_route("/sessions/{session}/reward", server.reward, methods=["POST"])
@@ -85,9 +93,35 @@ class _Server:
 
         return handle
 
+    def served(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of a dialect's requests without a session."""
+
+        async def handle(request: Request) -> Response:
+            self._check_key(request)
+            body = await json_body(request, self._max_bytes)
+            call = dialect.read(body, self._model, lambda reply: self._histories.find("", reply))
+
+            async def answer() -> ChatReply:
+                reply = await self._sessions.serve(call.request)
+                if conversation := call.conversation(reply):
+                    self._histories.keep("", reply.id, conversation)
+                return reply
+
+            return Answering(dialect, call, answer)
+
+        return handle
+
+    async def served_models(self, request: Request) -> Response:
+        """Same as `models`, without a session."""
+        self._check_key(request)
+        return self._models()
+
     async def models(self, session: str, request: Request) -> Response:
         """List the model, in a form that the clients of both vendors read."""
         self._check_key(request, self._sessions.key_of(session))
+        return self._models()
+
+    def _models(self) -> Response:
         model: JsonObject = {
             "id": self._model,
             "object": "model",

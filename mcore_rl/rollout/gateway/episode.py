@@ -13,7 +13,7 @@ from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError
 from mcore_rl.rollout.episodes.outcome import EpisodeResult
 from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Sampled, Session
-from mcore_rl.rollout.gateway.answers import Answers
+from mcore_rl.rollout.gateway.answers import Answers, ContextOf
 from mcore_rl.rollout.gateway.exchange import HarnessEnd, RefusedError
 from mcore_rl.rollout.gateway.link import GatewayLink
 from mcore_rl.rollout.gateway.turns import digest_of
@@ -35,15 +35,15 @@ class GatewayEpisode:
         """Same as Episode.run."""
         assert self.link is not None, "the episodes of an engine start after its connection to the gateway"
         session.begin()  # the program starts now: another engine must not take the episode
-        answers = Answers(
-            session,
-            functools.partial(self._context, session.context),
-            self.rollout.gateway_sampling == "request",
-            self.rollout.history != "new_sequence",
-        )
+        obeys, keeps = self.rollout.gateway_sampling == "request", self.rollout.history != "new_sequence"
+        answers = Answers(session, self.context_of(session), obeys, keeps)
         async with self.link.session(session.id, _row(prompt), answers) as ended:
             end = await ended
         return self._result(answers, end)
+
+    def context_of(self, session: Session) -> ContextOf:
+        """Return the function that gives the context for the tools of a session's request."""
+        return functools.partial(self._context, session.context)
 
     def _context(self, context: EpisodeContext, tools: Sequence[ToolSchema] | None) -> EpisodeContext:
         """Return the context for the tools of a request. Equal tools share their parser.

@@ -106,6 +106,9 @@ class Sessions(Protocol):
     async def answer(self, session: str, request: ChatRequest) -> ChatReply:
         """Answer a request of a session. Cancelling the call aborts the sampling."""
 
+    async def serve(self, request: ChatRequest) -> ChatReply:
+        """Answer a request without a session. Cancelling the call aborts the sampling."""
+
     async def reward(self, session: str, reward: Reward) -> None:
         """Add a reward to a session."""
 

@@ -79,13 +79,21 @@ class _Engine:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._keys = itertools.count()
-        self.asked: dict[int, tuple[_Session, _Asked]] = {}
+        self.asked: dict[int, tuple[_Session | None, _Asked]] = {}
+        """Open requests by their key; those without a session are served."""
 
     def call(self, session: _Session, asked: _Asked) -> int:
         """Send a request; returns the key of its reply."""
         key = next(self._keys)
         self.asked[key] = session, asked
         self.send(wire.CALL, key, session.id, asked.request)
+        return key
+
+    def serve(self, asked: _Asked) -> int:
+        """Send a request without a session; returns the key of its reply."""
+        key = next(self._keys)
+        self.asked[key] = None, asked
+        self.send(wire.SERVE, key, asked.request)
         return key
 
     def send(self, *message: object) -> None:
@@ -101,6 +109,7 @@ class Hub:
     def __init__(self, token: str) -> None:
         self._token = token
         self._sessions: dict[str, _Session] = {}
+        self._engines: set[_Engine] = set()
         self._free: deque[str] = deque()
         """Sessions that wait for a program."""
         self._freed = asyncio.Condition()
@@ -119,6 +128,19 @@ class Hub:
         except asyncio.CancelledError:
             if found.engine is not None and key is not None:
                 found.engine.send(wire.CANCEL, key)
+            raise
+
+    async def serve(self, request: ChatRequest) -> ChatReply:
+        """Same as Sessions.serve. The engine with the fewest open requests answers."""
+        if not self._engines:
+            raise RefusedError(503, "no engine is ready; try again")
+        engine = min(self._engines, key=lambda engine: len(engine.asked))
+        asked = _Asked(request, asyncio.get_running_loop().create_future())
+        key = engine.serve(asked)
+        try:
+            return await asked.answer
+        except asyncio.CancelledError:
+            engine.send(wire.CANCEL, key)
             raise
 
     async def reward(self, session: str, reward: Reward) -> None:
@@ -155,7 +177,7 @@ class Hub:
         found = self._sessions.get(session)
         return None if found is None else found.key
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve the connection of an engine until it ends."""
         engine = _Engine(writer)
         try:
@@ -163,6 +185,7 @@ class Hub:
             token = await reader.readexactly(len(self._token))
             if not hmac.compare_digest(token, self._token.encode()):
                 return
+            self._engines.add(engine)
             while True:
                 match await frames.read(reader):
                     case (wire.OPEN, str(session), row):
@@ -212,7 +235,11 @@ class Hub:
     def _replied(self, engine: _Engine, key: int, reply: ChatReply | wire.Refusal) -> None:
         session, asked = engine.asked.pop(key)
         asked.replied.set()
-        if asked.reply_id is not None and not (isinstance(reply, ChatReply) and reply.id == asked.reply_id):
+        if (
+            session is not None
+            and asked.reply_id is not None
+            and not (isinstance(reply, ChatReply) and reply.id == asked.reply_id)
+        ):
             # Its client has another reply, on which it may have acted.
             self._end(session, HarnessEnd(error="an engine was lost, and its journal does not have the last replies"))
         elif isinstance(reply, ChatReply):
@@ -241,6 +268,10 @@ class Hub:
             self._refuse_open(found)
 
     def _lose(self, engine: _Engine) -> None:
+        self._engines.discard(engine)
+        for session_of, asked in engine.asked.values():
+            if session_of is None and not asked.answer.done():
+                asked.answer.set_exception(RefusedError(503, "the engine was lost; try again"))
         loop = asyncio.get_running_loop()
         for session in self._sessions.values():
             if session.owner is engine:

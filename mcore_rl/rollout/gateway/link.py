@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.processes import frames
@@ -26,19 +26,21 @@ class _Open:
 class GatewayLink:
     """Connection of an engine to a gateway, on the event loop of the engine's episodes. All sessions share it."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serving: Callable[[], Answers]
+    ) -> None:
+        self._reader, self._writer, self._serving = reader, writer, serving
         self._sessions: dict[str, _Open] = {}
         self._session_of: dict[int, _Open] = {}
         self._lost: WorkerDiedError | None = None
         self._task = asyncio.create_task(self._receive())
 
     @classmethod
-    async def connect(cls, address: GatewayAddress) -> GatewayLink:
-        """Connect to the gateway of this host."""
+    async def connect(cls, address: GatewayAddress, serving: Callable[[], Answers]) -> GatewayLink:
+        """Connect to the gateway of this host. `serving` makes the answers of a request without a session."""
         reader, writer = await asyncio.open_unix_connection(address.socket)
         writer.write(address.token.encode())
-        return cls(reader, writer)
+        return cls(reader, writer, serving)
 
     @contextlib.asynccontextmanager
     async def session(
@@ -74,6 +76,8 @@ class GatewayLink:
                 match await frames.read(self._reader):
                     case (wire.CALL, int(key), str(session), request) if session in self._sessions:
                         self._call(key, self._sessions[session], request)
+                    case (wire.SERVE, int(key), request):
+                        self._call(key, _Open(self._serving()), request)
                     case (wire.SKIP, str(session), request) if session in self._sessions:
                         self._sessions[session].answers.skip(request)
                     case (wire.CANCEL, int(key)) if key in self._session_of:

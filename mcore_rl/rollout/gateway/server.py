@@ -35,11 +35,12 @@ class GatewayServer:
     model: name of the model in replies.
     host, port: where clients connect over the network; port 0: a free one.
     advertised: host name in the address for clients.
+    serves: answer requests without a session.
 
     Raises: ConfigError if it cannot listen there.
     """
 
-    def __init__(self, model: str, host: str, port: int, advertised: str) -> None:
+    def __init__(self, model: str, host: str, port: int, advertised: str, *, serves: bool = False) -> None:
         self._directory = tempfile.mkdtemp(prefix="mcore_rl_gateway_")
         # Programs in sandboxes have other user ids; they reach the socket for clients and cannot list the directory.
         os.chmod(self._directory, 0o711)
@@ -49,6 +50,7 @@ class GatewayServer:
         listening = _listen(host, port)
         url = f"http://{advertised}:{listening.getsockname()[1]}"
         self.address = GatewayAddress(str(for_engines), token, url, str(for_clients))
+        self._serves = serves
         self._model, self._sockets = model, [listening, _unix_socket(for_clients)]
         self._stop: asyncio.Event | None = None
         self._ready: Future[None] = Future()
@@ -90,7 +92,8 @@ class GatewayServer:
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         hub = Hub(self.address.token)
-        app = application(hub, model=self._model, admin_token=self.address.token, max_body_bytes=MAX_BODY_BYTES)
+        token = self.address.token
+        app = application(hub, model=self._model, admin_token=token, max_body_bytes=MAX_BODY_BYTES, serves=self._serves)
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -101,7 +104,7 @@ class GatewayServer:
             timeout_graceful_shutdown=1,
         )
         server = _Server(config)
-        engines = await asyncio.start_unix_server(hub.serve, self.address.socket)
+        engines = await asyncio.start_unix_server(hub.connected, self.address.socket)
         os.chmod(self.address.socket, 0o600)
         serving = asyncio.create_task(server.serve(self._sockets))
         stopping = asyncio.create_task(self._stop.wait())

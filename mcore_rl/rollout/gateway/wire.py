@@ -10,6 +10,7 @@ An engine connects and sends its token; then, as tuples (kind, ...):
                           cancel key
                           reward session reward
                           ended session end    HarnessEnd
+                          serve key request    a request without a session
 
 Both ends are processes of this project. Texts of clients are strings inside these objects and are never unpickled.
 """
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 FILE = "gateways.json"
 """File in the run directory with the addresses and tokens, for programs that take sessions by themselves."""
 OPEN, REPLY, CLOSE = "open", "reply", "close"
-CALL, SKIP, CANCEL, REWARD, ENDED = "call", "skip", "cancel", "reward", "ended"
+CALL, SKIP, CANCEL, REWARD, ENDED, SERVE = "call", "skip", "cancel", "reward", "ended", "serve"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import ray
 
+from mcore_rl.config.episodes import SERVING
+from mcore_rl.config.rules.rollout import episode_of
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.processes.child import start_module
@@ -43,7 +45,8 @@ class GatewayProcess(RunProcess):
             rollout, host = config.rollout, config.rollout.gateway_address
             advertised = ray.util.get_node_ip_address() if host in ALL_ADDRESSES else host
             model = Path(config.model.hf_path).name
-            self._server = GatewayServer(model, host, rollout.gateway_port, advertised)
+            serves = episode_of(rollout) == SERVING
+            self._server = GatewayServer(model, host, rollout.gateway_port, advertised, serves=serves)
             self._worker: Worker | None = None
             if rollout.harness is not None:
                 settings = HarnessSettings(rollout, config.sandbox, self._server.address, concurrent)

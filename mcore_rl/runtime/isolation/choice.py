@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from mcore_rl.config.episodes import GATEWAY
+from mcore_rl.config.episodes import WITH_GATEWAY
 from mcore_rl.config.fields import urls_of
 from mcore_rl.config.observe import ObserveConfig
 from mcore_rl.config.rules.rollout import episode_of
@@ -87,7 +87,7 @@ def reason_for_own_network(config: Config) -> str | None:
 
 def _gateway(rollout: RolloutConfig) -> dict[str, str | None]:
     """Return the settings of a gateway that programs outside of the run must reach."""
-    if episode_of(rollout) != GATEWAY:
+    if episode_of(rollout) not in WITH_GATEWAY:
         return {}
     outside = {"rollout.harness": "null (programs take sessions by themselves)"} if rollout.harness is None else {}
     is_local = rollout.gateway_address in ("127.0.0.1", "::1", "localhost")

@@ -68,7 +68,7 @@ def with_site(test: Callable[[Site], Awaitable[None]], tmp_path: Path) -> None:
     @contextlib.asynccontextmanager
     async def serving() -> AsyncIterator[Site]:
         site = Site(tmp_path / "s")
-        server = await asyncio.start_unix_server(site.hub.serve, site.path)
+        server = await asyncio.start_unix_server(site.hub.connected, site.path)
         try:
             yield site
         finally:

@@ -24,6 +24,7 @@ from mcore_rl.rollout.gateway.harness.interface import Harness
 from mcore_rl.rollout.gateway.harness.worker import HarnessWorker
 from mcore_rl.rollout.gateway.link import GatewayLink
 from mcore_rl.rollout.gateway.server import GatewayServer
+from mcore_rl.rollout.gateway.serving import ServedRequests
 from mcore_rl.types import EpisodeOutcome
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.conftest import SetUp, Stage
@@ -49,7 +50,7 @@ raise SystemExit(3)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[GatewayServer]:
-    with GatewayServer("tiny", "127.0.0.1", 0, "127.0.0.1") as running:
+    with GatewayServer("tiny", "127.0.0.1", 0, "127.0.0.1", serves=True) as running:
         yield running
 
 
@@ -60,7 +61,8 @@ def play(stage: SetUp, server: GatewayServer) -> Callable[..., tuple[Stage, Epis
     def run(say: Say, harness: Harness | None, **rollout: Any) -> tuple[Stage, EpisodeOutcome]:
         episode = GatewayEpisode(RolloutConfig(**rollout))
         set_up = stage(say, episode, **rollout)
-        episode.link = set_up.player.run(GatewayLink.connect(server.address))
+        serving = ServedRequests(set_up.player, episode, episode.rollout)
+        episode.link = set_up.player.run(GatewayLink.connect(server.address, serving.answers))
         with working(harness, server) if harness else contextlib.nullcontext():
             (outcome,) = set_up.play()
         set_up.player.run(episode.link.close())
@@ -136,6 +138,29 @@ def test_a_program_with_openais_client_is_trained(play: Callable[..., tuple[Stag
     assert outcome.extra["harness"] == {"said": "done"}
     assert outcome.turns == 2
     assert [message["role"] for message in outcome.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_requests_without_a_session_are_served(stage: SetUp, server: GatewayServer) -> None:
+    """They sample as they ask, need the server's token, and leave nothing to train."""
+    rollout = RolloutConfig(episode="a.py:b", max_prompt_tokens=200, max_response_tokens=600)
+    episode = GatewayEpisode(rollout)
+    set_up = stage(lambda text: f"so {text.count('user')}{END}", episode)
+    serving = ServedRequests(set_up.player, episode, rollout)
+    episode.link = set_up.player.run(GatewayLink.connect(server.address, serving.answers))
+    client = openai.OpenAI(base_url=f"{server.address.url}/v1", api_key=server.address.token, max_retries=0)
+    messages: Any = [{"role": "user", "content": "a"}]
+    first = client.chat.completions.create(model="any", messages=messages, temperature=0.3, top_p=0.5, n=2)
+    assert [choice.message.content for choice in first.choices] == ["so 1"] * 2
+    messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "b"}]
+    with client.chat.completions.create(model="any", messages=messages, stream=True) as stream:
+        assert "".join(part.choices[0].delta.content or "" for part in stream) == "so 2"
+    assert client.models.list().data[0].id == "tiny"
+    stranger = client.with_options(api_key="wrong")
+    with pytest.raises(openai.AuthenticationError):
+        stranger.chat.completions.create(model="any", messages=messages)
+    set_up.player.run(episode.link.close())
+    with pytest.raises(openai.InternalServerError, match="no engine is ready"):
+        client.chat.completions.create(model="any", messages=messages)
 
 
 def test_an_error_of_a_program_fails_its_episode(play: Callable[..., tuple[Stage, EpisodeOutcome]]) -> None:
