@@ -26,7 +26,7 @@ from mcore_rl.migration.command import run as run_import
 from mcore_rl.starter.command import add_arguments as add_init_arguments
 from mcore_rl.starter.command import run as run_init
 
-CONFIGURED_VERBS = ("train", "eval", "plan", "slurm")
+CONFIGURED_VERBS = ("train", "eval", "serve", "plan", "slurm")
 """Verbs that take configuration files and overrides."""
 BROKEN_PIPE = 141
 """Exit code if the reader of stdout has ended, as of a program that SIGPIPE ends."""
@@ -139,6 +139,12 @@ def _parser() -> argparse.ArgumentParser:
     text = "check and plan the run, print where each process would start, and stop before anything is written"
     train.add_argument("--dry-run", action="store_true", help=text)
     add_configured("eval", "validate only: the newest checkpoint in run.dir, or model.hf_path if there is none")
+    text = "serve the newest checkpoint in run.dir, or model.hf_path, with OpenAI's interface; CONFIG may be a run.dir"
+    add_configured("serve", text, "rollout.gateway_port=8000")
+    chat = add("chat", "talk to a model that `serve` serves", _chat)
+    chat.add_argument("server", metavar="RUN_DIR|URL", help="run.dir of the served run, or the URL that `serve` prints")
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    chat.add_argument("--max-tokens", type=int, metavar="N", help="limit of a reply; default: the run's")
     text = (
         "preflight without a GPU: memory, communication and computation of every rank; exit code 0: fits, 1: does not "
         "fit, 3: fits, but this version cannot run it"
@@ -221,6 +227,8 @@ def _run_configured(options: argparse.Namespace) -> int:
     from mcore_rl.resumption import resume_advice
     from mcore_rl.slurm.checks import check_job
 
+    if options.verb == "serve":
+        options.config, options.words = _of_run(options.config, options.words)
     files, overrides = _files_and_overrides(options)
     config = load_config(files, overrides, needs_data=options.verb != "plan")
     match options.verb:
@@ -232,6 +240,10 @@ def _run_configured(options: argparse.Namespace) -> int:
             return verbs.train(config, resume_advice(config, files, overrides))
         case "eval":
             return verbs.evaluate(config)
+        case "serve":
+            from mcore_rl.serving import serve
+
+            return serve(config)
         case "plan":
             with localized(config, _note, weights=False, data=False):
                 return verbs.plan(config, as_json=options.json, suggest=options.suggest)
@@ -241,6 +253,21 @@ def _run_configured(options: argparse.Namespace) -> int:
             with localized(config, _note) as names:
                 pinned = pinned_overrides(config, names)
                 return verbs.slurm(config, files, overrides, pinned, force=options.force)
+
+
+def _of_run(config: str, words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the configuration of a run directory, and overrides that keep the directory; other arguments as given."""
+    if not os.path.isdir(config):
+        return config, list(words)
+    from mcore_rl.config.run_configs import CONFIG_FILE
+
+    return os.path.join(config, CONFIG_FILE), [f"run.dir={config}", *words]
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from mcore_rl.serving import chat
+
+    return chat(options.server, options.system, options.max_tokens)
 
 
 def _note(line: str) -> None:
