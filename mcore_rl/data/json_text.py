@@ -40,10 +40,21 @@ def parse_json(text: str, where: str, decode: Callable[[str], JsonValue] = json.
         raise _too_deep(where) from None
     except ValueError as error:
         raise DataError(f"{where} is not valid JSON: {error}") from error
-    # Both conditions are necessary, not sufficient: the expensive check runs only for texts that may fail it.
-    if text.count("[") + text.count("{") > MAX_NESTING or _SURROGATE_ESCAPE.search(text):
+    # The expensive check, which names the place, runs only for texts that may fail it.
+    if text.count("[") + text.count("{") > MAX_NESTING and _is_deep(value) or _SURROGATE_ESCAPE.search(text):
         _check(value, where)
     return value
+
+
+def _is_deep(value: object) -> bool:
+    """Return True if a value may be nested too deeply."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        parts = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [part for each in parts for part in each if isinstance(part, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _check(value: object, where: str) -> None:

@@ -74,7 +74,7 @@ def test_chat_loop_with_tools_sends_the_turn_back_whole(
     assert sessions.requests[0].tools == [{"type": "function", "function": ADD}]
 
 
-def test_chat_stream_has_the_texts_log_probabilities_and_usage_of_the_reply(
+def test_chat_stream_has_texts_log_probabilities_and_usage_of_the_reply(
     client: openai.OpenAI, sessions: ScriptedSessions
 ) -> None:
     asked = {"model": "any", "messages": [QUESTION], "n": 2, "logprobs": True}
