@@ -50,8 +50,8 @@ def _cut(text: str, start: int, ends: Sequence[int]) -> list[Delta]:
         cuts = [(match.end(), 0) for match in re.finditer(r"\s*\S+|\s+$", text)]
     else:
         first, last = bisect_left(ends, start + 1), bisect_left(ends, start + len(text))
-        # The last token may contain more than the end of the text.
-        cuts = [(min(ends[token] - start, len(text)), token + 1) for token in range(first, last + 1)]
+        # The last token may end after the text.
+        cuts = [(ends[token] - start, token + 1) for token in range(first, last + 1)]
     step = -(-len(cuts) // MAX_DELTAS)
     chosen = [(0, 0), *cuts[step - 1 : -1 : step], cuts[-1]]
     return [Delta(text[begin:end], tokens) for (begin, _), (end, tokens) in pairwise(chosen) if end > begin]

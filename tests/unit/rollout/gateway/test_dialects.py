@@ -292,6 +292,12 @@ def test_content_around_a_call_is_cut_at_words() -> None:
     assert [part.text for part in replies.deltas(made)[1]] == ["see", "  done"]
 
 
+def test_content_equal_to_the_reasoning_has_its_own_tokens() -> None:
+    reasoning, content = replies.deltas(choice("yes it is", "yes it is", logps=True))
+    assert [(part.text, part.end) for part in reasoning] == [("yes", 2), (" it", 3), (" is", 4)]
+    assert [(part.text, part.end) for part in content] == [("yes", 6), (" it", 7), (" is", 8)]
+
+
 @pytest.mark.parametrize(
     ("reason", "stops", "expected"),
     [
