@@ -17,8 +17,10 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
+from typing import Annotated
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from mcore_rl.data.json_text import to_plain
@@ -36,6 +38,7 @@ MAX_WAIT_SECONDS = 60.0
 """Maximum time for which a request for a session waits; clients ask again."""
 MAX_REWARD = 1e30
 """Limit of a reward: larger ones overflow the float32 sums of advantages."""
+_Seconds = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)]
 
 
 def application(
@@ -64,6 +67,7 @@ def application(
     app.add_api_route("/health", _health, methods=["GET"])
     app.add_exception_handler(RefusedError, _on_refusal)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_query)
     app.add_exception_handler(Exception, _on_failure)  # the exception is raised again, for the server's log
     return app
 
@@ -159,12 +163,11 @@ class _Server:
         await self._sessions.reward(session, Reward(value, fields.text("call", "") or None))
         return _json({})
 
-    async def wait(self, session: str, request: Request, seconds: float = 0) -> Response:
+    async def wait(self, session: str, request: Request, seconds: _Seconds = 0) -> Response:
         """Wait for the end of a session."""
         self._check_key(request, self._sessions.key_of(session))
-        limit = min(max(seconds, 0.0), MAX_WAIT_SECONDS)
         try:
-            ended = await unless_left(request, self._sessions.closed(session, limit))
+            ended = await unless_left(request, self._sessions.closed(session, seconds))
         except ClientLeftError:
             return Response(status_code=499)  # nobody reads it
         return _json({"ended": ended})
@@ -210,6 +213,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:200]}"
     return refusal(_dialect_of(request), RefusedError(error.status_code, f"{what}: {error.detail}"))
+
+
+async def _on_invalid_query(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    text = "; ".join(f"{each['loc'][-1]}: {each['msg']}" for each in error.errors())
+    return refusal(_dialect_of(request), RefusedError(400, text))
 
 
 async def _on_failure(request: Request, error: Exception) -> Response:

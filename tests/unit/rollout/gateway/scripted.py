@@ -128,14 +128,21 @@ class ScriptedSessions:
             return None
         return OpenedSession("s1", KEY, {"question": "2 + 3?"})
 
+    async def closed(self, session: str, seconds: float) -> bool:
+        await asyncio.sleep(min(seconds, 0.01))
+        return any(ended == session for ended, _ in self.ends)
+
+    async def serve(self, request: ChatRequest) -> ChatReply:
+        return await self.answer("", request)
+
     def key_of(self, session: str) -> str | None:
         return self.keys.get(session)
 
 
 @contextmanager
-def serving(sessions: ScriptedSessions, admin_token: str | None = ADMIN) -> Iterator[str]:
+def serving(sessions: ScriptedSessions, admin_token: str | None = ADMIN, *, serves: bool = False) -> Iterator[str]:
     """Serve the sessions on a loopback port. Yields the server's address."""
-    app = application(sessions, model=MODEL, admin_token=admin_token, max_body_bytes=LIMIT)
+    app = application(sessions, model=MODEL, admin_token=admin_token, max_body_bytes=LIMIT, serves=serves)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from anthropic.types import message_create_params
 from anthropic.types.beta import message_create_params as beta_params
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
@@ -263,6 +263,7 @@ def _joined(call: Call, reply: ChatReply, *names: str) -> str:
 TEXTS = st.text(st.sampled_from(" \nab<é😀"), max_size=300)
 
 
+@settings(max_examples=40)
 @given(content=TEXTS, reasoning=TEXTS, logps=st.booleans(), size=st.integers(1, 5))
 def test_deltas_concatenate_to_the_texts(content: str, reasoning: str, logps: bool, size: int) -> None:
     text = f"<think>{reasoning}</think>{content}<end>"

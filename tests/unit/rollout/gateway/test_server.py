@@ -206,11 +206,11 @@ def test_sessions_are_taken_with_the_token_only(http: httpx2.Client, sessions: S
 
 
 def test_server_without_token_gives_no_sessions() -> None:
-    with serving(ScriptedSessions(), admin_token=None) as address:
+    with serving(ScriptedSessions(), admin_token=None) as address, httpx2.Client(base_url=address) as http:
         for token in ("Bearer None", "Bearer", f"Bearer {ADMIN}"):
             headers = {"authorization": token}
-            assert httpx2.post(f"{address}/sessions", headers=headers).status_code == 403
-            assert httpx2.post(f"{address}/sessions/unknown/reward", headers=headers).status_code == 401
+            assert http.post("/sessions", headers=headers).status_code == 403
+            assert http.post("/sessions/unknown/reward", headers=headers).status_code == 401
 
 
 def test_rewards_and_ends_reach_their_session(http: httpx2.Client, sessions: ScriptedSessions) -> None:
@@ -221,6 +221,7 @@ def test_rewards_and_ends_reach_their_session(http: httpx2.Client, sessions: Scr
     for wrong in ({}, {"reward": "1"}, {"reward": True}, {"reward": 1e31}, {"reward": 1, "call": 3}):
         assert http.post(f"{session}/reward", headers=key, json=wrong).status_code == 400
     assert sessions.rewards == [("s2", Reward(1.0)), ("s2", Reward(-0.5, "reply-1"))]
+    assert http.get(session, headers=key, params={"seconds": 1}).json() == {"ended": False}
     assert http.delete(session, headers=BEARER).status_code == 401
     assert http.delete(session, headers=key).status_code == 200
     assert (
@@ -229,3 +230,21 @@ def test_rewards_and_ends_reach_their_session(http: httpx2.Client, sessions: Scr
     assert http.request("DELETE", session, headers=key, json={"extra": []}).status_code == 200
     assert http.request("DELETE", session, headers=key, json={"extra": [1]}).status_code == 400
     assert sessions.ends[:2] == [("s2", HarnessEnd()), ("s2", HarnessEnd({"code": 1}, "crash"))]
+    assert http.get(session, headers=key).json() == {"ended": True}
+    assert http.get(session, headers=BEARER).status_code == 401
+    for wrong in ("nan", "inf", "-1", "61", "soon"):
+        reply = http.get(session, headers=key, params={"seconds": wrong})
+        assert (reply.status_code, "seconds: " in reply.json()["error"]["message"]) == (400, True)
+
+
+def test_served_model_needs_the_token_and_no_session() -> None:
+    sessions = ScriptedSessions()
+    token = {"x-api-key": ADMIN}
+    with serving(sessions, serves=True) as address, httpx2.Client(base_url=address) as http:
+        for path, body in INTERFACES.items():
+            served = path.removeprefix("/sessions/s1")
+            assert http.post(served, headers=BEARER, json=body).status_code == 401
+            reply = http.post(served, headers=token, json=body)
+            assert (reply.status_code, reply.json()["id"]) == (200, f"reply-{len(sessions.requests)}")
+        assert http.get("/v1/models", headers=BEARER).status_code == 401
+        assert len(http.get("/v1/models", headers=token).json()["data"]) == 1
