@@ -34,7 +34,7 @@ class CompletionsCall(Call):
 
     def body(self, reply: ChatReply) -> JsonObject:
         choices: list[JsonValue] = [
-            self._choice(number, choice.content, self._logps(choice), _reason(choice))
+            self._choice(number, choice.content, self._logps(choice, 0, len(choice.token_ids)), _reason(choice))
             for number, choice in enumerate(reply.choices)
         ]
         return {**self._head(reply), "choices": choices, "usage": replies.openai_usage(reply)}
@@ -42,9 +42,13 @@ class CompletionsCall(Call):
     def events(self, reply: ChatReply) -> Iterator[Event]:
         head = self._head(reply)
         for number, choice in enumerate(reply.choices):
+            sent = 0
             for part in replies.deltas(choice)[1]:
-                yield Event({**head, "choices": [self._choice(number, part.text, None, None)]})
-            yield Event({**head, "choices": [self._choice(number, "", self._logps(choice), _reason(choice))]})
+                logps = self._logps(choice, sent, part.end) if part.end > sent else None
+                yield Event({**head, "choices": [self._choice(number, part.text, logps, None)]})
+                sent = max(sent, part.end)
+            logps = self._logps(choice, sent, len(choice.token_ids))
+            yield Event({**head, "choices": [self._choice(number, "", logps, _reason(choice))]})
         if self.include_usage:
             yield Event({**head, "choices": [], "usage": replies.openai_usage(reply)})
         yield Event("[DONE]")
@@ -56,14 +60,14 @@ class CompletionsCall(Call):
     def _choice(number: int, text: str, logps: JsonObject | None, reason: str | None) -> JsonObject:
         return {"index": number, "text": text, "logprobs": logps, "finish_reason": reason}
 
-    def _logps(self, choice: Choice) -> JsonObject | None:
+    def _logps(self, choice: Choice, start: int, end: int) -> JsonObject | None:
         if self.request.top_logprobs is None:
             return None
         return {
-            "tokens": list(choice.pieces),
-            "token_logprobs": [max(logp, replies.LOWEST_LOGP) for logp in choice.logp],
+            "tokens": list(choice.pieces[start:end]),
+            "token_logprobs": [max(logp, replies.LOWEST_LOGP) for logp in choice.logp[start:end]],
             "top_logprobs": None,
-            "text_offset": [0, *accumulate(map(len, choice.pieces))][: len(choice.pieces)],
+            "text_offset": [0, *accumulate(map(len, choice.pieces))][start:end],
         }
 
 

@@ -103,8 +103,13 @@ def test_completions_continue_texts_and_token_ids(
     valid(Completion, reply)
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == (" and so on", "length")
     assert reply.choices[0].logprobs.text_offset == [0, 0, 4, 7, 10]
-    events = list(client.completions.create(model="any", prompt=prompt, stream=True))
-    assert "".join(event.choices[0].text for event in events) == " and so on"
+    events = list(client.completions.create(model="any", prompt=prompt, logprobs=0, stream=True))
+    parts = [event.choices[0] for event in events]
+    assert "".join(part.text for part in parts) == " and so on"
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        joined = [each for part in parts if part.logprobs for each in getattr(part.logprobs, name)]
+        assert joined == getattr(reply.choices[0].logprobs, name)
+    assert parts[0].logprobs.tokens == ["", " and"]
     assert sessions.requests[0].prompt == ("Once" if "Once" in prompt else [3, 1, 4])
     assert sessions.requests[0].sampling == {"max_response_tokens": 5, "stop": ("x",)}
 
