@@ -69,7 +69,7 @@ ONE_DOOR = {
     "vllm": ["mcore_rl/engines/vllm/*"],
     "sglang": ["mcore_rl/engines/sglang/*"],
     "mcp": ["mcore_rl/rollout/tools/kinds/mcp_servers.py"],
-    "openai": ["mcore_rl/rewards/judge/server.py"],
+    "openai": ["mcore_rl/rewards/judge/server.py", "mcore_rl/serving.py"],
     "fastapi": ["mcore_rl/rollout/gateway/*"],
     "starlette": ["mcore_rl/rollout/gateway/*"],
     "uvicorn": ["mcore_rl/rollout/gateway/*"],

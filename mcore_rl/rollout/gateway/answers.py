@@ -183,7 +183,8 @@ class Answers:
         if context.parser is None or sampled.finish_reason == "length":
             before = context.decoder.decode(sampled.prompt_end, skip_special_tokens=False)
             content, reasoning = split_reasoning(sampled.text, before)
-            return content, reasoning, []
+            # Without reasoning there is nothing to separate, and white space stays as it was written.
+            return (content if reasoning else sampled.text), reasoning, []
         parsed = self.session.parse(sampled, context)
         texts, calls = [parsed.content], list[ChatCall]()
         for call in parsed.calls:
