@@ -22,7 +22,7 @@ help: ## list the targets
 setup: ## create .venv (the other targets do this too)
 	@EXTRA=$(EXTRA) scripts/setup.sh
 
-demo: setup $(filter sglang,$(ENGINE)) ## train a tiny MoE with DAPO, print the accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2 simulates two hosts; ENGINE=sglang; TASK=tool, TASK=game: several turns; TASK=see: images; TASK=distill: distillation from a teacher; TASK=dpo: DPO on pairs of responses; TASK=latent: DeepSeek-V3 with SGLang; MODE=async; STRATEGY=fsdp2: transformers' dense model
+demo: setup $(filter sglang,$(ENGINE)) ## train a tiny MoE with DAPO, print the accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2 simulates two hosts; ENGINE=sglang; TASK=tool, TASK=game: several turns; TASK=agent: a program with OpenAI's client; TASK=see: images; TASK=distill: distillation from a teacher; TASK=dpo: DPO on pairs of responses; TASK=latent: DeepSeek-V3 with SGLang; MODE=async; STRATEGY=fsdp2: transformers' dense model
 	@$(PY) scripts/demo.py --task $(TASK) --mode $(MODE) --strategy $(STRATEGY) --engine $(ENGINE) --hosts $(HOSTS) $(ARGS)
 
 test: setup ## run the test suite; ARGS='tests/unit -k packing' selects a part

@@ -41,7 +41,7 @@ def parse_json(text: str, where: str, decode: Callable[[str], JsonValue] = json.
     except ValueError as error:
         raise DataError(f"{where} is not valid JSON: {error}") from error
     # The expensive check, which names the place, runs only for texts that may fail it.
-    if text.count("[") + text.count("{") > MAX_NESTING and _is_deep(value) or _SURROGATE_ESCAPE.search(text):
+    if (text.count("[") + text.count("{") > MAX_NESTING and _is_deep(value)) or _SURROGATE_ESCAPE.search(text):
         _check(value, where)
     return value
 

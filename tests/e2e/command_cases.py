@@ -174,6 +174,7 @@ GUIDE_NOT_RUN = (
         "python scripts/compare_staleness.py --task think2": NotRun(Need.MINUTES),
         "python scripts/compare_staleness.py --task work3": NotRun(Need.MINUTES),
         "python scripts/compare_staleness.py --losses --task think2 --seeds 3": NotRun(Need.MINUTES),
+        "make demo TASK=agent": NotRun(Need.MINUTES, "tests/e2e/test_gateway_run.py"),
         "make demo TASK=distill": NotRun(Need.MINUTES, "tests/e2e/test_distillation_run.py"),
         "make demo TASK=dpo": NotRun(Need.MINUTES, "tests/e2e/test_preference_run.py"),
         "make demo TASK=see": NotRun(Need.MINUTES, "tests/e2e/test_images_run.py"),
