@@ -59,17 +59,17 @@ CORRECTED = "corrected"
 
 def losses_of_eta4() -> dict[str, tuple[str, ...]]:
     """Return the overrides of every loss, by name, without and with a correction."""
-    found = {}
+    found: dict[str, tuple[str, ...]] = {}
     for loss in (*LOSSES, *ANCHORED):
         # Others do not have these options, or have them with other meanings.
         options = [] if loss == "ppo_clip" else [f"algorithm.policy_loss.{key}=null" for key in CLIP_OPTIONS]
         named = (f"algorithm.policy_loss.name={loss}", *options)
         named += (f"algorithm.loss_aggregation={OWN_AGGREGATION.get(loss, 'token-mean')}",)
-        if loss in ANCHORED:
-            without, corrected = ("algorithm.policy_loss.anchor=old",), ("algorithm.policy_loss.anchor=rollout",)
-        else:
-            without, corrected = (), ("algorithm.correction_preset=decoupled_token_is",)
-        found |= {loss: ahead(4, *named, *without), f"{loss}_{CORRECTED}": ahead(4, *named, *corrected)}
+        without = ["algorithm.policy_loss.anchor=old"] if loss in ANCHORED else []
+        corrected = (
+            "algorithm.policy_loss.anchor=rollout" if without else "algorithm.correction_preset=decoupled_token_is"
+        )
+        found |= {loss: ahead(4, *named, *without), f"{loss}_{CORRECTED}": ahead(4, *named, corrected)}
     return found
 
 

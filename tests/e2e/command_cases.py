@@ -164,6 +164,7 @@ STARTED_RECIPES = (
 )
 
 _BENCHMARKS_PAGE = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+_COMPARE_LOSSES = "python scripts/compare_staleness.py --losses --task think2 --seeds 3"
 GUIDE_NOT_RUN = (
     {
         "make test ARGS='tests/unit/converters -k mixtral'": NotRun(Need.SUITE),
@@ -173,7 +174,6 @@ GUIDE_NOT_RUN = (
         "curl http://127.0.0.1:9400/metrics": NotRun(Need.RUN, "tests/unit/observe/test_endpoint.py"),
         "python scripts/compare_staleness.py --task think2": NotRun(Need.MINUTES),
         "python scripts/compare_staleness.py --task work3": NotRun(Need.MINUTES),
-        "python scripts/compare_staleness.py --losses --task think2 --seeds 3": NotRun(Need.MINUTES),
         "make demo TASK=agent": NotRun(Need.MINUTES, "tests/e2e/test_gateway_run.py"),
         "make demo TASK=distill": NotRun(Need.MINUTES, "tests/e2e/test_distillation_run.py"),
         "make demo TASK=dpo": NotRun(Need.MINUTES, "tests/e2e/test_preference_run.py"),
@@ -217,6 +217,8 @@ GUIDE_NOT_RUN = (
         # A benchmark without recorded results has no section with its command.
         if not benchmark.gpu and f"## {name}: " in _BENCHMARKS_PAGE
     }
+    # Without recorded results, this comparison has no section either.
+    | {command: NotRun(Need.MINUTES) for command in (_COMPARE_LOSSES,) if command in _BENCHMARKS_PAGE}
     | {
         f"mcore-rl slurm {recipe} model.hf_path=DIR data.train=train.jsonl data.val=test.jsonl "
         "slurm.partition=gpu > job.sbatch && sbatch job.sbatch": NotRun(Need.WEIGHTS, "tests/unit/slurm/test_script.py")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms import aggregate_loss, compute_policy_loss
+from mcore_rl.algorithms.losses.future import discounted_future
 from tests.unit.algorithms.test_policy_losses_catalogue import evaluate, make
 
 
@@ -71,3 +72,34 @@ def test_luspo_equals_gspo_with_sums_over_tokens():
             objective.append(length * torch.minimum(ratio * advantage, ratio.clamp(1 - 2e-3, 1 + 2.5e-3) * advantage))
     (-torch.stack(objective).mean()).backward()
     torch.testing.assert_close(logp.grad, other.grad)
+
+
+def test_dppo_mask_anchor_changes_the_mask_only():
+    """A token that moved towards the engine and away from the recomputed policy; the ratio stays at the engine."""
+    logp, old, engine = math.log(0.6), math.log(0.4), math.log(0.9)
+    values = {"logp": logp, "old_logp": old, "rollout_logp": engine, "mask": 1.0}
+    given = {key: torch.full((1, 1), value, dtype=torch.float64) for key, value in values.items()}
+    ones = torch.ones(1, 1)
+    for mask_anchor, advantage, expected in ((None, -1.0, 0.0), ("old", -1.0, 0.6 / 0.9), ("old", 1.0, 0.0)):
+        given["advantages"] = torch.full((1, 1), advantage, dtype=torch.float64)
+        result, gradient = evaluate("dppo_tv", given, {"mask_anchor": mask_anchor}, ones)
+        assert (result.loss.item(), gradient.item()) == pytest.approx((expected, expected)), (mask_anchor, advantage)
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_discounted_future_of_long_rows_matches_loop(holes):
+    """Rows of several blocks, one of blocks of blocks, with tokens at the end or in between that are not selected."""
+    g = torch.Generator().manual_seed(0)
+    lengths, width = torch.tensor([64 * 64 + 70, 65, 0]), 64 * 64 + 130
+    selected = torch.arange(width) < lengths[:, None]
+    if holes:
+        selected &= torch.rand(3, width, generator=g) < 0.8
+    values, gamma = torch.randn(3, width, generator=g, dtype=torch.float64), 2 ** (-1 / 500)
+    expected = torch.zeros_like(values)
+    for row in range(3):
+        total = 0.0
+        for t in reversed(range(width)):
+            if selected[row, t]:
+                total = float(values[row, t]) + gamma * total
+                expected[row, t] = total
+    torch.testing.assert_close(discounted_future(values, selected, gamma), expected, rtol=1e-11, atol=1e-11)

@@ -62,3 +62,14 @@ def test_row_shows_direction_of_ratio_and_missed_aim(tmp_path: Path, result: dic
     write(tmp_path, "x.json", "2026-01-02", result)
     assert cells in page(tmp_path)
     assert "2026-01-02 a GPU; `benchmarks/results/x.json`." in page(tmp_path)
+
+
+def test_losses_on_stale_data_have_a_table_over_seeds(tmp_path: Path) -> None:
+    runs = [
+        {"steps": 20, "accuracy": [0.1, 0.5, after], "staleness_mean": 3.0, "staleness_max": 4.0, "seconds": 60.0}
+        for after in (0.3, 0.4)
+    ]
+    contents = {"machine": "2026-01-02  a CPU", "losses_on_stale_data": {"gspo_corrected": runs}}
+    (tmp_path / "2026-01-02-cpu-losses-think2.json").write_text(json.dumps(contents))
+    assert "| gspo_corrected | 2 | 20 | 0.100 | 0.350 ± 0.071 | 0.500 | 3.000 | 4 |" in page(tmp_path)
+    assert "Task think2: 2026-01-02 a CPU" in page(tmp_path)
