@@ -40,8 +40,8 @@ one, in units of chunks: 2 (pp - stage - 1) + (vpp - 1) pp + 1. Stages also save
 tensors that one layer recomputes, the gradients of the widest component, the gradient of the largest weight before it
 is added to the buffer, and on the last stage the output projection: hidden states and statistics of the trained tokens,
 two tiles of logits, and float32 gradients of the hidden states and of the weight (megatron/step/logprobs.py). With
-rollout.keep_sampling_mask, also the mask of a tile, copied columns, the states in the order of the groups, and the
-largest sets of one row (megatron/step/kept_tokens.py).
+rollout.keep_sampling_mask, also the mask of a tile, copied columns, the states in the order of the groups, the largest
+sets of one row and sets of SET_TOKENS tokens of the update's other rows (megatron/step/kept_tokens.py).
 With model.float32_head on GPUs, also a float32 copy of a tile's weights or hidden states.
 
 The first stage of a model with a vision tower has its tensors, too (layers/vision.py).
@@ -57,7 +57,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mcore_rl.megatron.step.kept_tokens import max_device_bytes
+from mcore_rl.megatron.step.kept_tokens import SET_BYTES, max_device_bytes
 from mcore_rl.megatron.step.tiles import TILE_ELEMENTS
 from mcore_rl.planner.layers.execution import ALWAYS, Execution, SavedTensor, core_attention
 from mcore_rl.planner.layers.linear_attention import linear_attention
@@ -65,6 +65,9 @@ from mcore_rl.planner.layers.transformers import transformers_layer
 from mcore_rl.planner.layers.vision import feature_bytes, tower_bytes
 from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.mapping.layout import TrainLayout
+
+SET_TOKENS = 20
+"""Assumed mean size of sampling sets, which depends on the policy."""
 
 
 def attention(sizes: TransformerArguments, run: Execution, *, linear: bool = False) -> Iterator[SavedTensor]:
@@ -338,7 +341,7 @@ def stage_activations(
         components["vision tower"] = tower_bytes(arguments.vision, run, trained=run.section.train_vision)
         tower = tower_bytes(arguments.vision, run, trained=False)
     if last and predicts_tokens:
-        components["logits"] = _output_projection_bytes(arguments, run)
+        components["logits"] = _output_projection_bytes(arguments, run, microbatches)
     elif last:
         components["values"] = 4 * hidden / run.scatter * row  # hidden states in float32
     # Without gradients only one layer's tensors exist at a time, plus the hidden states that it reads and writes.
@@ -362,8 +365,9 @@ def _rounded_layers(sparse: Sequence[int], counts: Sequence[int], run: Execution
     return sum(layers * count for layers, count in zip(sparse, counts, strict=True))
 
 
-def _output_projection_bytes(arguments: ModelArguments, run: Execution) -> float:
-    """Compute the bytes of the deferred output projection of one micro-batch, backward pass included.
+def _output_projection_bytes(arguments: ModelArguments, run: Execution, microbatches: int) -> float:
+    """Compute the bytes of the deferred output projection of one micro-batch, backward pass included. The sampling sets
+    of all micro-batches of an update are on the device.
 
     All tokens of the row count as trained. This is an upper bound, which is tight for long responses.
     """
@@ -377,9 +381,9 @@ def _output_projection_bytes(arguments: ModelArguments, run: Execution) -> float
     masks = 0.0
     if run.masked:
         # A tile's mask with one byte per logit, and indices of 4 bytes per 8 logits; weights of listed columns, at
-        # most as many as the tile has logits, and their gradients; sorted states; the largest sets of the row's tokens.
+        # most as many as the tile has logits, and their gradients; sorted states; the sets of all tokens.
         masks = 1.5 * tile + (b + 4) * min(tile, vocabulary * hidden) + tokens * hidden * b
-        masks += tokens * max_device_bytes(arguments.vocab_size)
+        masks += tokens * (max_device_bytes(arguments.vocab_size) + (microbatches - 1) * SET_BYTES * SET_TOKENS)
     # Products of the backward pass in float32 convert the weights of a tile's entries, then its hidden states.
     converted = 4 * hidden * max(tile // chunk, chunk) if run.float32_head and run.cuda and b < 4 else 0
     return row + gradients + 2 * 4 * tile + masks + converted

@@ -18,13 +18,15 @@ equal part.
 The workspace is the hidden states of a batch in the widest layer, plus the sampling of all running sequences. Every
 rank gathers the logits of the whole vocabulary and samples. Bytes per logit:
 
-| engine and validation | tensors | bytes |
+| engine and sampling | tensors | bytes |
 |---|---|---|
 | vLLM | logits in a 16-bit dtype, float32 logits, log-probabilities, probabilities | 14 (float32, float32_head: 12) |
 | vLLM, repetition penalty | counts and masks of prompts and responses, a product | 14 more, not profiled |
 | SGLang | float32 logits, and their softmax or log-probabilities | 8 |
 | SGLang, top-p, top-k or min-p | probabilities, sorted values and indices, torch's sort (20 or 32) | 36 or 48 |
 | SGLang, repetition penalty | penalties of all tokens | 4 more |
+| vLLM, rollout.keep_sampling_mask | masks of all rows, and a copy of those that are recorded | 2 more, not profiled |
+| SGLang, rollout.keep_sampling_mask | the same; with rollout.overlap_schedule, also of the batch before | 2 or 3 more |
 
 A request has one row of logits, with a draft of k tokens k + 1, and one more while a draft model samples. At most
 rollout.draft_below - 1 requests have drafts. With drafts, vLLM's profile has two rows for each request; the rows beyond
@@ -237,11 +239,14 @@ def _sampling(rollout: RolloutConfig, logit_bytes: int) -> tuple[int, int]:
     if rollout.engine != "sglang":
         each = 12 + (logit_bytes if logit_bytes < 4 else 0)
         most, profiled = _rows_with_drafts(rollout, rows)
-        return profiled * each, max(most - profiled, 0) * each + most * 14 * penalized
+        beside = 14 * penalized + 2 * rollout.keep_sampling_mask
+        return profiled * each, max(most - profiled, 0) * each + most * beside
     truncated = rollout.validation_top_p < 1 or rollout.validation_top_k > 0 or rollout.validation_min_p > 0
+    truncated |= rollout.keep_sampling_mask  # which needs truncation
+    masks = (2 + rollout.overlap_schedule) * rollout.keep_sampling_mask
     # A smaller batch needs more memory per row.
     sorting = max(48 * min(rows, SORTED_TWICE - 1), 36 * rows)
-    return (sorting if truncated else 8 * rows) + 4 * rows * penalized, 0
+    return (sorting if truncated else 8 * rows) + (4 * penalized + masks) * rows, 0
 
 
 def _rows_with_drafts(rollout: RolloutConfig, requests: int) -> tuple[int, int]:

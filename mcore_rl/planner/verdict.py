@@ -9,15 +9,13 @@ from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.models import FSDP2, ActorConfig
 from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks
 from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
+from mcore_rl.planner.activations import SET_TOKENS
 from mcore_rl.planner.engine import GIB, EngineRank, longest_sequence
 from mcore_rl.planner.host_memory import HostMemory, fullest_node
 from mcore_rl.planner.phases import FRAGMENTATION, PHASES, RESERVE_BYTES, Phases, usable_bytes
 from mcore_rl.planner.sync import WeightSync
 from mcore_rl.planner.workload import BatchArithmetic
 from model_converters.mapping.layout import TrainLayout
-
-SET_TOKENS = 20
-"""Tokens of a sampling set in the warning about their memory."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ DROPPED = -1e20
 """Logit of an entry outside the set. exp(DROPPED - m) is exactly 0 for every maximum m of real logits. Its products
 with the number of entries and with a scaled gradient are finite in float32; with -inf or the smallest number they would
 not be, and the sums of a tile without any entry of a set would become NaN when they are rescaled."""
+SET_BYTES = 12
+"""Bytes per id of a set: 8 if it is a column of its group for no other token, and 4 of bits over such columns."""
 MASK_PADDING = 14
 """Largest number of unused columns in a row of an unpacked mask, which consists of whole bytes."""
 
@@ -147,6 +149,5 @@ def trained_sets(
 
 
 def max_device_bytes(vocab_size: int) -> int:
-    """Return the bytes of the largest set of a token: 8 for each id of a list, which may be a column of its group, and
-    a bit for each column of the group, which has at most all entries of the vocabulary."""
-    return 12 * max_set_words(vocab_size)
+    """Return the bytes of the largest set of a token. A group has at most a bit for every entry of the vocabulary."""
+    return SET_BYTES * max_set_words(vocab_size)

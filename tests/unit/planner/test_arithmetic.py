@@ -247,10 +247,10 @@ def test_output_projection_of_sampling_masks_counts_mask_and_sets(deepseek: Conf
     arguments = model_arguments(policy_config(ModelRole.policy(deepseek.actor, deepseek.model))[0])
     section = ActorConfig(tokens_per_microbatch=4096, logprob_chunk_tokens=512)
     run = Execution(section, TrainLayout(2, tp=2), 2, fused=False, cuda=True, imbalance=1.0, square_length=1)
-    plain, masked = (_output_projection_bytes(arguments, replace(run, masked=masked)) for masked in (False, True))
+    plain, masked = (_output_projection_bytes(arguments, replace(run, masked=masked), 3) for masked in (False, True))
     logits, hidden = 512 * 129_280 // 2, 7168
     # 129,280 tokens: 4,040 words of bits and one that marks them; 12 bytes for each word.
-    assert masked - plain == 1.5 * logits + (2 + 4) * logits + 4096 * hidden * 2 + 4096 * 12 * 4041
+    assert masked - plain == 1.5 * logits + (2 + 4) * logits + 4096 * hidden * 2 + 4096 * 12 * (4041 + 2 * 20)
 
 
 @pytest.mark.parametrize(("chunk", "converted"), [(1024, 32_768), (16_384, 16_384), (256, 129_280 // 2)])
@@ -263,9 +263,8 @@ def test_output_projection_of_float32_head_counts_converted_operand(
     run = Execution(section, TrainLayout(2, tp=2), 2, fused=False, cuda=True, imbalance=1.0, square_length=1)
 
     def extra(run: Execution) -> float:
-        return _output_projection_bytes(arguments, replace(run, float32_head=True)) - _output_projection_bytes(
-            arguments, run
-        )
+        exact = replace(run, float32_head=True)
+        return _output_projection_bytes(arguments, exact, 1) - _output_projection_bytes(arguments, run, 1)
 
     assert extra(run) == converted * 7168 * 4
     assert extra(replace(run, element_bytes=4)) == extra(replace(run, cuda=False)) == 0

@@ -101,6 +101,16 @@ def test_engine_rank_of_vllm_counts_penalties_beside_its_fraction(rank: MakeRank
     assert penalized.total_bytes - plain.total_bytes == 100 * VOCABULARY * 14
 
 
+def test_engine_rank_counts_masks_of_sampling_sets(rank: MakeRank) -> None:
+    keys = {"keep_sampling_mask": True, "top_p": 0.9}
+    row = 100 * VOCABULARY
+    assert rank(**keys).unprofiled_bytes - rank().unprofiled_bytes == 2 * row
+    # SGLang also sorts, with 48 bytes per logit instead of 8.
+    sglang, overlap = (rank(engine="sglang", overlap_schedule=overlap, **keys) for overlap in (False, True))
+    assert sglang.workspace_bytes - rank(engine="sglang").workspace_bytes == (48 - 8 + 2) * row
+    assert overlap.workspace_bytes - sglang.workspace_bytes == row
+
+
 @pytest.mark.parametrize(("draft", "drafting"), [("ngram", 0), ("mtp", 1)])
 def test_engine_rank_of_vllm_counts_the_logits_of_drafts(rank: MakeRank, draft: str, drafting: int) -> None:
     row = VOCABULARY * 14
