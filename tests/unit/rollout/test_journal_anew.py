@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.rollout import journal as module
+from mcore_rl.rollout import journal_contents as module
 from mcore_rl.rollout.journal import MAX_GROWTH, WORD, JournaledResponse, TokenJournal, read_journal
 from mcore_rl.types import Completion, Delta
 from tests.unit.rollout.test_journal import Told, ended, request, told
