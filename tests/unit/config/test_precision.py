@@ -9,6 +9,7 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.config.load import load_text
+from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.precision import check_float32_router, check_precision
 from mcore_rl.config.schema import ModelConfig, RolloutConfig
@@ -56,3 +57,11 @@ def test_check_router_that_cannot_be_float32_is_rejected(
         check_float32_router(role, fields)
     unset = EngineRole.rollout(RolloutConfig(engine=engine), ModelConfig("y"))
     check_float32_router(unset, fields)
+
+
+def test_judge_computes_in_its_own_dtype() -> None:
+    """No trainer computes a judge's log-probabilities, and it may have no experts."""
+    model = ModelConfig("y", float32_head=True, float32_router=True)
+    role = EngineRole.judge(JudgeConfig(hf_path="judge"), RolloutConfig(), model)
+    assert not role.model.float32_head
+    check_float32_router(role, {"model_type": "qwen3"})
