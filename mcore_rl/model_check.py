@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.models import ActorConfig, ModelConfig
 from mcore_rl.config.rules.models import uses_lora
-from mcore_rl.config.schema import ModelConfig
 from mcore_rl.data.batching import UpdateSchedule, build_batch, gather
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import trained_chunk

@@ -13,6 +13,7 @@ from mcore_rl.config.models import (
     ActorConfig,
     CriticConfig,
     LoraConfig,
+    ModelConfig,
     MoeConfig,
     ReferenceConfig,
     RewardModelConfig,
@@ -20,7 +21,7 @@ from mcore_rl.config.models import (
     TeacherSourceConfig,
 )
 from mcore_rl.config.reward import JudgeConfig
-from mcore_rl.config.schema import ModelConfig, RolloutConfig
+from mcore_rl.config.schema import RolloutConfig
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import torch
 from mcore_rl.algorithms import Needs
 from mcore_rl.config import Config
 from mcore_rl.config.algorithm import AlgorithmConfig
-from mcore_rl.config.models import LoraConfig, ReferenceConfig
+from mcore_rl.config.models import LoraConfig, ModelConfig, ReferenceConfig
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.judge import has_judge_engines, server_key, template_text, uses_judge
 from mcore_rl.config.rules.validation import check_positions, validate_critic
-from mcore_rl.config.schema import ClusterConfig, ModelConfig, RolloutConfig
+from mcore_rl.config.schema import ClusterConfig, RolloutConfig
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import load_tokenizer

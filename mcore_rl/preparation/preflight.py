@@ -14,12 +14,13 @@ from pathlib import Path
 from mcore_rl.config import Config
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.fields import make_paths_absolute
+from mcore_rl.config.models import ModelConfig
 from mcore_rl.config.rules.engine_support import cannot_run, missing_engine
 from mcore_rl.config.rules.judge import server_key, template_text, uses_judge, validate_judge
 from mcore_rl.config.rules.models import uses_reward_model
 from mcore_rl.config.rules.objective import is_warm_start
 from mcore_rl.config.rules.validation import read_hf_config, validate, validate_reward_model
-from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig
+from mcore_rl.config.schema import ClusterConfig, DataConfig
 from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError
 from mcore_rl.preparation.sglang_files import check_sglang_files

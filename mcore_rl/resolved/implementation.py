@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.models import ActorConfig, ModelConfig
 from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.schema import ModelConfig, resolved_dtype
+from mcore_rl.config.schema import resolved_dtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.attention import HeadDims, check_torch_flash, pick
 from mcore_rl.resolved.installed import Installed, dotted, release

@@ -9,10 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
+from mcore_rl.config.models import ModelConfig
 from mcore_rl.config.roles import POLICY, EngineRole, ModelRole
 from mcore_rl.config.rules.objective import trains_scores
 from mcore_rl.config.rules.validation import read_hf_config
-from mcore_rl.config.schema import Config, ModelConfig
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import BuildRequest, Implementation, choose
 from mcore_rl.resolved.layout import check_experts, conversion_errors, model_arguments, role_layout

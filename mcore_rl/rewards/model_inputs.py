@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mcore_rl.config.models import RewardModelConfig
+from mcore_rl.config.models import ModelConfig, RewardModelConfig
 from mcore_rl.config.rules.engine_support import exact_positions
-from mcore_rl.config.schema import ModelConfig, RolloutConfig
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.chat.messages import with_answer
 from mcore_rl.data.chat.style import ChatStyle

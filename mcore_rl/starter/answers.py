@@ -9,10 +9,11 @@ from typing import Any
 
 from mcore_rl.config.fields import leaves
 from mcore_rl.config.functions import names_function
+from mcore_rl.config.models import ModelConfig
 from mcore_rl.config.reading.expansion import expand_path, expand_spec
 from mcore_rl.config.reading.remote_names import parse_hub_name
 from mcore_rl.config.rules.validation import read_hf_config
-from mcore_rl.config.schema import Config, ModelConfig
+from mcore_rl.config.schema import Config
 from mcore_rl.data.sources.paths import find_files
 from mcore_rl.errors import ConfigError
 from mcore_rl.remote.hub import download_model

@@ -9,10 +9,11 @@ from textwrap import shorten
 from urllib.parse import urlsplit
 
 from mcore_rl.config.fields import reject_unless_default
+from mcore_rl.config.models import ModelConfig
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.validation import check_engine_sizes, read_hf_config
-from mcore_rl.config.schema import ModelConfig, RolloutConfig
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 
 PLACEHOLDERS = re.compile(r"\{(prompt|response|ground_truth)\}")

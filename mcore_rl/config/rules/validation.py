@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.fields import changed, check_domains
-from mcore_rl.config.models import ParallelConfig
+from mcore_rl.config.models import ModelConfig, ParallelConfig
 from mcore_rl.config.reading.json_files import read_json_object
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
 from mcore_rl.config.rules.engine_support import (
@@ -46,7 +46,7 @@ from mcore_rl.config.rules.rollout import (
 from mcore_rl.config.rules.sharding import check_sharding
 from mcore_rl.config.rules.teacher import check_teacher, replaces_rewards
 from mcore_rl.config.rules.weights import check_weights
-from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
+from mcore_rl.config.schema import ClusterConfig, Config, RunConfig
 from mcore_rl.errors import ConfigError
 
 NO_CRITIC_KEYS = (

@@ -14,8 +14,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mcore_rl.config.models import ParallelConfig
-from mcore_rl.config.schema import ModelConfig, resolved_dtype
+from mcore_rl.config.models import ModelConfig, ParallelConfig
+from mcore_rl.config.schema import resolved_dtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.attention.packed import mark_sinks
 from mcore_rl.megatron.model.attention.rotation_by_layer import rotate_windows

@@ -10,9 +10,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.models import ActorConfig, ModelConfig
 from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.hf_logits import transformers_logits
 from mcore_rl.megatron.model import parallel

@@ -19,9 +19,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories, is_main_replica
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
-from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.models import ActorConfig, ModelConfig, ParallelConfig
 from mcore_rl.config.roles import POLICY, KeyNames, ModelRole
-from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.model import build_model
