@@ -12,6 +12,8 @@ from mcore_rl.config.quantization import FP8_RECIPES, GROUPS
 
 FSDP2 = "fsdp2"
 """Value of `strategy` for transformers' own model."""
+CHECKPOINT_FILES = "config_and_tokenizer"
+"""Folder of a Megatron checkpoint with its config.json and tokenizer."""
 OTHERS = ""
 """Source of the teacher of all rows that no entry of teacher.by_source names."""
 
@@ -250,6 +252,8 @@ class TeacherSourceConfig:
     """data_source of the rows."""
     hf_path: str | None = setting(None, path=True, hub="model")
     """Hugging Face directory of the teacher, like teacher.hf_path."""
+    checkpoint: str | None = setting(None, path=True)
+    """Megatron checkpoint of the teacher, like teacher.checkpoint."""
     url: str | None = None
     """Address of a server that has the teacher, like teacher.url."""
     served_model: str | None = None
@@ -262,8 +266,17 @@ class TeacherSourceConfig:
     @property
     def given(self) -> str:
         """Key and value that select the teacher, for messages."""
-        name = "url" if self.url is not None else "hf_path"
-        return f"{self.key(name)}={getattr(self, name)}"
+        return f"{self.chosen}={self.url or self.checkpoint or self.hf_path}"
+
+    @property
+    def chosen(self) -> str:
+        """Key that selects the teacher, for messages."""
+        return self.key("url" if self.url is not None else "hf_path" if self.checkpoint is None else "checkpoint")
+
+    @property
+    def directory(self) -> str:
+        """Directory with config.json and the tokenizer of a teacher that the run loads."""
+        return str(self.hf_path) if self.checkpoint is None else f"{self.checkpoint}/{CHECKPOINT_FILES}"
 
 
 @dataclass
@@ -273,13 +286,16 @@ class TeacherConfig:
 
     hf_path: str | None = setting(None, path=True, hub="model")
     """Hugging Face directory of the teacher, with the policy's tokenizer. Its family and sizes may differ from the
-    policy's; null: no teacher, or the one of teacher.url."""
+    policy's; null: no teacher, or the one of teacher.checkpoint or teacher.url."""
+    checkpoint: str | None = setting(None, path=True)
+    """Megatron checkpoint of the teacher instead of hf_path, such as RUN_DIR/checkpoints/step_100 of a run without
+    adapters, saved in any layout. The teacher then runs on the actor's ranks."""
     url: str | None = None
     """Address of a server that has the teacher and returns log-probabilities of given tokens, such as
     http://host:8000/v1; null: no server."""
     by_source: list[TeacherSourceConfig] = field(default_factory=list)
-    """List of teachers by data_source. Responses to rows of other sources learn from teacher.hf_path or teacher.url; if
-    both are null, they have no term of a teacher."""
+    """List of teachers by data_source. Responses to rows of other sources learn from the teacher of hf_path, checkpoint
+    or url; if all are null, they have no term of a teacher."""
     in_advantage: float = setting(0.0, minimum=0)
     """Weight of log p_teacher - log p_old (nats) of each sampled token, which is added to the token's advantage. p_old
     is the old policy of the loss (algorithm.old_logp). 0: no such term."""
@@ -333,5 +349,6 @@ class TeacherConfig:
     @property
     def entries(self) -> list[TeacherSourceConfig]:
         """All teachers: the one for all other rows first, if there is one, with the source `OTHERS`."""
-        others = TeacherSourceConfig(OTHERS, self.hf_path, self.url, self.served_model)
-        return ([others] if self.hf_path is not None or self.url is not None else []) + self.by_source
+        others = TeacherSourceConfig(OTHERS, self.hf_path, self.checkpoint, self.url, self.served_model)
+        named = any(value is not None for value in (self.hf_path, self.checkpoint, self.url))
+        return ([others] if named else []) + self.by_source

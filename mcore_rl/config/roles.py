@@ -73,8 +73,7 @@ class ModelRole(KeyNames):
     @classmethod
     def teacher(cls, teacher: TeacherSourceConfig, actor: ActorConfig, model: ModelConfig) -> ModelRole:
         """Return a teacher in the actor's layout, without the parts of the actor that belong to training."""
-        assert teacher.hf_path is not None
-        own = replace(model, hf_path=teacher.hf_path, random_init=False)
+        own = replace(model, hf_path=teacher.directory, random_init=False)
         section = replace(
             actor,
             moe=MoeConfig(dispatcher=actor.moe.dispatcher),
@@ -84,7 +83,7 @@ class ModelRole(KeyNames):
             fp8="none",
             quantization_aware=0,
         )
-        return cls("actor", teacher.key("hf_path"), section=section, model=own)
+        return cls("actor", teacher.chosen, section=section, model=own)
 
     @classmethod
     def on_engines(cls, engines: EngineRole) -> ModelRole:
@@ -117,7 +116,6 @@ class EngineRole(KeyNames):
         cls, section: TeacherConfig, teacher: TeacherSourceConfig, rollout: RolloutConfig, model: ModelConfig
     ) -> EngineRole:
         """Return a teacher on vLLM engines of the run, which compute the policy's sequences and one more token."""
-        assert teacher.hf_path is not None
         shared = vars(section).keys() & vars(RolloutConfig()).keys()
         engines = RolloutConfig(**{name: getattr(section, name) for name in shared})
         # vLLM samples a token after every sequence that it computes.
@@ -125,8 +123,8 @@ class EngineRole(KeyNames):
         engines = replace(
             engines, engine="vllm", max_prompt_tokens=rollout.max_prompt_tokens, max_response_tokens=longest
         )
-        own = replace(model, hf_path=teacher.hf_path, dtype=section.dtype or model.dtype, random_init=False)
-        return cls("teacher", teacher.key("hf_path"), section=engines, model=own)
+        own = replace(model, hf_path=teacher.directory, dtype=section.dtype or model.dtype, random_init=False)
+        return cls("teacher", teacher.chosen, section=engines, model=own)
 
     @classmethod
     def judge(cls, judge: JudgeConfig, rollout: RolloutConfig, model: ModelConfig) -> EngineRole:

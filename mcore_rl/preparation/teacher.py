@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engines.server.client import ServerScorer, connect, served_models, try_server
 from mcore_rl.errors import ConfigError
 from mcore_rl.preparation.models import check_implementation, check_weights
-from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.resolved.layout import conversion_errors, model_arguments
 from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
 from mcore_rl.resolved.teacher import check_vocabulary_sizes, resolved_teacher
 from mcore_rl.types import TokenSequence
@@ -51,8 +52,15 @@ def check_teacher(config: Config, policy: ResolvedModel, estimator: Estimator) -
             spec = resolved_teacher(teacher, entry, policy)
             check_implementation(config.cluster, spec)
             rollout = EngineRole.rollout(config.rollout, config.model)
-            check_positions(rollout, spec.hf_config, f"{entry.key('hf_path')}'s")
-            check_weights(spec.role)
+            check_positions(rollout, spec.hf_config, f"{entry.chosen}'s")
+            if entry.checkpoint is None:
+                check_weights(spec.role)
+            else:
+                # Reads with torch.distributed.checkpoint, a slow import that other runs do not need.
+                from model_converters.dcp.convert import open_saved
+
+                with conversion_errors(f"{entry.given}: "):
+                    open_saved(Path(entry.checkpoint))
 
 
 def _check_engines(config: Config, policy: ResolvedModel, entry: TeacherSourceConfig) -> None:
@@ -98,7 +106,7 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase) -> None
     ours = tokenizer.get_vocab()
     for entry in config.teacher.entries:
         if entry.url is None:
-            _compare(ours, str(entry.hf_path), entry.key("hf_path"))
+            _compare(ours, entry.directory, entry.chosen)
     if (path := config.teacher.tokenizer_path) is not None:
         _compare(ours, path, "teacher.tokenizer_path")
     for entry in config.teacher.entries:

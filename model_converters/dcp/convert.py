@@ -231,6 +231,20 @@ def rank_states(
         return [rank_state(config, layout, rank, naming=naming) for rank in range(layout.world_size)]
 
 
+def open_saved(ckpt: Path) -> McoreCheckpoint:
+    """Open a checkpoint with the configuration that it contains, and require that its tensors are exactly this model.
+
+    Raises: ConversionError.
+    """
+    own = side_files_in(ckpt)
+    if not (own / "config.json").exists():
+        read_metadata(ckpt)  # a directory that is not a checkpoint gets the error of read_metadata
+        raise ConversionError(f"{own / 'config.json'} does not exist: this checkpoint does not name its model")
+    checkpoint = open_checkpoint(ckpt, read_hf_config(own))
+    checkpoint.require_complete()
+    return checkpoint
+
+
 def to_hf(
     ckpt: Path, out: Path, *, hf: Path | None = None, fp8: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:

@@ -15,6 +15,8 @@ import torch
 
 from mcore_rl.config.models import TeacherSourceConfig
 from mcore_rl.types import ScoreColumn, TokenScores, merge_metrics
+from model_converters.dcp.convert import to_mcore
+from model_converters.mapping.layout import TrainLayout
 from tests.distributed import policy_batch
 from tests.distributed.gradient_oracle import ONE_MICROBATCH, SMALL, case_parameters, check_gradients, launch_cases
 from tests.tiny_models import checkpoint_tensors, write_tiny_model
@@ -33,7 +35,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "served": {"in_advantage": 0.7, "in_loss": 0.4, "top_k": K},
 }
 TEACHERS_OF = np.array([1, 0, 0, 0, -1, 0, 1, 0, 0], np.int32)
-"""Teacher of each sample in the term "sources": the second one has the policy's own weights, -1 none."""
+"""Teacher of each sample in the term "sources": the second one is a Megatron checkpoint of the policy, -1 none."""
 Case = tuple[str, dict[str, Any], int]
 CASES: dict[int, dict[str, Case]] = {
     1: {"moe": ("moe", {}, ONE_MICROBATCH)},
@@ -59,6 +61,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, kind in POLICIES.items():
         write_tiny_model(root / name, kind)
         write_tiny_model(root / f"{name} teacher", TEACHERS[name], seed=9, hidden_size=96, num_hidden_layers=6)
+        # Saved by the ranks of two stages, and loaded by one or two ranks in every layout.
+        to_mcore(root / name, root / f"{name} checkpoint", TrainLayout(2, pp=2))
     return {path.name: str(path) for path in root.iterdir()}
 
 
@@ -156,7 +160,7 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
 
     config = policy_batch.config(directories[model], parallel, tokens)
     config.teacher.hf_path = directories[f"{model} teacher"]
-    config.teacher.by_source = [TeacherSourceConfig("own", directories[model])]
+    config.teacher.by_source = [TeacherSourceConfig("own", checkpoint=directories[f"{model} checkpoint"])]
     actor = policy_batch.build_actor(config)
     # Like a second update, with old log-probabilities.
     shares, chunks = policy_batch.shares(actor)[::-1], policy_batch.chunks()

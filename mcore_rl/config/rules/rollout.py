@@ -9,6 +9,7 @@ from mcore_rl.config.episodes import GATEWAY, SINGLE_TURN, WITH_ENVIRONMENT, WIT
 from mcore_rl.config.fields import reject_unless_default, written
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.rules.gateway import check_gateway, takes_options
+from mcore_rl.config.rules.teacher import is_on_engines
 from mcore_rl.config.sampling import MTP, NGRAM, NO_DRAFTS
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.config.staleness import FINISH, RECOMPUTE
@@ -263,7 +264,8 @@ def check_startup_plan(config: Config) -> None:
     vLLM compares the free memory only. Trainer ranks, whose memory is not allocated yet, may need more than then.
     """
     judge = None if config.judge.hf_path is None else config.judge.engine
-    vllm_starts = not is_supervised(config.algorithm) and "vllm" in (config.rollout.engine, judge)
+    engines = (config.rollout.engine, judge, "vllm" if is_on_engines(config.teacher) else None)
+    vllm_starts = not is_supervised(config.algorithm) and "vllm" in engines
     if os.environ.get(STARTUP_PLAN, "0") in ("", "0") or not vllm_starts:
         return
     if config.cluster.placement == "colocated" and config.cluster.uses_cuda:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import reject_unless_default
-from mcore_rl.config.models import OTHERS, TeacherConfig
+from mcore_rl.config.models import OTHERS, TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.reward import NO_RULE
 from mcore_rl.config.rules.estimators import OF_TOKENS
 from mcore_rl.config.schema import Config
@@ -66,7 +66,7 @@ def check_teacher(config: Config) -> None:
     """Raise ConfigError for a key that has no effect or that another key excludes."""
     teacher, algorithm = config.teacher, config.algorithm
     if not uses_teacher(teacher):
-        reject_unless_default("teacher", teacher, "set teacher.hf_path or teacher.url")
+        reject_unless_default("teacher", teacher, "set teacher.hf_path, teacher.checkpoint or teacher.url")
         return
     _check_entries(teacher)
     given = teacher.entries[0].given
@@ -109,29 +109,39 @@ def _check_entries(teacher: TeacherConfig) -> None:
     if OTHERS in named:
         raise ConfigError("teacher.by_source has an entry with an empty source; set teacher.hf_path or teacher.url")
     for entry in teacher.entries:
-        path, url = entry.hf_path, entry.url
-        if path is not None and url is not None:
-            raise ConfigError(
-                f"{entry.key('hf_path')}={path} has no effect with {entry.key('url')}={url}; set one of "
-                "the two (the server's tokenizer is teacher.tokenizer_path)"
-            )
-        if path is None and url is None:
-            raise ConfigError(f"{entry.key('hf_path')} must be set, or url: the entry has no teacher")
-        if url is None:
-            if entry.served_model is not None:
-                key = entry.key("served_model")
-                raise ConfigError(f"{key}={entry.served_model} has no effect without a url; remove it")
-            continue
-        address = urlsplit(url)
-        # urlsplit accepts any text; without a scheme, the host is part of the path.
-        if address.scheme not in ("http", "https") or not address.hostname:
-            raise ConfigError(
-                f"{entry.key('url')}={url} is not the address of a server; write it as http://host:8000/v1"
-            )
-    if is_on_server(teacher) and any(entry.hf_path is not None for entry in teacher.entries):
+        _check_entry(teacher, entry)
+    if is_on_server(teacher) and any(entry.url is None for entry in teacher.entries):
         raise ConfigError(
-            "teacher: some teachers have a url and others an hf_path; serve all of them, or load all of them in the run"
+            "teacher: some teachers have a url and others a directory; serve all of them, or load all of them"
         )
+
+
+def _check_entry(teacher: TeacherConfig, entry: TeacherSourceConfig) -> None:
+    """Check that an entry has exactly one teacher, which its place can load or reach."""
+    url = entry.url
+    chosen = {name: getattr(entry, name) for name in ("hf_path", "checkpoint", "url")}
+    given = [f"{entry.key(name)}={value}" for name, value in chosen.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(
+            f"{given[0]} has no effect with {given[-1]}; set one of the two (a server's tokenizer is "
+            "teacher.tokenizer_path)"
+        )
+    if not given:
+        raise ConfigError(f"{entry.key('hf_path')} must be set, or checkpoint or url: the entry has no teacher")
+    if teacher.num_engines and entry.checkpoint is not None:
+        raise ConfigError(
+            f"teacher.num_engines={teacher.num_engines}: engines read Hugging Face directories; convert "
+            f"{given[0]} with `python -m model_converters to-hf`, or set teacher.num_engines=0"
+        )
+    if url is None:
+        if entry.served_model is not None:
+            key = entry.key("served_model")
+            raise ConfigError(f"{key}={entry.served_model} has no effect without a url; remove it")
+        return
+    address = urlsplit(url)
+    # urlsplit accepts any text; without a scheme, the host is part of the path.
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise ConfigError(f"{entry.key('url')}={url} is not the address of a server; write it as http://host:8000/v1")
 
 
 def _check_place(config: Config, given: str) -> None:

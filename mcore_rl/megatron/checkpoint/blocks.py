@@ -90,6 +90,15 @@ REFERENCE_PREFIX = "reference."
 """Key prefix of the weights of a reference model; the converter ignores them."""
 
 
+def weight_blocks(models: list[ModelChunk]) -> list[LiveBlock]:
+    """Return all blocks of the weights of a model without an optimizer, under the keys of a policy."""
+    return [
+        block
+        for item in _model_tensors(models)
+        for block in _blocks(item, "", item.tensor.detach().view(-1), item.first)
+    ]
+
+
 def reference_blocks(models: list[ModelChunk], *, to_save: bool) -> list[LiveBlock]:
     """Return the blocks of the weights of a reference model: all blocks of this rank, or only the blocks that it
     writes."""

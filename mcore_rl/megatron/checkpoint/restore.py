@@ -25,8 +25,14 @@ import torch.distributed as dist
 
 from mcore_rl.data.checksum import file_crc32
 from mcore_rl.data.read_progress import READS
-from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
-from mcore_rl.megatron.checkpoint.blocks import REFERENCE_PREFIX, LiveBlock, blocks_to_load, reference_blocks
+from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, McoreRLError
+from mcore_rl.megatron.checkpoint.blocks import (
+    REFERENCE_PREFIX,
+    LiveBlock,
+    blocks_to_load,
+    reference_blocks,
+    weight_blocks,
+)
 from mcore_rl.megatron.checkpoint.format_files import read_common, saved_layout
 from mcore_rl.megatron.checkpoint.objects import load_extra_states, restore_random_state
 from mcore_rl.megatron.optim.optimizer_state import set_updates_done
@@ -38,6 +44,7 @@ from model_converters.dcp.reader import DcpReader
 from model_converters.errors import ConversionError, listing
 
 if TYPE_CHECKING:
+    from mcore_rl.megatron.model.output import ModelChunk
     from mcore_rl.megatron.roles.rank_model import TrainedModel
 
 
@@ -81,6 +88,25 @@ def load_checkpoint(directory: str, model: TrainedModel, files: Sequence[SavedFi
         restore_random_state(model, reader, same_layout=same_layout, updates_done=common["optimizer_updates"])
     except (ConversionError, KeyError) as error:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
+
+
+def load_weights(directory: str, models: list[ModelChunk], key: str) -> None:
+    """Load the weights of a policy's checkpoint, which any layout has saved, into a frozen model, converted to its
+    dtype. Optimizer state and other entries are not read.
+
+    Raises: ConfigError, the same on every rank, that names `key` and lists all differences.
+    Collective: all ranks.
+    """
+    problem: McoreRLError | None = None
+    try:
+        reader, blocks = DcpReader(Path(directory), read_metadata(Path(directory))), weight_blocks(models)
+        misfits = dict.fromkeys(text for block in blocks if (text := _misfit(reader, block, any_dtype=True)))
+        if misfits:
+            raise ConversionError(f"it does not fit the model in its configuration: {listing(list(misfits))}")
+        read_blocks(reader, blocks)
+    except ConversionError as error:
+        problem = ConfigError(f"{key}={directory}: {error}")
+    raise_on_every_rank(problem)
 
 
 def verify_files(directory: Path, files: Sequence[SavedFile]) -> None:
@@ -182,12 +208,12 @@ def check_fit(reader: DcpReader, blocks: Sequence[LiveBlock], device: torch.devi
         raise CheckpointError(f"{reader.directory} contains tensors that this model does not have: {listing(extra)}")
 
 
-def _misfit(reader: DcpReader, block: LiveBlock) -> str | None:
+def _misfit(reader: DcpReader, block: LiveBlock, *, any_dtype: bool = False) -> str | None:
     chunk = block.chunk
     stored_shape = reader.shapes.get(chunk.key)
     if stored_shape is None:
         return f"it has no {chunk.key}"
-    if reader.dtype(chunk.key) != block.view.dtype:
+    if reader.dtype(chunk.key) != block.view.dtype and not any_dtype:
         return f"{chunk.key} has dtype {reader.dtype(chunk.key)}, the model {block.view.dtype} (model.dtype)"
     # Only the length of the vocabulary may differ: its padding depends on tp.
     fits = stored_shape == chunk.global_shape or (chunk.padded and stored_shape[1:] == chunk.global_shape[1:])

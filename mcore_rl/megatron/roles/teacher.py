@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
+from mcore_rl.megatron.checkpoint.restore import load_weights
 from mcore_rl.megatron.model.attention.context import ContextPart
 from mcore_rl.megatron.model.loading import load_hf
 from mcore_rl.megatron.model.model import build_model
@@ -45,8 +46,12 @@ class FrozenTeacher(FrozenModel):
     ) -> None:
         spec = resolved_teacher(section, entry, policy)
         chunks = build_model(spec, gpus_per_node=gpus_per_node)
-        load_hf(chunks, str(entry.hf_path), spec.layout, spec.role.checkpoint)
+        if entry.checkpoint is None:
+            load_hf(chunks, entry.directory, spec.layout, entry.chosen)
         super().__init__(spec, chunks, offload=section.offload, name="teacher")
+        if entry.checkpoint is not None:
+            # Now: blocks of a checkpoint are blocks of the shards that FSDP has made.
+            load_weights(entry.checkpoint, chunks, entry.chosen)
         self.section, self.objective, self.terms = section, objective, Distillation(section)
         self._weight: torch.Tensor | None = None
         self.memory.offload()

@@ -44,6 +44,16 @@ def test_startup_plan_with_a_judge_on_vllm_is_rejected(monkeypatch: pytest.Monke
         check_startup_plan(judged)
 
 
+def test_startup_plan_with_a_teacher_on_engines_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STARTUP_PLAN, "1")
+    taught = config(engine="sglang")
+    taught.teacher.hf_path = "teacher"
+    check_startup_plan(taught)  # on the actor's ranks
+    taught.teacher.num_engines = 1
+    with pytest.raises(ConfigError, match=STARTUP_PLAN):
+        check_startup_plan(taught)
+
+
 @pytest.mark.parametrize("changes", [{"placement": "disaggregated"}, {"device": "cpu"}, {"engine": "sglang"}])
 def test_startup_plan_of_engines_with_own_memory_is_allowed(
     changes: dict[str, str], monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.teacher import server_key
 from mcore_rl.config.rules.validation import validate_keys
 from mcore_rl.errors import ConfigError
+from model_converters.hf.side_files import HF_FOLDER
 
 ON = ["teacher.hf_path=/teacher", "teacher.in_advantage=1"]
 NONE = "reward.function=none"
@@ -19,10 +20,21 @@ ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["teacher.in_loss=0.1"], r"^teacher\.in_loss=0\.1 has no effect; set teacher\.hf_path or teacher\.url, or"),
+        (
+            ["teacher.in_loss=0.1"],
+            r"^teacher\.in_loss=0\.1 has no effect; set teacher\.hf_path, teacher\.checkpoint or teacher\.url, or",
+        ),
         (["teacher.alone=true"], r"^teacher\.alone=True has no effect; set teacher\.hf_path"),
         (ON[:1], r"^teacher\.hf_path=/teacher has no effect with .*set teacher\.in_advantage=1 .*teacher\.in_loss=1"),
         ([*SERVED, *ON], r"^teacher\.hf_path=/teacher has no effect with teacher\.url=http://a/v1; set one of the two"),
+        (
+            [*ON, "teacher.checkpoint=/step_1"],
+            r"^teacher\.hf_path=/teacher has no effect with teacher\.checkpoint=/step_1; set one of the two",
+        ),
+        (
+            ["teacher.checkpoint=/step_1", "teacher.in_advantage=1", "teacher.num_engines=1", "rollout.temperature=1"],
+            r"^teacher\.num_engines=1: engines read .*convert teacher\.checkpoint=/step_1 with",
+        ),
         (["teacher.url=host:80", "teacher.in_advantage=1"], r"^teacher\.url=host:80 is not the address of a server"),
         ([*SERVED, "teacher.num_engines=1"], r"^teacher\.num_engines=1 has no effect with teacher\.url=http://a/v1"),
         ([*SERVED, "teacher.tp=2"], r"^teacher\.tp=2 has no effect; set teacher\.num_engines above 0"),
@@ -50,7 +62,10 @@ ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
             r"^teacher\.max_concurrent_requests=2 has no effect; set teacher\.num_engines above 0, or teacher\.url",
         ),
         ([*ON, "teacher.served_model=m"], r"^teacher\.served_model=m has no effect without a url"),
-        ([*ON, "teacher.by_source=[{source: a}]"], r"^teacher\.by_source, a: hf_path must be set, or url"),
+        (
+            [*ON, "teacher.by_source=[{source: a}]"],
+            r"^teacher\.by_source, a: hf_path must be set, or checkpoint or url",
+        ),
         (
             [*ON, "teacher.by_source=[{source: a, hf_path: /b}, {source: a, hf_path: /c}]"],
             r"^teacher\.by_source names a twice; leave one entry",
@@ -61,7 +76,7 @@ ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
         ),
         (
             [*ON, "teacher.by_source=[{source: a, url: 'http://b'}]"],
-            r"^teacher: some teachers have a url and others an",
+            r"^teacher: some teachers have a url and others a d",
         ),
         ([*ON, "teacher.in_advantage=-1"], r"^teacher\.in_advantage=-1\.0 must be 0 or more"),
         ([*ON, "teacher.top_k=8"], r"^teacher\.top_k=8 has no effect; set teacher\.in_loss above 0"),
@@ -124,6 +139,13 @@ def test_teacher_entries_begin_with_the_one_for_other_rows(base: str) -> None:
     ]
     config = load_config(base, overrides)
     assert [entry.source for entry in config.teacher.entries] == ["a"]
+
+
+def test_teacher_checkpoint_names_the_folder_of_its_files(base: str) -> None:
+    config = load_config(base, ["teacher.checkpoint=/step_1", "teacher.in_advantage=1"])
+    validate_keys(config)
+    (entry,) = config.teacher.entries
+    assert (entry.given, entry.directory) == ("teacher.checkpoint=/step_1", f"/step_1/{HF_FOLDER}")
 
 
 def test_teacher_engines_have_room_for_the_token_that_vllm_samples(base: str) -> None:

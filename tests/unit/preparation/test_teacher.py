@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_checkpoint import tiny_fields
+from tiny_checkpoint import tiny_fields, write_tiny_model
 from tiny_tokenizer import write as write_tokenizer
 
 from mcore_rl.algorithms import estimator
@@ -23,6 +23,9 @@ from mcore_rl.preparation.teacher import check_teacher, check_vocabulary
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.teacher import resolved_teacher
 from mcore_rl.types import TokenScores, TokenSequence
+from model_converters.dcp.convert import to_mcore
+from model_converters.hf.side_files import HF_FOLDER
+from model_converters.mapping.layout import TrainLayout
 
 
 def write_config(directory: Path, kind: str, **changes: Any) -> str:
@@ -247,4 +250,24 @@ def test_check_teacher_on_engines_reads_its_configuration(
         check_teacher(config, policy, estimator("grpo"))
         return
     with pytest.raises(ConfigError, match=message):
+        check_teacher(config, policy, estimator("grpo"))
+
+
+def test_check_teacher_reads_a_megatron_checkpoint(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "qwen3", "qwen3", 1, {})
+    write_tiny_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
+    to_mcore(tmp_path / "model", tmp_path / "step_1", TrainLayout(1))
+    config.teacher.hf_path, config.teacher.checkpoint = None, str(tmp_path / "step_1")
+    config.cluster.device, config.rollout = "cpu", RolloutConfig(max_prompt_tokens=32, max_response_tokens=32)
+    policy = policy_of(config)
+    check_teacher(config, policy, estimator("grpo"))
+    file = tmp_path / "step_1" / HF_FOLDER / "config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"num_hidden_layers": 4}))
+    with pytest.raises(
+        ConfigError, match=r"^teacher\.checkpoint=\S+step_1: .* does not contain this model: .*in the model"
+    ):
+        check_teacher(config, policy, estimator("grpo"))
+    config.teacher.checkpoint = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"^teacher\.checkpoint=\S+: no config\.json there"):
         check_teacher(config, policy, estimator("grpo"))
