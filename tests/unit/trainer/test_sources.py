@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.algorithm import AlgorithmConfig, SourceConfig
+from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.trainer.batches import batch_builder, response_advantages
-from mcore_rl.trainer.sources import Sources, check_sources
+from mcore_rl.trainer.sources import Sources, check_sources, check_teacher_sources
 from mcore_rl.types import RolloutScalars
 from tests.unit.rollouts import scalars_of
 
@@ -108,3 +109,30 @@ def test_per_source_weight_is_allowed_with_any_estimator():
     check_sources(AlgorithmConfig(per_source=[SourceConfig("math", weight=0)]), SOURCES)  # the others have weight 1
     with pytest.raises(ConfigError, match=r"algorithm\.per_source names math twice"):
         AlgorithmConfig(per_source=[SourceConfig("math"), SourceConfig("math", weight=2)])
+
+
+@pytest.mark.parametrize(
+    ("others", "named", "expected"),
+    [
+        (None, ["chat", "math"], [1, -1, 1, 0, -1]),
+        ("/others", ["chat", "math"], [2, 0, 2, 1, 0]),
+    ],
+)
+def test_batch_builder_numbers_the_teacher_of_each_response(others, named, expected):
+    entries = [TeacherSourceConfig(name, f"/{name}") for name in named]
+    teacher = TeacherConfig(hf_path=others, by_source=entries, in_advantage=1.0)
+    config = Config(trainer=TrainerConfig(prompts_per_step=5, prompts_per_update=5), teacher=teacher)
+    batch = batch_builder(config, 1, sources=SOURCES)(five_groups(), 1, 0)
+    # The groups' sources: math, code, math, chat, code.
+    assert batch.teachers.tolist() == np.repeat(expected, 3).tolist()
+    teacher.by_source = []
+    assert batch_builder(config, 1, sources=SOURCES)(five_groups(), 1, 0).teachers is None
+
+
+def test_check_teacher_sources_names_an_unknown_source():
+    teacher = TeacherConfig(by_source=[TeacherSourceConfig("math", "/a"), TeacherSourceConfig("maths", "/b")])
+    check_teacher_sources(teacher, None)
+    with pytest.raises(
+        ConfigError, match=r"^teacher\.by_source, maths: data\.train has no row .*it has: code, math, c"
+    ):
+        check_teacher_sources(teacher, SOURCES)
