@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.config.models import ActorConfig, OffloadConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import StageActivations
-from mcore_rl.planner.colocated import ColocatedModels, ColocatedRank, ColocatedRanks
+from mcore_rl.planner.colocated import ColocatedModels, ColocatedRank, ColocatedRanks, _take_turns
 from mcore_rl.planner.engine import ASLEEP_BYTES, EngineRank
 from mcore_rl.planner.phases import Phases, rank_phases
 from mcore_rl.planner.state import RankState
@@ -83,6 +83,21 @@ def test_a_teacher_works_beside_the_weights_of_the_policy(offloaded: bool) -> No
     assert found.by_name["update"] == alone.by_name["update"] + 5 + 7
     assert found.host_bytes == alone.host_bytes + 60 + 70
     assert list(found.by_name) == ["generate", "logp", "teacher", "critic", "update", "sync"]
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_teacher_engine_works_before_the_policy_is_loaded(offloaded: bool) -> None:
+    engine = ColocatedRank(resident=5, working=800, host_bytes=60)
+    found = phases(ColocatedModels(CRITIC, teacher_engine=engine), offloaded=offloaded)
+    assert found.by_name["teacher"] == (0 if offloaded else 180) + ASLEEP_BYTES + 800 + 7
+    assert found.by_name["update"] == phases(ColocatedModels(CRITIC), offloaded=offloaded).by_name["update"] + 5
+
+
+def test_teachers_take_turns_on_a_rank() -> None:
+    first = (ColocatedRank(resident=5, working=100, host_bytes=60), ColocatedRank(5, 90, 61))
+    second = (ColocatedRank(resident=2, working=200, host_bytes=40), ColocatedRank(2, 20, 41))
+    # The weights of both stay if they are not offloaded; only one pass runs at a time.
+    assert _take_turns([first, second]) == (ColocatedRank(7, 7 + 198, 100), ColocatedRank(7, 7 + 85, 102))
 
 
 @pytest.mark.parametrize(("leaves", "elsewhere", "host"), [(True, 0, 20), (False, 20, 0)])
