@@ -7,7 +7,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -21,6 +21,8 @@ from mcore_rl.types.json import JsonObject
 
 MAX_MESSAGE_CHARS = 200
 LONGEST_PAUSE_SECONDS = 8.0
+CONNECT_SECONDS = 5.0
+"""Time limit for a connection: with teacher.max_retries=3, a host that is down ends the run within 30 s."""
 BUSY = (408, 429)
 """HTTP codes, besides 5xx, of requests that may succeed later."""
 
@@ -146,6 +148,41 @@ def try_server(scorer: ServerScorer, sequence: TokenSequence, top_k: int) -> Ser
         raise no_answer(scorer.entry, error) from None
 
 
+class _Http(http.client.HTTPConnection):
+    """Connection whose timeout applies to answers; CONNECT_SECONDS apply to the connection itself."""
+
+    def connect(self) -> None:
+        _connect_quickly(self, super().connect)
+
+
+class _Https(http.client.HTTPSConnection):
+    """Encrypted connection, like _Http."""
+
+    def connect(self) -> None:
+        _connect_quickly(self, super().connect)
+
+
+def _connect_quickly(connection: http.client.HTTPConnection, connect: Callable[[], None]) -> None:
+    seconds = connection.timeout
+    assert seconds is not None
+    connection.timeout = min(CONNECT_SECONDS, seconds)
+    connect()
+    connection.sock.settimeout(seconds)
+
+
+class _HttpHandler(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Http, req)
+
+
+class _HttpsHandler(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Https, req)
+
+
+_open = urllib.request.build_opener(_HttpHandler, _HttpsHandler).open
+
+
 def call(address: str, key: str | None, timeout_seconds: float, body: JsonObject | None = None) -> JsonObject:
     """Send a request (POST if it has a body) and return the answer.
 
@@ -155,7 +192,7 @@ def call(address: str, key: str | None, timeout_seconds: float, body: JsonObject
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(address, data, headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout_seconds) as response:
+        with _open(request, timeout=timeout_seconds) as response:
             return cast("JsonObject", json.load(response))
     except urllib.error.HTTPError as error:
         with error:

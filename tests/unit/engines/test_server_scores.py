@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -162,6 +163,32 @@ def test_score_of_a_dead_server_names_it_within_seconds(serve: Callable[..., Ser
         scorer.score([sequence(1, 2)] * 40, 0)
     assert time.monotonic() - begun < 10  # not once per sequence
     server.http.socket.close()
+
+
+def test_score_waits_longer_for_an_answer_than_for_a_connection(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that is down must not take teacher.timeout_seconds per attempt."""
+    server = serve(lambda body: (200, vllm(body)))
+    scorer, limits = scorer_of(server.url, timeout_seconds=77.0, max_retries=1), list[float]()
+    connect = socket.create_connection
+
+    def record(address: Any, timeout: float, *given: Any) -> Any:
+        limits.append(timeout)
+        if len(limits) == 1:
+            raise TimeoutError("timed out")
+        opened.append(connect(address, timeout, *given))
+        return opened[0]
+
+    opened: list[socket.socket] = []
+    monkeypatch.setattr(socket, "create_connection", record)
+    set_timeout, answers = socket.socket.settimeout, list[float | None]()
+    monkeypatch.setattr(
+        socket.socket, "settimeout", lambda it, value: (answers.append(value), set_timeout(it, value))[1]
+    )
+    assert len(scorer.score([sequence(1, 2)], 0)) == 1
+    assert limits == [5.0, 5.0]
+    assert 77.0 in answers
 
 
 @pytest.mark.parametrize(
