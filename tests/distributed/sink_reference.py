@@ -38,7 +38,11 @@ def attention(
     return torch.cat(outputs)
 
 
+def loss_weights(out: torch.Tensor) -> torch.Tensor:
+    """Fixed random weights of a sum of the output's elements."""
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64).to(out)
+
+
 def gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Gradients of the inputs under a fixed random loss of the output."""
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    return torch.autograd.grad((out * weights.to(out)).sum(), inputs)
+    """Return the gradients of the inputs if the loss is the output's sum with loss_weights."""
+    return torch.autograd.grad((out * loss_weights(out)).sum(), inputs)

@@ -12,11 +12,11 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from mcore_rl.doctor.kernels import KERNELS, call_each
-from mcore_rl.megatron.model.attention import packed
-from mcore_rl.megatron.model.attention.context import SINGLE_RANK
+from mcore_rl.megatron.model.attention import flash, packed
+from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.attention.flash import flash_attention
 from tests.distributed import flash_kernel
-from tests.distributed.sink_reference import LENGTHS, attention, gradients, row
+from tests.distributed.sink_reference import LENGTHS, attention, gradients, loss_weights, row
 
 WIDTH = 16
 
@@ -78,6 +78,42 @@ def test_core_attention_on_gpus_uses_flash_where_sdpa_cannot(
     found = core(*inputs, packed_seq_params=lengths)
     assert len(calls) == (window is not None or sinks)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+def test_flash_attention_parts_of_eight_ranks_equal_whole_rows(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process: the rows of all ranks are known, and the gradients of keys are added up here.
+    test_context_parallel has real ranks."""
+    lengths, size = (16, 48, 128, 16, 32), 8
+    tokens = sum(lengths)
+    *inputs, sinks = (x.detach()[:tokens].requires_grad_() for x in row(WIDTH))
+    whole = flash_attention(*inputs, lengths, SINGLE_RANK, window=window, sinks=sinks)
+    expected = gradients(whole, [*inputs, sinks])
+    weights = loss_weights(whole)
+    parts = [ContextPart(rank, size) for rank in range(size)]
+    held = [part.row_indices(torch.tensor(lengths)) for part in parts]
+    order = torch.cat(held)
+    of_keys: list[torch.Tensor] = []
+
+    def reduce(summand: torch.Tensor, part: ContextPart) -> torch.Tensor:
+        of_keys.append(summand)
+        return summand.unflatten(1, (size, -1))[:, part.rank]
+
+    monkeypatch.setattr(flash, "gather_rows", lambda *_: torch.stack(inputs[1:])[:, order].detach())
+    monkeypatch.setattr(flash, "reduce_scatter_rows", reduce)
+    of_queries, of_sinks = torch.empty_like(inputs[0]), torch.zeros_like(sinks)
+    for part, mine in zip(parts, held, strict=True):
+        rows = [x.detach()[mine].requires_grad_() for x in inputs]
+        leaf = sinks.detach().requires_grad_()
+        out = flash_attention(*rows, lengths, part, window=window, sinks=leaf)
+        torch.testing.assert_close(out, whole[mine], rtol=0, atol=1e-13)
+        of_queries[mine], _, _, summand = torch.autograd.grad((out * weights[mine]).sum(), [*rows, leaf])
+        of_sinks += summand
+    found = torch.empty(2, *inputs[1].shape, dtype=torch.float64)
+    found[:, order] = torch.stack(of_keys).sum(0)
+    torch.testing.assert_close((of_queries, *found, of_sinks), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 128])
