@@ -11,7 +11,12 @@ from model_converters.families.dense import QWEN3
 from model_converters.families.parts import vision
 from model_converters.families.parts.arguments import ModelArguments
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, require
-from model_converters.families.parts.vision_family import tower_arguments, tower_table, with_tower
+from model_converters.families.parts.vision_family import (
+    REFUSED_BY_ENGINES,
+    tower_arguments,
+    tower_table,
+    with_tower,
+)
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.mapping.table import Row
 
@@ -60,6 +65,7 @@ QWEN3_VL_MOE = replace(
     architecture="Qwen3VLMoeForConditionalGeneration",
     own_fields=vision.OWN_FIELDS | {"decoder_sparse_step", "mlp_only_layers"},
     vllm_imports=("torchvision",),
+    refused_by_engines=REFUSED_BY_ENGINES,
     description=replace(
         QWEN3_MOE.description,
         models="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",

@@ -22,8 +22,6 @@ class WithoutImages:
 def setting_without_images(config: Config) -> WithoutImages | None:
     """Return the first setting that does not support images; None if all do."""
     rollout = config.rollout
-    if rollout.engine != "vllm":
-        return WithoutImages(f"rollout.engine={rollout.engine}", "", "set it to vllm")
     if rollout.draft != NO_DRAFTS:
         return WithoutImages(f"rollout.draft={rollout.draft}", "", "set it to none")
     if uses_reward_model(config.reward_model):

@@ -18,6 +18,8 @@ from model_converters.families.parts.vision import (
 )
 from model_converters.mapping.table import Row
 
+REFUSED_BY_ENGINES = {"sglang": "its images and weight updates are not tested for models with a vision tower"}
+
 
 def with_tower(
     text: Family,
@@ -44,6 +46,7 @@ def with_tower(
         architecture=architecture,
         own_fields=text.own_fields | OWN_FIELDS,
         vllm_imports=("torchvision",),
+        refused_by_engines=REFUSED_BY_ENGINES,
         description=replace(text.description, models=models, covers=covers, vllm_cpu=vllm_cpu),
     )
 
