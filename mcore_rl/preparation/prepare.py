@@ -18,10 +18,12 @@ from mcore_rl.config.episodes import harness_is_function
 from mcore_rl.config.objectives import RL
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
+from mcore_rl.config.rules.gateway import check_texts
 from mcore_rl.config.rules.images import setting_without_images
 from mcore_rl.config.rules.models import has_reference, uses_lora, uses_reward_model
 from mcore_rl.config.rules.objective import trains_scores
 from mcore_rl.config.rules.rollout import has_turns
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import ClusterConfig, DataConfig, RolloutConfig, resolved_dtype
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.columns import check_keys
@@ -246,6 +248,7 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, images: Im
         # Only now: a run whose graders execute no code needs no sandbox.
         if runs_code(reward, sources):
             check_sandbox(config.sandbox)
+    check_texts(rollout, {key: part.has_images for key, part in loaded.items()})
     prompts = {"train": loaded.pop("data.train")}
     if loaded:
         # All sets are validated in one pass; validation_parts finds the rows of each.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.episodes import GATEWAY, SERVING, WITH_ENVIRONMENT, harness_is_function
+from collections.abc import Mapping
+
+from mcore_rl.config.episodes import GATEWAY, SERVING, WITH_ENVIRONMENT, WITH_GATEWAY, harness_is_function
 from mcore_rl.config.fields import reject_unless_default, written
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.schema import RolloutConfig
@@ -40,4 +42,14 @@ def check_gateway(rollout: RolloutConfig, episode: str) -> None:
         raise ConfigError(
             f"rollout.long_history=drop_turns is not used by rollout.episode={GATEWAY}: a program shortens its own "
             "history when a reply fails with context_length_exceeded; set rollout.long_history=end"
+        )
+
+
+def check_texts(rollout: RolloutConfig, has_images: Mapping[str, bool]) -> None:
+    """Raise ConfigError for programs that would have to send images. `has_images` by the key of the data."""
+    key = next((key for key, has in has_images.items() if has), None)
+    if rollout.episode in WITH_GATEWAY and key is not None:
+        raise ConfigError(
+            f"rollout.episode={rollout.episode} supports texts only, and rows of {key} have images; use data without "
+            "images, or a custom episode (docs/episodes.md)"
         )
