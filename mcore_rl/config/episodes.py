@@ -69,7 +69,7 @@ class EpisodeConfig:
     """Port of the gateway on each host; 0: a free port, which the run directory's gateways.json lists."""
     gateway_branches: str = setting(ALL, choices=(LAST, ALL, BY_HARNESS))
     """Sequences of a session that are trained, if its program has started several. last: the one with the last reply;
-    all; by_harness: those with a reply to which the program gave a reward, or all if there is none."""
+    all; by_harness: those with a reply that got a reward of its own, or all if there is none."""
     gateway_sampling: str = setting("run", choices=("run", "request"))
     """Temperature, top_p and top_k of replies. run: of the run, whatever a request says; request: of the request, which
     is refused if its distribution cannot be trained. Stop strings and token limits of requests always apply."""

@@ -1,6 +1,6 @@
 """The gateway's HTTP server: sessions behind OpenAI's and Anthropic's interfaces.
 
-    POST   /sessions                             take a session: {"id", "key", "row"}; 204 if there is none
+    POST   /sessions                             take a session: {"id", "key", "owner_key", "row"}; 204 if there is none
     POST   /sessions/<id>/reward                 {"reward": number, "call": id of a reply or null}
     GET    /sessions/<id>?seconds=10             wait for the end of a session: {"ended": true or false}
     DELETE /sessions/<id>                        end a session: {"extra": {...}, "error": text or null}
@@ -9,7 +9,8 @@
     POST   /v1/chat/completions ...              the same without sessions, if the model is served
     GET    /health
 
-Every session has its own key, which clients send as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+Every session has a key for the model, and another one for its reward and its end (exchange.OpenedSession). Clients send
+them as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated
 
 from fastapi import FastAPI, Query, Request, Response
@@ -29,13 +31,14 @@ from mcore_rl.rollout.gateway.bodies import json_body
 from mcore_rl.rollout.gateway.dialects import chat_completions, completions, messages, responses
 from mcore_rl.rollout.gateway.dialects.fields import Fields
 from mcore_rl.rollout.gateway.dialects.interface import Dialect, json_bytes
-from mcore_rl.rollout.gateway.exchange import ChatReply, HarnessEnd, RefusedError, Reward, Sessions
+from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, RefusedError, Reward, Sessions
 from mcore_rl.rollout.gateway.histories import Histories
 from mcore_rl.types.json import JsonObject
 
 DIALECTS = (chat_completions.DIALECT, completions.DIALECT, responses.DIALECT, messages.DIALECT)
 MAX_WAIT_SECONDS = 60.0
 """Maximum time for which a request for a session waits; clients ask again."""
+NO_SESSION = ""
 MAX_REWARD = 1e30
 """Limit of a reward: larger ones overflow the float32 sums of advantages."""
 _Seconds = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)]
@@ -77,43 +80,40 @@ class _Server:
 
     def __init__(self, sessions: Sessions, model: str, admin_token: str | None, max_body_bytes: int) -> None:
         self._sessions, self._model, self._admin, self._max_bytes = sessions, model, admin_token, max_body_bytes
-        self._histories = Histories(lambda session: sessions.key_of(session) is not None)
+        self._histories = Histories(lambda name: name == NO_SESSION or sessions.key_of(name) is not None)
 
     def endpoint(self, dialect: Dialect) -> Callable[[str, Request], Awaitable[Response]]:
-        """Return the handler of a dialect's requests."""
+        """Return the handler of a dialect's requests in a session."""
 
         async def handle(session: str, request: Request) -> Response:
             self._check_key(request, self._sessions.key_of(session))
-            body = await json_body(request, self._max_bytes)
-            call = dialect.read(body, self._model, lambda reply: self._histories.find(session, reply))
-
-            async def answer() -> ChatReply:
-                reply = await self._sessions.answer(session, call.request)
-                if conversation := call.conversation(reply):
-                    self._histories.keep(session, reply.id, conversation)
-                return reply
-
-            return Answering(dialect, call, answer)
+            return await self._answering(dialect, request, session, partial(self._sessions.answer, session))
 
         return handle
 
     def served(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
-        """Return the handler of a dialect's requests without a session."""
+        """Return the handler of a dialect's requests without a session. All of them share the replies that
+        /v1/responses continues."""
 
         async def handle(request: Request) -> Response:
             self._check_key(request)
-            body = await json_body(request, self._max_bytes)
-            call = dialect.read(body, self._model, lambda reply: self._histories.find("", reply))
-
-            async def answer() -> ChatReply:
-                reply = await self._sessions.serve(call.request)
-                if conversation := call.conversation(reply):
-                    self._histories.keep("", reply.id, conversation)
-                return reply
-
-            return Answering(dialect, call, answer)
+            return await self._answering(dialect, request, NO_SESSION, self._sessions.serve)
 
         return handle
+
+    async def _answering(
+        self, dialect: Dialect, request: Request, session: str, ask: Callable[[ChatRequest], Awaitable[ChatReply]]
+    ) -> Response:
+        body = await json_body(request, self._max_bytes)
+        call = dialect.read(body, self._model, lambda reply: self._histories.find(session, reply))
+
+        async def answer() -> ChatReply:
+            reply = await ask(call.request)
+            if conversation := call.conversation(reply):
+                self._histories.keep(session, reply.id, conversation)
+            return reply
+
+        return Answering(dialect, call, answer)
 
     async def served_models(self, request: Request) -> Response:
         """Same as `models`, without a session."""
@@ -151,11 +151,12 @@ class _Server:
             return Response(status_code=499)  # nobody reads it
         if opened is None:
             return Response(status_code=204)
-        return _json({"id": opened.id, "key": opened.key, "row": to_plain(opened.row)})
+        keys: JsonObject = {"key": opened.key, "owner_key": opened.owner_key}
+        return _json({"id": opened.id, **keys, "row": to_plain(opened.row)})
 
     async def reward(self, session: str, request: Request) -> Response:
         """Add a reward to a session or to one of its replies."""
-        self._check_key(request, self._sessions.key_of(session))
+        self._check_key(request, self._sessions.owner_key_of(session))
         fields = Fields(await json_body(request, self._max_bytes))
         value = fields.number("reward", -MAX_REWARD, MAX_REWARD)
         if value is None:
@@ -165,7 +166,7 @@ class _Server:
 
     async def wait(self, session: str, request: Request, seconds: _Seconds = 0) -> Response:
         """Wait for the end of a session."""
-        self._check_key(request, self._sessions.key_of(session))
+        self._check_key(request, self._sessions.owner_key_of(session))
         try:
             ended = await unless_left(request, self._sessions.closed(session, seconds))
         except ClientLeftError:
@@ -174,7 +175,7 @@ class _Server:
 
     async def end(self, session: str, request: Request) -> Response:
         """End a session."""
-        self._check_key(request, self._sessions.key_of(session))
+        self._check_key(request, self._sessions.owner_key_of(session))
         fields = Fields(await json_body(request, self._max_bytes))
         extra = fields.get("extra") or {}
         if not isinstance(extra, dict):

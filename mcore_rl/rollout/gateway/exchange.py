@@ -82,10 +82,17 @@ class Reward:
 
 @dataclass(frozen=True)
 class OpenedSession:
-    """A session that a client works on. `row`: the row's fields, without its answer."""
+    """A session that a client works on.
+
+    key: for requests to the model; the program of the session has it.
+    owner_key: for the reward and the end. Who decides about the reward has it: with it, a model that runs code in its
+    program could reward itself.
+    row: the row's fields, without its answer.
+    """
 
     id: str
     key: str
+    owner_key: str
     row: Mapping[str, object]
 
 
@@ -123,3 +130,6 @@ class Sessions(Protocol):
 
     def key_of(self, session: str) -> str | None:
         """Return the key of a session, None if there is no such session."""
+
+    def owner_key_of(self, session: str) -> str | None:
+        """Return the owner's key of a session, None if there is no such session."""

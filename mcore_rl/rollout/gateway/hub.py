@@ -56,6 +56,7 @@ class _Asked:
 class _Session:
     id: str
     key: str
+    owner_key: str
     row: Mapping[str, object]
     owner: _Engine | None
     """Engine that has opened the session; None while it waits for one."""
@@ -161,7 +162,7 @@ class Hub:
                 while (found := self._next_free()) is None:
                     await self._freed.wait()
                 found.is_taken = True
-                return OpenedSession(found.id, found.key, found.row)
+                return OpenedSession(found.id, found.key, found.owner_key, found.row)
         return None
 
     async def closed(self, session: str, seconds: float) -> bool:
@@ -176,6 +177,11 @@ class Hub:
         """Same as Sessions.key_of."""
         found = self._sessions.get(session)
         return None if found is None else found.key
+
+    def owner_key_of(self, session: str) -> str | None:
+        """Same as Sessions.owner_key_of."""
+        found = self._sessions.get(session)
+        return None if found is None else found.owner_key
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve the connection of an engine until it ends."""
@@ -210,7 +216,8 @@ class Hub:
         # A row may be played again, for example in the next epoch; its earlier session has ended then.
         if found is not None:
             self._close(found.owner, session)
-        self._sessions[session] = _Session(session, secrets.token_urlsafe(24), row, engine, engine)
+        key, owner_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        self._sessions[session] = _Session(session, key, owner_key, row, engine, engine)
         async with self._freed:
             self._free.append(session)
             self._freed.notify()

@@ -21,12 +21,11 @@ FIELDS = FieldTable(
     # `prediction` are for OpenAI's models. The others concern accounts, storage and caches.
     ignored=frozenset(
         """model seed user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options
-        prompt_cache_retention reasoning_effort verbosity prediction""".split()
+        prompt_cache_retention reasoning_effort verbosity prediction parallel_tool_calls""".split()
     ),
     refused={
         **requests.REFUSED_SAMPLING,
         "response_format": Refused(({"type": "text"},), "formats other than text cannot be enforced"),
-        "parallel_tool_calls": Refused((True,), "the number of calls cannot be limited"),
         "modalities": Refused((["text"],), "only text can be sampled"),
         "functions": Refused(([],), "send `tools`"),
         "function_call": Refused(("auto", "none"), "send `tools` and `tool_choice`"),

@@ -25,12 +25,12 @@ FIELDS = FieldTable(
     # others concern accounts and caches.
     ignored=frozenset(
         """model user metadata reasoning max_tool_calls stream_options service_tier safety_identifier prompt_cache_key
-        prompt_cache_options prompt_cache_retention access_programs background_options image""".split()
+        prompt_cache_options prompt_cache_retention access_programs background_options image
+        parallel_tool_calls""".split()
     ),
     refused={
         **requests.REFUSED_SAMPLING,
         "text": Refused((), "formats other than text cannot be enforced"),
-        "parallel_tool_calls": Refused((True,), "the number of calls cannot be limited"),
         "truncation": Refused(("disabled",), "set it to disabled: messages are never removed"),
         "background": Refused((False,), "a reply is sent on the connection of its request"),
         "conversation": Refused((), "send previous_response_id or the whole input"),

@@ -22,7 +22,7 @@ TRACE_CHARACTERS = 2000
 
 class FunctionHarness:
     """Calls `f(row, base_url, api_key)`, which returns None (graders compute the reward), a number, or a dict with
-    `score` and further values for graders. Plain functions run in threads, which a cancelled call leaves running.
+    `score`, `rewards` (of single replies, by their ids) and further values for graders; all are optional. Plain functions run in threads, which a cancelled call leaves running.
 
     base_url: of the session; OpenAI's clients need base_url + "/v1", Anthropic's base_url.
 
@@ -52,10 +52,15 @@ def _finished(returned: object) -> Finished:
     if returned is None:
         return Finished()
     if isinstance(returned, Mapping):
-        plain = to_plain({str(name): value for name, value in returned.items() if name != "score"})
+        score, rewards = returned.get("score"), returned.get("rewards") or {}
+        plain = to_plain({str(name): value for name, value in returned.items() if name not in ("score", "rewards")})
         assert isinstance(plain, dict)
-        score = returned.get("score")
-        return Finished(None if score is None else _number(score), plain)
+        if not isinstance(rewards, Mapping):
+            raise ConfigError(
+                f"it returned rewards as {type(rewards).__name__} instead of a dict by the ids of replies"
+            )
+        of_replies = {str(reply): _number(value) for reply, value in rewards.items()}
+        return Finished(None if score is None else _number(score), of_replies, plain)
     return Finished(_number(returned))
 
 

@@ -14,10 +14,15 @@ ROW = "row.json"
 
 @dataclass(frozen=True)
 class Finished:
-    """Result of a program. reward: None: graders compute it. extra: for graders, as extra_info.harness. error: the
-    program could not be run, so that nothing of the session is trained."""
+    """Result of a program.
+
+    reward: None: graders compute it. rewards: of single replies, by their ids.
+    extra: for graders, as extra_info.harness.
+    error: the program could not be run, so that nothing of the session is trained.
+    """
 
     reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, object] = field(default_factory=dict)
     error: str | None = None
 

@@ -64,7 +64,7 @@ class HarnessWorker:
             answer = await self._send(client, "POST", "/sessions", headers, {"seconds": POLL_SECONDS})
             if answer.status_code == httpx.codes.OK:
                 fields = answer.json()
-                return OpenedSession(fields["id"], fields["key"], fields["row"])
+                return OpenedSession(fields["id"], fields["key"], fields["owner_key"], fields["row"])
             if answer.status_code != httpx.codes.NO_CONTENT:
                 raise WorkerDiedError(f"the gateway at {self.url} gives no sessions: {answer.text[:200]}")
 
@@ -93,8 +93,13 @@ class HarnessWorker:
     async def _report(self, client: httpx.AsyncClient, session: OpenedSession, finished: Finished) -> None:
         """Send the reward and the end of a session; one that has ended meanwhile needs none."""
         headers, path = _headers(session), f"/sessions/{session.id}"
+        rewards: list[dict[str, object]] = [
+            {"reward": value, "call": reply} for reply, value in finished.rewards.items()
+        ]
         if finished.reward is not None:
-            await self._send(client, "POST", f"{path}/reward", headers, {"reward": finished.reward})
+            rewards.append({"reward": finished.reward})
+        for reward in rewards:
+            await self._send(client, "POST", f"{path}/reward", headers, reward)
         body = {"extra": {"harness": dict(finished.extra)}, "error": finished.error}
         await self._send(client, "DELETE", path, headers, body)
 
@@ -119,4 +124,4 @@ class HarnessWorker:
 
 
 def _headers(session: OpenedSession) -> dict[str, str]:
-    return {"Authorization": f"Bearer {session.key}"}
+    return {"Authorization": f"Bearer {session.owner_key}"}

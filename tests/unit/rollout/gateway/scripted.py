@@ -25,6 +25,7 @@ from mcore_rl.rollout.gateway.exchange import (
 from mcore_rl.types.chat import ChatCall
 
 KEY = "key-of-s1"
+OWNER_KEY = "owner-key-of-s1"
 ADMIN = "token-of-the-run"
 MODEL = "tiny"
 LIMIT = 4 * 2**20
@@ -126,7 +127,7 @@ class ScriptedSessions:
                 self.num_cancelled += 1
                 raise
             return None
-        return OpenedSession("s1", KEY, {"question": "2 + 3?"})
+        return OpenedSession("s1", KEY, OWNER_KEY, {"question": "2 + 3?"})
 
     async def closed(self, session: str, seconds: float) -> bool:
         await asyncio.sleep(min(seconds, 0.01))
@@ -134,6 +135,9 @@ class ScriptedSessions:
 
     async def serve(self, request: ChatRequest) -> ChatReply:
         return await self.answer("", request)
+
+    def owner_key_of(self, session: str) -> str | None:
+        return None if session not in self.keys else f"owner-{self.keys[session]}"
 
     def key_of(self, session: str) -> str | None:
         return self.keys.get(session)

@@ -119,13 +119,13 @@ async def hangs(row: dict[str, Any], base_url: str, api_key: str) -> None:
     await asyncio.sleep(1000)
 
 
-async def rewards_a_branch(row: dict[str, Any], base_url: str, api_key: str) -> None:
+async def rewards_a_branch(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, object]:
     client = openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key)
     replies = [await client.chat.completions.create(model="any", messages=row["messages"]) for _ in range(3)]
-    headers = {"Authorization": f"Bearer {api_key}"}
-    async with httpx.AsyncClient(headers=headers) as http:
-        call_id = replies[1].id
-        (await http.post(f"{base_url}/reward", json={"reward": 2.0, "call": call_id})).raise_for_status()
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
+        refused = await http.post(f"{base_url}/reward", json={"reward": 9.0})
+        assert refused.status_code == httpx.codes.UNAUTHORIZED, "the model's code could reward itself"
+    return {"rewards": {replies[1].id: 2.0}}
 
 
 def test_a_program_with_openais_client_is_trained(play: Callable[..., tuple[Stage, EpisodeOutcome]]) -> None:

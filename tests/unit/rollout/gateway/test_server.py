@@ -13,7 +13,7 @@ import pytest
 
 from mcore_rl.rollout.gateway import answering
 from mcore_rl.rollout.gateway.exchange import HarnessEnd, RefusedError, Reward
-from tests.unit.rollout.gateway.scripted import ADMIN, KEY, LIMIT, ScriptedSessions, serving
+from tests.unit.rollout.gateway.scripted import ADMIN, KEY, LIMIT, OWNER_KEY, ScriptedSessions, serving
 
 CHAT = "/sessions/s1/v1/chat/completions"
 INTERFACES = {
@@ -104,7 +104,8 @@ def test_body_below_the_limit_arrives_whole(http: httpx2.Client, sessions: Scrip
 )
 def test_malformed_bodies_are_refused(http: httpx2.Client, body: bytes, problem: str) -> None:
     for path in (*INTERFACES, "/sessions/s1/reward"):
-        reply = http.post(path, headers=BEARER, content=body)
+        headers = {"authorization": f"Bearer {OWNER_KEY}"} if path.endswith("reward") else BEARER
+        reply = http.post(path, headers=headers, content=body)
         assert (reply.status_code, problem in reply.text) == (400, True), reply.text
 
 
@@ -197,7 +198,12 @@ def test_sessions_are_taken_with_the_token_only(http: httpx2.Client, sessions: S
     token = {"authorization": f"Bearer {ADMIN}"}
     assert http.post("/sessions", headers=BEARER).status_code == 401
     assert http.post("/sessions").status_code == 401
-    assert http.post("/sessions", headers=token).json() == {"id": "s1", "key": KEY, "row": {"question": "2 + 3?"}}
+    assert http.post("/sessions", headers=token).json() == {
+        "id": "s1",
+        "key": KEY,
+        "owner_key": OWNER_KEY,
+        "row": {"question": "2 + 3?"},
+    }
     assert http.post("/sessions", headers=token, json={"seconds": 0.05}).status_code == 204
     assert http.post("/sessions", headers=token, json={"seconds": 61}).status_code == 400
     with pytest.raises(httpx2.TimeoutException):
@@ -215,7 +221,11 @@ def test_server_without_token_gives_no_sessions() -> None:
 
 def test_rewards_and_ends_reach_their_session(http: httpx2.Client, sessions: ScriptedSessions) -> None:
     session = "/sessions/s2"
-    key = {"x-api-key": "key-of-s2"}
+    key = {"x-api-key": "owner-key-of-s2"}
+    # A program has this key, and may run code of the model.
+    of_program = {"x-api-key": "key-of-s2"}
+    assert http.post(f"{session}/reward", headers=of_program, json={"reward": 1}).status_code == 401
+    assert http.delete(session, headers=of_program).status_code == 401
     assert http.post(f"{session}/reward", headers=key, json={"reward": 1}).status_code == 200
     assert http.post(f"{session}/reward", headers=key, json={"reward": -0.5, "call": "reply-1"}).status_code == 200
     for wrong in ({}, {"reward": "1"}, {"reward": True}, {"reward": 1e31}, {"reward": 1, "call": 3}):
