@@ -41,12 +41,18 @@ class StepPasses:
         needs = estimator(algorithm.advantage, **advantage_options(algorithm)).needs
         reads = needs_old_logp(algorithm, loss, corrections, distils=distils)
         return cls(
-            later_updates=reads or algorithm.kl.in_reward > 0 or config.actor.moe.router_replay == "policy",
+            later_updates=passes_over_later_updates(config, needs_old_logp=reads),
             first_update=algorithm.kl.in_reward > 0,
             score_norms=loss.needs.advantages and needs.score_norms,
             before_updates=chooses_tokens(algorithm, loss, corrections),
             reference=has_reference(config),
         )
+
+
+def passes_over_later_updates(config: Config, *, needs_old_logp: bool) -> bool:
+    """Return True if a pass before the updates has results that the loss, the KL term of the rewards, or a replay of
+    the policy's own routing uses."""
+    return needs_old_logp or config.algorithm.kl.in_reward > 0 or config.actor.moe.router_replay == "policy"
 
 
 def needs_old_logp(

@@ -75,7 +75,7 @@ def _print_processes(config: Config, show: Show, console: Console) -> bool:
     for line in prepared.lines:
         show(str(line))
     guests = guests_of(roles_of(config, prepared))
-    processes = plan_processes(config, guests, with_engines=prepared.data.targets is None)
+    processes = plan_processes(config, guests, with_engines=bool(prepared.data.prompts))
     plan = make_plan(config)
     print_plan(plan, console)
     console.print(process_table(processes, config))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_rl.algorithms import advantage_options, estimator
-from mcore_rl.algorithms.passes import StepPasses
+from mcore_rl.algorithms.passes import passes_over_later_updates
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import base_is_reference, has_reference, uses_lora
 from mcore_rl.config.rules.objective import trains_scores
@@ -171,7 +171,8 @@ class MegatronActor(TrainedModel):
         replays = self.config.actor.moe.router_replay == "policy" and len(shares) > 1
         batch = RankBatch(shares, chunks, replays=replays)
         replay = self._impose_engine(batch) if self.config.actor.moe.router_replay == "engine" else {}
-        if len(shares) == 1 or not StepPasses.of(self.config).later_updates:
+        needs_old_logp = self.objective.needs_old_logp
+        if len(shares) == 1 or not passes_over_later_updates(self.config, needs_old_logp=needs_old_logp):
             return batch, replay
         # Without the samples of the first update, which computes their log-probabilities itself.
         share = distinct_samples(shares, first=1)

@@ -30,10 +30,13 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "cluster: {device: cpu, gpus_per_node: 2, isolation: none}\n"
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    prepared = SimpleNamespace(
-        critic=None, reward_model=None, checkpoint_bytes=0, lines=("1 prompt",), data=SimpleNamespace(targets=None)
-    )
-    monkeypatch.setattr("mcore_rl.preparation.prepare.prepare", lambda config: prepared)
+
+    def prepared(config: Config) -> SimpleNamespace:
+        # Only reinforcement learning has prompts.
+        data = SimpleNamespace(prompts={"train": None} if config.trainer.objective == "rl" else {})
+        return SimpleNamespace(critic=None, reward_model=None, checkpoint_bytes=0, lines=("1 prompt",), data=data)
+
+    monkeypatch.setattr("mcore_rl.preparation.prepare.prepare", prepared)
     monkeypatch.setattr("mcore_rl.planner.plan.make_plan", lambda config: SimpleNamespace(fits=True))
     monkeypatch.setattr("mcore_rl.planner.report.print_plan", lambda plan, console: console.print("the plan"))
     return path
@@ -51,6 +54,14 @@ def test_dry_run_prints_processes_and_writes_nothing(base: Path, capsys: pytest.
     places = [out.index(word) for word in ("the plan", "driver", "trainer ranks 0-1", "rollout engine 0", "dry run:")]
     assert places == sorted(places)
     assert "1 prompt" in err
+
+
+def test_dry_run_of_pairs_lists_no_engine(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["trainer.prompts_per_step=8", "trainer.prompts_per_update=8"]
+    assert main(["train", str(base), "trainer.objective=reward_model", *sizes, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "trainer ranks 0-1" in out
+    assert "rollout engine" not in out
 
 
 def test_dry_run_plan_is_for_the_device_of_the_run(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
