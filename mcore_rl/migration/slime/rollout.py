@@ -34,16 +34,12 @@ def translate_rollout(run: SlimeRun) -> None:
     if source.flag("sglang-enable-fp32-lm-head"):
         draft.take(source, "model.float32_head", True, "sglang-enable-fp32-lm-head")
     _translate_engine_layout(run)
-    for key in ("rollout-top-p", "rollout-top-k"):
-        value = source.number(key)
-        if (key.endswith("p") and value < 1) or (key.endswith("k") and value > 0):
-            draft.block(source.effective(key), "training with SGLang samples from the full softmax")
-    # Arguments of slime's forks.
-    for key, name, neutral in (("rollout-min-p", "min_p", 0), ("rollout-repetition-penalty", "repetition_penalty", 1)):
-        setting = source.find(key)
-        if setting is not None and (value := source.number(key)) != neutral:
-            draft.block(setting, f"training samples from the unchanged softmax; set it to {neutral}")
-            draft.take(source, f"rollout.validation_{name}", value, key, note="as in training")
+    _translate_truncation(run)
+    # An argument of slime's forks.
+    key = "rollout-repetition-penalty"
+    if (setting := source.find(key)) is not None and (value := source.number(key)) != 1:
+        draft.block(setting, "training samples from the unchanged softmax; set it to 1")
+        draft.take(source, "rollout.validation_repetition_penalty", value, key, note="as in training")
     _translate_limits(run)
     _translate_validation(run)
     _translate_dynamic_sampling(run)
@@ -53,6 +49,27 @@ def translate_rollout(run: SlimeRun) -> None:
             draft.choices.append(
                 f"{setting.shown}: write this as rollout.episode (docs/episodes.md) or data.curriculum"
             )
+
+
+def _translate_truncation(run: SlimeRun) -> None:
+    """Translate sampling from a part of the vocabulary, whose sets the trainer then uses."""
+    source, draft = run.source, run.draft
+    top_p, top_k = source.number("rollout-top-p"), source.integer("rollout-top-k")
+    # An argument of slime's forks.
+    min_p = source.number("rollout-min-p") if source.find("rollout-min-p") is not None else 0
+    found = {"top_p": (top_p, top_p < 1), "top_k": (top_k, top_k > 0), "min_p": (min_p, min_p > 0)}
+    used = {f"rollout-{name.replace('_', '-')}": (name, value) for name, (value, cuts) in found.items() if cuts}
+    for key, (name, value) in used.items():
+        draft.take(source, f"rollout.{name}", value, key)
+    if min_p:
+        draft.take(source, "rollout.validation_min_p", min_p, "rollout-min-p", note="as in training")
+    if used:
+        draft.set("rollout.keep_sampling_mask", True, "for exact log-probabilities")
+        draft.changes.append(
+            f"{source.effective(next(iter(used))).shown}: slime normalizes log-probabilities over the whole "
+            "vocabulary; here the trainer normalizes over the tokens that the engine sampled from "
+            "(rollout.keep_sampling_mask)"
+        )
 
 
 def _translate_engine_layout(run: SlimeRun) -> None:

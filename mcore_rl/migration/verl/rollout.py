@@ -120,13 +120,6 @@ def _translate_truncation(run: VerlRun) -> None:
     min_p = source.number(f"{ROLLOUT}.min_p") if source.find(f"{ROLLOUT}.min_p") is not None else 0
     found = {"top_p": (top_p, top_p < 1), "top_k": (top_k, top_k > 0), "min_p": (min_p, min_p > 0)}
     used = {name: value for name, (value, truncates) in found.items() if truncates}
-    if used and draft.values.get("rollout.engine") == "sglang":
-        for name in used:
-            reason = (
-                "training with SGLang samples from the full softmax; sample from all tokens, or use rollout.name=vllm"
-            )
-            draft.block(source.effective(f"{ROLLOUT}.{name}"), reason)
-        return
     for name, value in used.items():
         draft.take(source, f"rollout.{name}", value, f"{ROLLOUT}.{name}")
     if used:

@@ -159,7 +159,6 @@ def test_import_weights_through_files_keep_their_directory(mode: str, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ("--rollout-top-p 0.9", "training with SGLang samples from the full softmax"),
         ("--rollout-repetition-penalty 1.1", "training samples from the unchanged softmax; set it to 1"),
         ("--use-opd", "distillation is not translated; set teacher.*"),
         ("--rm-type gpqa", "there is no such grader"),
@@ -174,6 +173,15 @@ def test_import_weights_through_files_keep_their_directory(mode: str, tmp_path: 
 def test_import_argument_that_changes_training_is_a_blocker(arguments: str, reason: str, tmp_path: Path) -> None:
     _, draft, _ = translated(arguments, tmp_path)
     assert reason in " ".join(draft.blockers)
+
+
+def test_import_truncated_sampling_keeps_the_sampled_sets(tmp_path: Path) -> None:
+    _, draft, _ = translated("--rollout-top-p 0.9 --rollout-top-k 50 --rollout-min-p 0.1", tmp_path)
+    assert not draft.blockers
+    names = ("top_p", "top_k", "min_p", "keep_sampling_mask", "validation_min_p")
+    assert [draft.values[f"rollout.{name}"] for name in names] == [0.9, 50, 0.1, True, 0.1]
+    assert any("normalizes over the tokens that the engine sampled from" in line for line in draft.changes)
+    assert "rollout.keep_sampling_mask" not in translated("--rollout-top-p 1", tmp_path)[1].values
 
 
 def test_import_unbiased_kl_needs_a_kl_loss(tmp_path: Path) -> None:
