@@ -95,8 +95,8 @@ class GenerationRequest:
 
     `partial` is the aborted response to continue. A response that has sampled `tokens_per_version` tokens under one
     weight version pauses so that others can run; None: no limit. `spans` prescribes the weight version of each token,
-    and the request waits for these versions; (): the current weights. `images`: images of the prompt that the tokens
-    begin with.
+    and the request waits for these versions; (): the current weights. `images`: images in the tokens, of the row
+    and of answers of tools.
     """
 
     request_id: str
@@ -178,7 +178,7 @@ class TrajectoryBuffers:
     turn_rewards float32 [sum T], part of the response's reward, at the last token of each turn, None without turns;
     temperatures float32 [sum T], sampling temperature of each token, or a scalar [] if it is the same for all. NaN, or
     None for all tokens: not recorded (files of earlier versions, target texts); the run's temperature applies;
-    image_rows int32 [B], index in `images` of each response's prompt, -1 for a prompt without images; None: no images;
+    image_rows int32 [B], index in `images` of each trajectory's images, -1 for one without images; None: no images;
     kept_words int32 [W], kept_offsets int64 [sum T + 1]: sets that response tokens were sampled from (TokenSets), None
     if not recorded.
     """

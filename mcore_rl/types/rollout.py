@@ -102,7 +102,8 @@ class Trajectory:
     rewards float32 [T], rewards of turns at the last token of each turn, None without turns;
     routed_experts [P + T - 1, layers, k], see Completion;
     temperatures float32 [T], sampling temperature of each token (NaN if not sampled), None: not recorded.
-    images: images of the prompt; kept: sets of the T tokens (empty if not sampled), None: not recorded.
+    images: images in the prompt and in answers of tools;
+    kept: sets of the T tokens (empty if not sampled), None: not recorded.
     Units: logp in nats.
     """
 

@@ -32,7 +32,7 @@ def placeholders(images: PromptImages, merge_size: int) -> np.ndarray:
 
 
 def token_positions(num_tokens: int, images: PromptImages | None, merge_size: int) -> np.ndarray:
-    """Return the positions of a sequence whose prompt contains `images`; tokens of the response are text.
+    """Return the positions of a sequence that contains `images`; placeholders that the policy sampled are text.
 
     Shapes: -> int32 [3, num_tokens].
     """
