@@ -230,7 +230,7 @@ def test_mcp_server_errors_are_found_before_the_run(tmp_path: Path) -> None:
     missing = ", tool_selected_list: [subtract]"
     for server, selected, told in (
         ({"command": "true"}, "", "server mine does not answer: .*its own messages are above"),
-        (stdio_server(tmp_path), missing, "no server has a tool subtract; they have: add, whereabouts, die"),
+        (stdio_server(tmp_path), missing, "no server has a tool subtract; they have: add, whereabouts, photo, die"),
     ):
         with pytest.raises(ConfigError, match=rf"tools.yaml: tools\[0\].mcp.*{told}"):
             check_tools(RolloutConfig(tools=tools_file(tmp_path, server, selected)), SandboxConfig())
