@@ -48,7 +48,7 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"kind": "truncate", "level": "token", "high": 1.3},
     {"kind": "truncate", "level": "sequence", "high": 1e6},
     {"kind": "mask", "level": "geometric", "high": 4.0},
-    {"kind": "reject", "level": "geometric", "measure": "k3", "high": 1.2},
+    {"kind": "reject", "level": "geometric", "measure": "k3", "high": 0.4},
 ]
 MOMENT: dict[str, Any] = {"kind": "reject", "measure": "second_moment", "high": 0.5, "policy": "current"}
 LISTED: list[dict[str, Any]] = [
