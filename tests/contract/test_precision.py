@@ -93,8 +93,6 @@ def different_experts(model: Any, requests: list[GenerationRequest], done: dict[
         pytest.param("vllm", FLOAT32, "deepseek_v3", id="vllm-deepseek_v3"),
         pytest.param("vllm", FLOAT32 | {"tp": 2}, "qwen3_moe", id="vllm-tp2", marks=ON_DEMAND),
         pytest.param("sglang", FLOAT32, "qwen3_moe", id="sglang", marks=WITH_SGLANG),
-        pytest.param("sglang", {}, "qwen3_moe", id="sglang-bfloat16", marks=[WITH_SGLANG, *ON_DEMAND]),
-        pytest.param("sglang", FLOAT32, "deepseek_v3", id="sglang-deepseek_v3", marks=[WITH_SGLANG, *ON_DEMAND]),
     ],
     indirect=["process"],
 )
