@@ -17,6 +17,7 @@ import json
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from mcore_rl.data.chat.messages import call_id, chat_call, message_images, normalized, text_of, with_texts
@@ -90,6 +91,16 @@ class Conversation:
     def prompt_ids(self, messages: Sequence[ChatMessage], *, continues: bool = True) -> list[int]:
         """Return the token ids of a conversation whose next turn is the model's (or `continues` its last message)."""
         return self._encode(self.render(messages, continues=continues))
+
+    def history_ids(self, messages: Sequence[ChatMessage], trusted: int, *, continues: bool = True) -> list[int]:
+        """Same as prompt_ids, for a conversation that an episode has continued. Special tokens in texts of tools and
+        users stay plain text, except in the first `trusted` messages, which the row has.
+
+        Raises: DataError if the template changed such a text so that it cannot be found in the rendering.
+        """
+        said = [message["role"] == "assistant" for message in messages]
+        trusts = [number < trusted or by_model for number, by_model in enumerate(said)]
+        return self._encode_answered(partial(self.render, continues=continues), messages, trusts)
 
     def ids_after_turn(self, messages: Sequence[ChatMessage], last_id: int) -> list[int]:
         """Return the token ids to append after a sampled turn: the new `messages` and the start of the next model turn.
@@ -185,9 +196,13 @@ class Conversation:
         return ids
 
     def _encode_answered(
-        self, render: Callable[[Sequence[ChatMessage]], str], messages: Sequence[ChatMessage]
+        self,
+        render: Callable[[Sequence[ChatMessage]], str],
+        messages: Sequence[ChatMessage],
+        trusts: Sequence[bool] | None = None,
     ) -> list[int]:
-        """Tokenise the rendering of messages. Special tokens inside their texts stay plain text.
+        """Tokenise the rendering of messages. Special tokens inside their texts stay plain text, except where `trusts`
+        is True.
 
         Tools and users can therefore not forge a turn, or the place of an image.
 
@@ -202,7 +217,10 @@ class Conversation:
             risky[mark] = text
             return mark
 
-        with_marks = [with_texts(message, marked) for message in messages]
+        trusted = [False] * len(messages) if trusts is None else trusts
+        with_marks = [
+            message if trust else with_texts(message, marked) for message, trust in zip(messages, trusted, strict=True)
+        ]
         rendered, ids = render(messages), list[int]()
         # The same text with marks shows where the template's own tokens end: a text may be equal to one of them.
         frame = render(with_marks) if risky else rendered

@@ -267,7 +267,7 @@ class Session:
         assert self._turns, "nothing was sampled yet"
         self._note(messages)
         if self.limits.config.history == "new_sequence":
-            ids = self.context.conversation.prompt_ids(self.messages, continues=False)
+            ids = self.context.conversation.history_ids(self.messages, len(self.first_messages), continues=False)
         else:
             ids = self._turns[-1].sequence.tokens.tolist() + self._ids_after_turn(messages)
         return self._shortened(ids) if self.limits.config.long_history == "drop_turns" else ids
@@ -324,7 +324,7 @@ class Session:
         while len(ids) + wanted > self.limits.context_tokens and len(kept) > 1:
             kept = kept[1:]
             shown = [*start, *(message for turn in kept for message in turn)]
-            ids = self.context.conversation.prompt_ids(shown, continues=False)
+            ids = self.context.conversation.history_ids(shown, len(self.first_messages), continues=False)
         return ids
 
     def _options(self, given: SamplingOptions | Mapping[str, object] | None, room: int) -> SamplingOptions:
