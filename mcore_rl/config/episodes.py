@@ -8,7 +8,7 @@ from mcore_rl.config.fields import setting
 
 SINGLE_TURN, WITH_TOOLS, WITH_ENVIRONMENT, GATEWAY = "single_turn", "tools", "environment", "gateway"
 SERVING = "serving"
-"""Value of rollout.episode that `mcore-rl serve` sets: requests have no sessions, and nothing is trained."""
+"""Value of rollout.episode that `mcore-rl serve` sets: the gateway also answers requests without sessions."""
 WITH_GATEWAY = (GATEWAY, SERVING)
 LAST, ALL, BY_HARNESS = "last", "all", "by_harness"
 """Values of rollout.gateway_branches."""
@@ -23,11 +23,14 @@ def harness_is_function(harness: str) -> bool:
 class EpisodeConfig:
     """Episode keys of RolloutConfig."""
 
-    episode: str | None = setting(None, choices=(SINGLE_TURN, WITH_TOOLS, WITH_ENVIRONMENT, GATEWAY), function=True)
+    episode: str | None = setting(
+        None, choices=(SINGLE_TURN, WITH_TOOLS, WITH_ENVIRONMENT, *WITH_GATEWAY), function=True
+    )
     """Type of episode. single_turn: one response; tools: the model calls tools until a turn has no call; environment: a
-    user's class answers every turn; gateway: a program uses the model through an OpenAI-compatible server; or
-    `module_or_file.py:name` of a class with `async def run(self, session, prompt)` or an async function of these
-    arguments. null: tools if rollout.tools is set, environment if rollout.environment is set, else single_turn."""
+    user's class answers every turn; gateway: a program uses the model through an OpenAI-compatible server; serving: as
+    gateway, and requests need no session (`mcore-rl serve` sets it); or `module_or_file.py:name` of a class with `async
+    def run(self, session, prompt)` or an async function of these arguments. null: tools if rollout.tools is set,
+    environment if rollout.environment is set, else single_turn."""
     episode_kwargs: dict[str, str] = field(default_factory=dict)
     """Keyword arguments of a user's episode class or environment."""
     environment: str | None = setting(None, function=True)
