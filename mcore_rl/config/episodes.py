@@ -10,6 +10,7 @@ SINGLE_TURN, WITH_TOOLS, WITH_ENVIRONMENT, GATEWAY = "single_turn", "tools", "en
 SERVING = "serving"
 """Value of rollout.episode that `mcore-rl serve` sets: the gateway also answers requests without sessions."""
 WITH_GATEWAY = (GATEWAY, SERVING)
+KINDS = (SINGLE_TURN, WITH_TOOLS, WITH_ENVIRONMENT, *WITH_GATEWAY)
 LAST, ALL, BY_HARNESS = "last", "all", "by_harness"
 """Values of rollout.gateway_branches."""
 
