@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
@@ -13,6 +14,8 @@ from mcore_rl.config.rules.estimators import OF_TOKENS
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
+FORMER_DEFAULT = 1.0
+"""Default of teacher.in_advantage in earlier versions."""
 RANK_KEYS = ("offload",)
 """Keys with an effect on teachers on the actor's ranks only."""
 ENGINE_KEYS = ("tp", "dtype", "max_batched_tokens", "kv_cache_gib", "gpu_memory_fraction", "enforce_eager")
@@ -66,7 +69,9 @@ def check_teacher(config: Config) -> None:
     """Raise ConfigError for a key that has no effect or that another key excludes."""
     teacher, algorithm = config.teacher, config.algorithm
     if not uses_teacher(teacher):
-        reject_unless_default("teacher", teacher, "set teacher.hf_path, teacher.checkpoint or teacher.url")
+        # 1 was the default of in_advantage, so the configurations of earlier runs have it.
+        checked = replace(teacher, in_advantage=0.0) if teacher.in_advantage == FORMER_DEFAULT else teacher
+        reject_unless_default("teacher", checked, "set teacher.hf_path, teacher.checkpoint or teacher.url")
         return
     _check_entries(teacher)
     given = teacher.entries[0].given

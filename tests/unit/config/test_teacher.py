@@ -177,3 +177,10 @@ def test_teacher_role_leaves_out_what_belongs_to_training(base: str) -> None:
     section = role.section
     assert (section.mtp_loss_coefficient, section.moe.z_loss_coefficient, section.lora.rank) == (0, 0, 0)
     assert (section.parallel.tp, section.moe.dispatcher) == (2, "allgather")
+
+
+def test_configurations_of_earlier_runs_are_accepted(base: str) -> None:
+    """teacher.in_advantage was 1 by default, so their config.yaml has it also without a teacher."""
+    validate_keys(load_config(base, ["teacher.in_advantage=1"]))
+    with pytest.raises(ConfigError, match=r"teacher\.in_advantage=0\.5 has no effect"):
+        validate_keys(load_config(base, ["teacher.in_advantage=0.5"]))
