@@ -44,8 +44,10 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-CONCURRENT, SESSIONS, ROUNDS, OPEN_SESSIONS = size((64, 256, 5, 1000), (4, 4, 1, 8))
+CONCURRENT, SESSIONS, ROUNDS, OPEN_SESSIONS = size((64, 96, 3, 1000), (4, 4, 1, 8))
 TURNS, TURN_TOKENS, PROMPT_TOKENS, RESPONSE_TOKENS = size((3, 96, 96, 400), (2, 8, 96, 100))
+HELD_TOKENS = 16
+"""Tokens of a turn of a session that is kept open."""
 MORE: ChatMessage = {"role": "user", "content": "Go on, please, with the next part of the problem."}
 MIB = 1 << 20
 
@@ -267,7 +269,9 @@ class _Programs:
         headers = {"Authorization": f"Bearer {session['key']}"}
         base, messages = f"/sessions/{session['id']}", list(session["row"]["messages"])
         for turn in range(TURNS):
-            body = {"model": "policy", "messages": messages}
+            # Only the conversations of open sessions take memory, not the time to sample them.
+            limit = {"max_tokens": HELD_TOKENS} if self._holds else {}
+            body = {"model": "policy", "messages": messages, **limit}
             answer = await client.post(f"{base}/v1/chat/completions", json=body, headers=headers)
             answer.raise_for_status()
             if turn + 1 < TURNS:

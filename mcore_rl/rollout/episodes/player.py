@@ -273,7 +273,7 @@ class EpisodePlayer:
             reason, text = "seconds", f"rollout.max_episode_seconds={seconds:g} passed"
         if not session.book.sequences:
             return self._failed(session, DataError(f"{text} before anything was sampled"))
-        return outcome_of(session, None, reason=reason)
+        return outcome_of(session, session.at_limit(), reason=reason)
 
     def _failed(self, session: Session, error: BaseException) -> EpisodeOutcome:
         shown = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import time
@@ -70,6 +71,8 @@ class Sampled:
     prompt_end: list[int] = field(repr=False)
     request_id: str = field(repr=False)
     """Id of the request, which depends on the history only."""
+    end: int = field(repr=False)
+    """Length of the sequence at the end of the turn; later turns extend it."""
     messages: list[ChatMessage] = field(default_factory=list, repr=False)
     """Message of the model, followed by the answers; empty until the turn is answered."""
 
@@ -140,6 +143,8 @@ class Session:
         self.context = context
         self.begin = begin
         """Marks the episode as started, after which no other engine takes it; the first turn does, too."""
+        self.at_limit: Callable[[], object] = lambda: None
+        """Result of the episode if a limit ends it, in place of its return value."""
         self.extra: dict[str, object] = {}
         """Fields that the episode adds to the graders' extra_info."""
         self._sample, self._request, self._prompt, self._trace = sample, request, prompt, trace
@@ -170,15 +175,20 @@ class Session:
         request = self._request_of(ids, self._options(sampling, room))
         self.num_turns += 1
         self._calls_of_turn = 0
-        with self._spent(GENERATING):
-            completion = await self._sample(request)
+        try:
+            with self._spent(GENERATING):
+                completion = await self._sample(request)
+        except asyncio.CancelledError:
+            self.num_turns -= 1  # nothing of it is in the episode
+            raise
         sequence = self.book.add(ids, completion, request.sampling.temperature, request.images)
         self.truncated = completion.finish_reason == "length"
         found = completion.token_ids.tolist()
         logp, versions, reason = completion.logp.tolist(), completion.versions.tolist(), completion.finish_reason
         text = response_text(self.context.decoder, found, request.sampling.stop)
         end, name = ids[-PROMPT_END:].tolist(), request.request_id
-        self._turns.append(Sampled(found, logp, versions, reason, text, sequence, end, name))
+        length = len(ids) + len(found)
+        self._turns.append(Sampled(found, logp, versions, reason, text, sequence, end, name, length))
         return self._turns[-1]
 
     def skip(self, token_ids: Sequence[int]) -> None:

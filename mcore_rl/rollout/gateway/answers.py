@@ -9,18 +9,32 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mcore_rl.data.chat.messages import chat_call
+import numpy as np
+
+from mcore_rl.data.chat.messages import chat_call, text_of
 from mcore_rl.data.tokenizer import PLAIN
 from mcore_rl.errors import DataError
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError
 from mcore_rl.rollout.episodes.session import EpisodeContext, Sampled, Session
-from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, FinishReason, RefusedError, Reward
+from mcore_rl.rollout.gateway.exchange import (
+    ChatReply,
+    ChatRequest,
+    Choice,
+    FinishReason,
+    RefusedError,
+    Reward,
+    choice_of,
+)
 from mcore_rl.rollout.gateway.turns import Turn, TurnTree
 from mcore_rl.rollout.tools.parsers import MalformedCall, split_reasoning
 from mcore_rl.types.chat import ChatCall, ChatMessage, ToolSchema
 
 OBEYED = ("max_response_tokens", "stop")
 """Options of a request that are always obeyed: they do not change the distribution of a token."""
+LENGTH = "length"
+"""Reason of EpisodeLimitError for a sequence without room."""
+MAX_CHARACTERS = 256
+"""Characters per token of the context, above which a request is not tokenized: more than any token has."""
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code, at which harnesses shorten their history."""
 
@@ -60,8 +74,9 @@ class Answers:
     """Turns with a reward of their own."""
     counts: Counts = field(default_factory=Counts)
     _tree: TurnTree = field(default_factory=TurnTree)
-    _texts: dict[tuple[int, bytes], Turn] = field(default_factory=dict)
-    """Turns of prompts without messages, by the length and the digest of prompt and reply."""
+    _texts: dict[tuple[int, bytes], tuple[Turn, str | None]] = field(default_factory=dict)
+    """Turns of prompts without messages, with the stop string that ended them, by the length and the digest of prompt
+    and reply."""
 
     async def answer(self, request: ChatRequest) -> ChatReply:
         """Sample the replies to a request. Cancelling the call aborts them.
@@ -81,38 +96,35 @@ class Answers:
             raise RefusedError(400, str(error)) from error
 
     def skip(self, request: ChatRequest) -> None:
-        """Count a request that was dropped before its reply, when a session is played again."""
-        with contextlib.suppress(DataError, EpisodeLimitError):
+        """Count a request whose client left before the reply, when a session is played again."""
+        with contextlib.suppress(DataError, EpisodeLimitError, RefusedError):
             ids = self._prompt_ids(request, self.context_of(request.tools))
             for _ in range(request.num_choices):
                 self.session.skip(ids)
 
     def reward(self, reward: Reward) -> None:
-        """Take a reward; one of an unknown call is refused.
-
-        Raises: RefusedError.
-        """
+        """Take a reward. The hub refuses rewards of unknown replies."""
         if reward.call is None:
             self.session_reward = reward.value
             return
-        if reward.call not in self.turns:
-            raise RefusedError(404, f"the session has no reply {reward.call}")
-        turn = self.turns[reward.call][-1]
-        turn.sampled.sequence.reward(reward.value, turn.end)
+        name, number = choice_of(reward.call)
+        turn = self.turns[name][number]
+        turn.sampled.sequence.reward(reward.value, turn.sampled.end)
         self.rewarded.append(turn)
 
     async def _answer(self, request: ChatRequest) -> ChatReply:
         context = self.context_of(request.tools)
         ids = self._prompt_ids(request, context)
         sampling = self._sampling(request.sampling)
-        # Started in this order, which gives equal requests the same seeds if the session is played again.
-        found = await asyncio.gather(*(self.session.generate(ids, sampling) for _ in range(request.num_choices)))
-        reply_id = _hashed(found[0].request_id)
+        found = await self._sampled(ids, sampling, request.num_choices)
+        if self.session.limits.reached == LENGTH:
+            self.session.limits.reached = None  # the program has shortened its history
+        reply_id = _hashed(found)
         choices = []
         for number, sampled in enumerate(found):
             choice = self._choice(request, context, sampled, f"{reply_id}{number}")
             message = _message(choice)
-            turn = Turn(sampled, message, len(sampled.sequence.tokens))
+            turn = Turn(sampled, message)
             self._keep(request, context.conversation.tools, turn, choice.content)
             self.turns.setdefault(reply_id, []).append(turn)
             self.last = turn
@@ -121,17 +133,35 @@ class Answers:
             choices.append(choice)
         return ChatReply(reply_id, choices, len(ids), int(time.time()))
 
+    async def _sampled(self, ids: list[int], sampling: dict[str, object], count: int) -> list[Sampled]:
+        """Sample `count` continuations. If one fails or the call is cancelled, the others are aborted."""
+        session = self.session
+        if count > 1 and session.num_turns + count > session.limits.turns:
+            left = max(session.limits.turns - session.num_turns, 0)
+            raise RefusedError(400, f"{count} replies were requested, and rollout.max_turns leaves {left}")
+        # Started in this order, which gives equal requests the same seeds if the session is played again.
+        tasks = [asyncio.create_task(session.generate(ids, sampling)) for _ in range(count)]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
     def _keep(self, request: ChatRequest, tools: Sequence[ToolSchema], turn: Turn, text: str) -> None:
         """Keep a turn for requests that continue it."""
         if request.prompt is None:
             self._tree.add(tools, request.messages, turn)
         elif isinstance(request.prompt, str):
-            whole = request.prompt + text
-            self._texts[len(whole), _digest(whole)] = turn
+            whole, given = request.prompt + text, request.sampling.get("stop")
+            stop = self._stop(turn.sampled, given) if isinstance(given, list | tuple) else None
+            self._texts[len(whole), _digest(whole)] = turn, stop
 
     def _prompt_ids(self, request: ChatRequest, context: EpisodeContext) -> list[int]:
         """Return the tokens of a request: sampled tokens as they were sampled, and new messages rendered."""
         conversation, messages = context.conversation, request.messages
+        self._check_length(request)
         if request.prompt is not None:
             return self._continued(request.prompt)
         found = self._tree.find(conversation.tools, messages)
@@ -148,16 +178,34 @@ class Answers:
         tokens = turn.token_ids
         return tokens.tolist() + conversation.ids_after_turn(_named(new, turn.message), int(tokens[-1]))
 
+    def _check_length(self, request: ChatRequest) -> None:
+        """Refuse texts that are much too long, before they are tokenized on the thread of all episodes."""
+        prompt = request.prompt or ""
+        characters = len(prompt) + sum(len(text_of(message)) for message in request.messages)
+        if characters > MAX_CHARACTERS * self.session.limits.context_tokens:
+            limits = self.session.limits
+            limits.reached = LENGTH
+            raise RefusedError(
+                400, f"maximum context length: {characters} characters, for {limits.context_tokens} tokens", TOO_LONG
+            )
+
     def _continued(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the tokens of a prompt without messages. A text that begins with an earlier prompt and its reply keeps
         their tokens."""
+        conversation = self.session.context.conversation
         if not isinstance(prompt, str):
+            if max(prompt, default=0) >= len(conversation.tokenizer) or min(prompt, default=0) < 0:
+                raise RefusedError(400, f"the prompt has token ids outside of [0, {len(conversation.tokenizer)})")
             return list(prompt)
-        encode = self.session.context.conversation.encode
-        for (length, digest), turn in sorted(self._texts.items(), key=lambda item: -item[0][0]):
+        for (length, digest), (turn, stop) in sorted(self._texts.items(), key=lambda item: -item[0][0]):
             if length <= len(prompt) and _digest(prompt[:length]) == digest:
-                return turn.token_ids.tolist() + encode(prompt[length:])
-        return encode(prompt)
+                tokens, rest = turn.token_ids.tolist(), prompt[length:]
+                # The text of a reply has neither its stop token nor its stop string.
+                if tokens[-1] in self.session.context.stop_ids:
+                    return tokens[:-1] + conversation.encode(rest)
+                if stop is None or rest.startswith(stop):
+                    return tokens + conversation.encode(rest.removeprefix(stop or ""))
+        return conversation.encode(prompt)
 
     def _sampling(self, given: Mapping[str, object]) -> dict[str, object]:
         """Return the options for session.generate."""
@@ -223,9 +271,13 @@ def _named(messages: Sequence[ChatMessage], turn: ChatMessage) -> list[ChatMessa
     return named
 
 
-def _hashed(request_id: str) -> str:
-    """Return the id of a reply. It depends on the session and its history only, like the sampled tokens."""
-    return hashlib.blake2b(request_id.encode(), digest_size=12).hexdigest()
+def _hashed(choices: Sequence[Sampled]) -> str:
+    """Return the id of a reply. It depends on the session, its history and the sampled tokens: if a session is played
+    again with other tokens, the hub notices it."""
+    digest = hashlib.blake2b(choices[0].request_id.encode(), digest_size=12)
+    for sampled in choices:
+        digest.update(np.asarray([len(sampled.token_ids), *sampled.token_ids], np.int64).tobytes())
+    return digest.hexdigest()
 
 
 def _digest(text: str) -> bytes:

@@ -31,7 +31,15 @@ from mcore_rl.rollout.gateway.bodies import json_body
 from mcore_rl.rollout.gateway.dialects import chat_completions, completions, messages, responses
 from mcore_rl.rollout.gateway.dialects.fields import Fields
 from mcore_rl.rollout.gateway.dialects.interface import Dialect, json_bytes
-from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, RefusedError, Reward, Sessions
+from mcore_rl.rollout.gateway.exchange import (
+    MAX_REWARD,
+    ChatReply,
+    ChatRequest,
+    HarnessEnd,
+    RefusedError,
+    Reward,
+    Sessions,
+)
 from mcore_rl.rollout.gateway.histories import Histories
 from mcore_rl.types.json import JsonObject
 
@@ -39,8 +47,6 @@ DIALECTS = (chat_completions.DIALECT, completions.DIALECT, responses.DIALECT, me
 MAX_WAIT_SECONDS = 60.0
 """Maximum time for which a request for a session waits; clients ask again."""
 NO_SESSION = ""
-MAX_REWARD = 1e30
-"""Limit of a reward: larger ones overflow the float32 sums of advantages."""
 _Seconds = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)]
 
 

@@ -14,7 +14,7 @@ from mcore_rl.rollout.episodes.limits import EpisodeLimitError
 from mcore_rl.rollout.episodes.outcome import EpisodeResult
 from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Sampled, Session
 from mcore_rl.rollout.gateway.answers import Answers, ContextOf
-from mcore_rl.rollout.gateway.exchange import HarnessEnd, RefusedError
+from mcore_rl.rollout.gateway.exchange import RefusedError
 from mcore_rl.rollout.gateway.link import GatewayLink
 from mcore_rl.rollout.gateway.turns import digest_of
 from mcore_rl.types.chat import ToolSchema
@@ -37,9 +37,17 @@ class GatewayEpisode:
         session.begin()  # the program starts now: another engine must not take the episode
         obeys, keeps = self.rollout.gateway_sampling == "request", self.rollout.history != "new_sequence"
         answers = Answers(session, self.context_of(session), obeys, keeps)
+        session.extra["harness"] = {}  # graders may read it, also if a limit ends the program
+        session.at_limit = functools.partial(self._result, answers)
         async with self.link.session(session.id, _row(prompt), answers) as ended:
             end = await ended
-        return self._result(answers, end)
+        session.extra |= end.extra
+        if end.error is not None:
+            if (limit := session.limits.reached) is not None:
+                # Most programs fail when a request is refused; the limit ends the episode as it ends others.
+                raise EpisodeLimitError(limit, end.error)
+            raise DataError(end.error)
+        return self._result(answers)
 
     def context_of(self, session: Session) -> ContextOf:
         """Return the function that gives the context for the tools of a session's request."""
@@ -65,25 +73,19 @@ class GatewayEpisode:
             self._contexts[key] = made
         return self._contexts[key]
 
-    def _result(self, answers: Answers, end: HarnessEnd) -> EpisodeResult:
-        """Return the rewarded sequences, by rollout.gateway_branches."""
-        if end.error is not None:
-            if (limit := answers.session.limits.reached) is not None:
-                # Most programs fail when a request is refused; the limit ends the episode as it ends others.
-                raise EpisodeLimitError(limit, end.error)
-            raise DataError(end.error)
+    def _result(self, answers: Answers) -> EpisodeResult:
+        """Return the reward and the trained sequences, by rollout.gateway_branches."""
         counts = answers.counts
         parts = {"gateway_requests": float(counts.requests), "gateway_rewritten": float(counts.rewritten)}
-        answers.session.extra |= end.extra
         return EpisodeResult(answers.session_reward, parts=parts, sampled=self._trained(answers))
 
     def _trained(self, answers: Answers) -> list[Sampled] | None:
-        """Return turns of the sequences that are trained; None: of all sequences."""
+        """Return turns of the sequences that are trained: only of replies that the program received. None: no reply."""
         if self.rollout.gateway_branches == LAST and answers.last is not None:
             return [answers.last.sampled]
         if self.rollout.gateway_branches == BY_HARNESS and answers.rewarded:
             return [turn.sampled for turn in answers.rewarded]
-        return None
+        return [turn.sampled for turns in answers.turns.values() for turn in turns] or None
 
 
 def _row(prompt: EpisodePrompt) -> dict[str, object]:

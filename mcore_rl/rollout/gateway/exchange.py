@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 from mcore_rl.types.chat import ChatCall, ChatMessage, ToolSchema
 
+MAX_REWARD = 1e30
+"""Limit of a reward: larger ones overflow the float32 sums of advantages."""
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -73,11 +75,17 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Reward:
-    """Reward of a session, or of one call if `call` is its ChatReply.id. Rewards of a session replace each other,
-    rewards of a call are added."""
+    """Reward of a session; of one reply if `call` is its ChatReply.id (choice_of). A reward of a session replaces the
+    earlier one, rewards of a reply are added."""
 
     value: float
     call: str | None = None
+
+
+def choice_of(call: str) -> tuple[str, int]:
+    """Split a call's name: the id of a reply, or `ID:NUMBER` for one of several choices. Raises: ValueError."""
+    name, _, number = call.partition(":")
+    return name, int(number or 0)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
@@ -25,13 +26,17 @@ from mcore_rl.rollout.gateway.exchange import (
     OpenedSession,
     RefusedError,
     Reward,
+    choice_of,
 )
-from mcore_rl.rollout.gateway.turns import digest_of
+from mcore_rl.rollout.gateway.turns import canonical, hashed
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 
+Part = TypeVar("Part")
 REOPEN_SECONDS = 120.0
 """Time in which an engine must open a session again whose engine was lost."""
 GONE = "the session has ended"
+MAX_BYTES = 64 << 20
+"""Maximum size of the messages of a session: a conversation of ten million tokens."""
 MAX_OPEN = 64
 """Maximum number of unanswered requests of a session."""
 
@@ -45,11 +50,18 @@ class _Asked:
     reply_id: str | None = None
     replied: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the reply of the current engine."""
+    sent: tuple[_Engine, int] | None = None
+    """Engine that has the request, and its key there."""
+    is_refused: bool = False
 
     @property
     def is_dropped(self) -> bool:
-        """True if it ended without a reply: the client has gone, or the request was refused."""
+        """True if its client has gone before the reply."""
         return self.answer.done() and self.reply_id is None
+
+    def refuse(self) -> None:
+        """Keep a mark only: an engine does not count refused requests, and a program may send many large ones."""
+        self.is_refused, self.request = True, ChatRequest()
 
 
 @dataclass(eq=False)
@@ -67,6 +79,10 @@ class _Session:
     messages: dict[bytes, ChatMessage] = field(default_factory=dict)
     """Messages of all requests: each request repeats the conversation, and equal ones are stored once."""
     tools: dict[bytes, Sequence[ToolSchema]] = field(default_factory=dict)
+    num_bytes: int = 0
+    """Size of messages and tools as JSON."""
+    num_open: int = 0
+    """Number of unanswered requests."""
     is_taken: bool = False
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     end: HarnessEnd | None = None
@@ -83,18 +99,27 @@ class _Engine:
         self.asked: dict[int, tuple[_Session | None, _Asked]] = {}
         """Open requests by their key; those without a session are served."""
 
-    def call(self, session: _Session, asked: _Asked) -> int:
-        """Send a request; returns the key of its reply."""
+    def call(self, session: _Session, asked: _Asked) -> None:
+        """Send a request of a session."""
+        self.send(wire.CALL, self._key_of(session, asked), session.id, asked.request)
+
+    def serve(self, asked: _Asked) -> None:
+        """Send a request without a session."""
+        self.send(wire.SERVE, self._key_of(None, asked), asked.request)
+
+    def cancel(self, key: int) -> None:
+        """Abort a request, which gets no reply then."""
+        if self.asked.pop(key, None) is not None:
+            self.send(wire.CANCEL, key)
+
+    def forget(self, session: _Session) -> None:
+        """Forget the requests of a session that has ended."""
+        self.asked = {key: entry for key, entry in self.asked.items() if entry[0] is not session}
+
+    def _key_of(self, session: _Session | None, asked: _Asked) -> int:
         key = next(self._keys)
         self.asked[key] = session, asked
-        self.send(wire.CALL, key, session.id, asked.request)
-        return key
-
-    def serve(self, asked: _Asked) -> int:
-        """Send a request without a session; returns the key of its reply."""
-        key = next(self._keys)
-        self.asked[key] = None, asked
-        self.send(wire.SERVE, key, asked.request)
+        asked.sent = self, key
         return key
 
     def send(self, *message: object) -> None:
@@ -118,18 +143,20 @@ class Hub:
     async def answer(self, session: str, request: ChatRequest) -> ChatReply:
         """Same as Sessions.answer."""
         found = self._live(session)
-        open_requests = sum(isinstance(each, _Asked) and not each.answer.done() for each in found.history)
-        if open_requests >= MAX_OPEN:
-            raise RefusedError(429, f"the session has {open_requests} unanswered requests; wait for their replies")
+        if found.num_open >= MAX_OPEN:
+            raise RefusedError(429, f"the session has {found.num_open} unanswered requests; wait for their replies")
         asked = _Asked(_interned(found, request), asyncio.get_running_loop().create_future())
         found.history.append(asked)
-        key = None if found.engine is None else found.engine.call(found, asked)
+        if found.engine is not None:
+            found.engine.call(found, asked)
+        found.num_open += 1
         try:
             return await asked.answer
         except asyncio.CancelledError:
-            if found.engine is not None and key is not None:
-                found.engine.send(wire.CANCEL, key)
+            self._cancel(asked)
             raise
+        finally:
+            found.num_open -= 1
 
     async def serve(self, request: ChatRequest) -> ChatReply:
         """Same as Sessions.serve. The engine with the fewest open requests answers."""
@@ -137,16 +164,23 @@ class Hub:
             raise RefusedError(503, "no engine is ready; try again")
         engine = min(self._engines, key=lambda engine: len(engine.asked))
         asked = _Asked(request, asyncio.get_running_loop().create_future())
-        key = engine.serve(asked)
+        engine.serve(asked)
         try:
             return await asked.answer
         except asyncio.CancelledError:
-            engine.send(wire.CANCEL, key)
+            self._cancel(asked)
             raise
+
+    @staticmethod
+    def _cancel(asked: _Asked) -> None:
+        if asked.sent is not None:
+            engine, key = asked.sent
+            engine.cancel(key)
 
     async def reward(self, session: str, reward: Reward) -> None:
         """Same as Sessions.reward."""
         found = self._live(session)
+        _check_call(found, reward)
         found.history.append(reward)
         if found.engine is not None:
             found.engine.send(wire.REWARD, session, reward)
@@ -228,6 +262,8 @@ class Hub:
         for each in session.history:  # grows meanwhile
             if isinstance(each, Reward):
                 engine.send(wire.REWARD, session.id, each)
+            elif each.is_refused:
+                continue
             elif each.is_dropped:
                 engine.send(wire.SKIP, session.id, each.request)
             else:
@@ -240,6 +276,8 @@ class Hub:
             engine.send(wire.ENDED, session.id, session.end)
 
     def _replied(self, engine: _Engine, key: int, reply: ChatReply | wire.Refusal) -> None:
+        if key not in engine.asked:  # it was cancelled, or its session has ended
+            return
         session, asked = engine.asked.pop(key)
         asked.replied.set()
         if (
@@ -251,6 +289,8 @@ class Hub:
             self._end(session, HarnessEnd(error="an engine was lost, and its journal does not have the last replies"))
         elif isinstance(reply, ChatReply):
             asked.reply_id = reply.id
+        else:
+            asked.refuse()
         if asked.answer.done():  # the client has gone, or has this reply from the engine that was lost
             return
         if isinstance(reply, ChatReply):
@@ -271,6 +311,8 @@ class Hub:
             del self._sessions[session]
             if found.replay is not None:
                 found.replay.cancel()
+            if engine is not None:
+                engine.forget(found)
             found.closed.set()
             self._refuse_open(found)
 
@@ -288,7 +330,7 @@ class Hub:
                 session.abandoned = loop.call_later(REOPEN_SECONDS, self._close, None, session.id)
 
     def _refuse_open(self, session: _Session) -> None:
-        for each in session.history:
+        for each in session.history if session.num_open else ():
             if isinstance(each, _Asked) and not each.answer.done():
                 each.answer.set_exception(RefusedError(410, GONE))
                 each.answer.exception()  # asyncio warns about errors that nobody has read
@@ -307,8 +349,38 @@ class Hub:
         return found
 
 
+def _check_call(session: _Session, reward: Reward) -> None:
+    """Raise RefusedError unless a reward's call is a reply of the session, with the number of one of its choices."""
+    if reward.call is None:
+        return
+    replies = {each.reply_id: each.request.num_choices for each in session.history if isinstance(each, _Asked)}
+    try:
+        name, number = choice_of(reward.call)
+    except ValueError:
+        name, number = "", 0
+    if name not in replies:
+        raise RefusedError(404, f"the session has no reply {reward.call}")
+    if not 0 <= number < replies[name] or (replies[name] > 1 and ":" not in reward.call):
+        raise RefusedError(400, f"reply {name} has {replies[name]} choices; name one as {name}:NUMBER, from 0")
+
+
 def _interned(session: _Session, request: ChatRequest) -> ChatRequest:
-    """Return the request with messages and tools of earlier requests where they are equal."""
-    messages = [session.messages.setdefault(digest_of(each), each) for each in request.messages]
-    tools = None if request.tools is None else session.tools.setdefault(digest_of(list(request.tools)), request.tools)
+    """Return the request with messages and tools of earlier requests where they are equal.
+
+    Raises: RefusedError if the session becomes too large.
+    """
+    messages = [_kept(session, session.messages, each, each) for each in request.messages]
+    tools = None if request.tools is None else _kept(session, session.tools, request.tools, list(request.tools))
     return replace(request, messages=messages, tools=tools)
+
+
+def _kept(session: _Session, kept: dict[bytes, Part], part: Part, value: object) -> Part:
+    """Return the kept part that is equal, or keep this one. value: the part as JSON."""
+    text = canonical(value)
+    digest = hashed(text)
+    if digest not in kept:
+        if session.num_bytes + len(text) > MAX_BYTES:
+            raise RefusedError(413, f"the session's messages have more than {MAX_BYTES >> 20} MiB")
+        session.num_bytes += len(text)
+        kept[digest] = part
+    return kept[digest]

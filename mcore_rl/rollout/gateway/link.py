@@ -32,7 +32,7 @@ class GatewayLink:
         self._reader, self._writer, self._serving = reader, writer, serving
         self._sessions: dict[str, _Open] = {}
         self._session_of: dict[int, _Open] = {}
-        self._lost: WorkerDiedError | None = None
+        self._lost: Exception | None = None
         self._task = asyncio.create_task(self._receive())
 
     @classmethod
@@ -75,26 +75,36 @@ class GatewayLink:
             while True:
                 match await frames.read(self._reader):
                     case (wire.CALL, int(key), str(session), request) if session in self._sessions:
-                        self._call(key, self._sessions[session], request)
+                        await self._call(key, self._sessions[session], request)
                     case (wire.SERVE, int(key), request):
-                        self._call(key, _Open(self._serving()), request)
+                        await self._call(key, _Open(self._serving()), request)
                     case (wire.SKIP, str(session), request) if session in self._sessions:
                         self._sessions[session].answers.skip(request)
                     case (wire.CANCEL, int(key)) if key in self._session_of:
                         self._session_of[key].running[key].cancel()
                     case (wire.REWARD, str(session), reward) if session in self._sessions:
-                        with contextlib.suppress(RefusedError):  # of a reply that was cancelled
-                            self._sessions[session].answers.reward(reward)
+                        self._sessions[session].answers.reward(reward)
                     case (wire.ENDED, str(session), end) if session in self._sessions:
                         self._settle(self._sessions[session], end)
         except (EOFError, ConnectionError):
-            self._lost = WorkerDiedError("the gateway of this host has ended")
-            for opened in self._sessions.values():
-                self._settle(opened, self._lost)
+            self._lose(WorkerDiedError("the gateway of this host has ended"))
+        except Exception as error:  # otherwise all sessions would wait for their time limits
+            self._lose(error)
+            raise
 
-    def _call(self, key: int, opened: _Open, request: ChatRequest) -> None:
+    def _lose(self, error: Exception) -> None:
+        self._lost = error
+        self._writer.close()
+        for opened in self._sessions.values():
+            self._settle(opened, error)
+
+    async def _call(self, key: int, opened: _Open, request: ChatRequest) -> None:
         opened.running[key] = asyncio.create_task(self._answer(key, opened, request))
         self._session_of[key] = opened
+        # The task begins, and then the tasks of its choices: requests are counted in the order of their arrival, also
+        # those that are cancelled at once.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
 
     async def _answer(self, key: int, opened: _Open, request: ChatRequest) -> None:
         try:
@@ -108,6 +118,8 @@ class GatewayLink:
             raise
         # Errors of the engine, and the withdrawal of the episode, end the episode and not only the request.
         except BaseException as error:
+            if self._lost is None:
+                frames.write(self._writer, (wire.REPLY, key, wire.Refusal(500, f"the engine failed: {error}")))
             self._settle(opened, error)
         finally:
             del opened.running[key], self._session_of[key]

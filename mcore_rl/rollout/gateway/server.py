@@ -48,7 +48,8 @@ class GatewayServer:
         for_engines, for_clients = Path(self._directory, "engines"), Path(self._directory, "clients", "socket")
         for_clients.parent.mkdir(mode=0o711)
         listening = _listen(host, port)
-        url = f"http://{advertised}:{listening.getsockname()[1]}"
+        named = f"[{advertised}]" if ":" in advertised else advertised
+        url = f"http://{named}:{listening.getsockname()[1]}"
         self.address = GatewayAddress(str(for_engines), token, url, str(for_clients))
         self._serves = serves
         self._model, self._sockets = model, [listening, _unix_socket(for_clients)]

@@ -31,17 +31,16 @@ IGNORED = frozenset({"tool_call_id", "id", "refusal", "annotations", "audio", "p
 
 @dataclass(frozen=True)
 class Turn:
-    """Turn of the model. `message`: as it was sent to the client. `end`: length of its sequence after the turn."""
+    """Turn of the model. `message`: as it was sent to the client."""
 
     sampled: Sampled
     message: ChatMessage
-    end: int
 
     @property
     def token_ids(self) -> np.ndarray:
         """All tokens up to the end of the turn, int32 [end]."""
         # A slice of the sequence as it is now: a copy per turn would take quadratic memory.
-        return self.sampled.sequence.tokens[: self.end]
+        return self.sampled.sequence.tokens[: self.sampled.end]
 
 
 @dataclass
@@ -111,5 +110,14 @@ def _ids(message: ChatMessage) -> list[str | None]:
 
 def digest_of(value: object) -> bytes:
     """Return a digest of a JSON value that does not depend on the order of keys."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return hashed(canonical(value))
+
+
+def canonical(value: object) -> bytes:
+    """Return the JSON text of a value, with sorted keys."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str).encode()
+
+
+def hashed(text: bytes) -> bytes:
+    """Return the digest of a canonical text."""
+    return hashlib.blake2b(text, digest_size=16).digest()

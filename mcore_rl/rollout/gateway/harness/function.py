@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import threading
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from numbers import Real
 from typing import Any
 
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.data.json_text import to_plain
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.gateway.exchange import OpenedSession
+from mcore_rl.rollout.gateway.exchange import MAX_REWARD, OpenedSession
 from mcore_rl.rollout.gateway.harness.interface import Finished
 
 KEY = "rollout.harness"
@@ -41,13 +44,41 @@ class FunctionHarness:
         arguments = {"row": dict(session.row), "base_url": base_url, "api_key": session.key, **self._kwargs}
         try:
             if inspect.iscoroutinefunction(self._function):
-                returned = await self._function(**arguments)
-            else:
-                returned = await asyncio.to_thread(self._function, **arguments)
-            return _finished(returned)
-        except Exception as error:
+                return _finished(await self._function(**arguments))
+            return _finished(await _in_thread(partial(self._function, **arguments)))
+        # A program may call sys.exit, or cancel its own tasks.
+        except (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the worker cuts the program
             shown = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]
             return Finished(error=f"{KEY} raised {type(error).__name__}: {error}\n{shown}")
+
+
+async def _in_thread(call: Callable[[], object]) -> object:
+    """Call a function in a thread of its own: one that never returns must not take the place of others."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[object] = loop.create_future()
+
+    def settle(result: object, error: BaseException | None) -> None:
+        if ended.done():  # the program was cut
+            return
+        if error is None:
+            ended.set_result(result)
+        else:
+            ended.set_exception(error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}"))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="harness", daemon=True).start()
+    return await ended
 
 
 def _finished(returned: object) -> Finished:
@@ -70,4 +101,6 @@ def _number(value: object) -> float:
     number = value.item() if hasattr(value, "item") else value
     if not isinstance(number, Real):
         raise ConfigError(f"it returned {type(value).__name__} instead of None, a number or a dict with score")
+    if not abs(float(number)) <= MAX_REWARD:  # also False for a number that is not finite
+        raise ConfigError(f"it returned {float(number)}, which is no finite number, or too large")
     return float(number)

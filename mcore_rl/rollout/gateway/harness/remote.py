@@ -37,20 +37,18 @@ def work(options: WorkerOptions) -> int:
     harness = _harness(options)
     workers = [HarnessWorker(harness, url, token, options.concurrent) for url, token in _gateways(options.gateway)]
 
-    async def run() -> None:
-        async with asyncio.TaskGroup() as running:
-            for worker in workers:
-                running.create_task(worker.run())
+    async def run() -> list[BaseException | None]:
+        return await asyncio.gather(*(worker.run() for worker in workers), return_exceptions=True)
 
-    try:
-        asyncio.run(run())
-    except* WorkerDiedError as lost:
-        ended = sum(worker.num_ended for worker in workers)
-        causes = "; ".join(str(error) for error in lost.exceptions)
-        # A gateway ends with its run. Before the first session, its address is probably wrong.
-        if not ended:
-            raise ConfigError(causes) from None
-        print(f"{ended} sessions done; {causes}", flush=True)
+    errors = [error for error in asyncio.run(run()) if error is not None]
+    for error in errors:
+        if not isinstance(error, WorkerDiedError):
+            raise error
+    ended, causes = sum(worker.num_ended for worker in workers), "; ".join(map(str, errors))
+    # A gateway ends with its run. Before the first session, its address is probably wrong.
+    if not ended:
+        raise ConfigError(causes)
+    print(f"{ended} sessions done; {causes}", flush=True)
     return 0
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import httpx
@@ -45,17 +45,23 @@ class HarnessWorker:
         """
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.concurrent + 1)
         timeout = httpx.Timeout(POLL_SECONDS + ANSWER_SECONDS)
-        slots = asyncio.Semaphore(self.concurrent)
-        # Plain functions run in threads, one per session.
-        threads = ThreadPoolExecutor(self.concurrent, thread_name_prefix="harness")
-        asyncio.get_running_loop().set_default_executor(threads)
-        client = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=timeout)
-        async with client, asyncio.TaskGroup() as running:
-            while True:
-                await slots.acquire()
-                session = await self._take(client)
-                task = running.create_task(self._work(client, session))
-                task.add_done_callback(lambda _: slots.release())
+        slots, running = asyncio.Semaphore(self.concurrent), set[asyncio.Task[None]]()
+
+        def end(task: asyncio.Task[None]) -> None:
+            running.discard(task)
+            slots.release()
+
+        async with httpx.AsyncClient(base_url=self.url, limits=limits, timeout=timeout) as client:
+            try:
+                while True:
+                    await slots.acquire()
+                    task = asyncio.create_task(self._work(client, await self._take(client)))
+                    running.add(task)
+                    task.add_done_callback(end)
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
 
     async def _take(self, client: httpx.AsyncClient) -> OpenedSession:
         """Wait for a session."""
@@ -74,12 +80,13 @@ class HarnessWorker:
         try:
             await asyncio.wait({program, closing}, return_when=asyncio.FIRST_COMPLETED)
             if program.done():
-                await self._report(client, session, program.result())
+                # A lost gateway is reported by `run`.
+                with contextlib.suppress(WorkerDiedError):
+                    await self._report(client, session, _result_of(program))
         finally:
             for task in (program, closing):
                 task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await program
+            await asyncio.gather(program, closing, return_exceptions=True)
             self.num_ended += 1
 
     async def _closed(self, client: httpx.AsyncClient, session: OpenedSession) -> None:
@@ -98,10 +105,17 @@ class HarnessWorker:
         ]
         if finished.reward is not None:
             rewards.append({"reward": finished.reward})
-        for reward in rewards:
-            await self._send(client, "POST", f"{path}/reward", headers, reward)
         body = {"extra": {"harness": dict(finished.extra)}, "error": finished.error}
-        await self._send(client, "DELETE", path, headers, body)
+        requests = [("POST", f"{path}/reward", reward) for reward in rewards] + [("DELETE", path, body)]
+        for method, where, content in requests:
+            answer = await self._send(client, method, where, headers, content)
+            if answer.status_code == httpx.codes.GONE or answer.status_code == httpx.codes.UNAUTHORIZED:
+                return
+            if answer.is_error:
+                # Otherwise the session would stay open until its time limit.
+                refused = f"its result was refused: {answer.text[:200]!a}"
+                await self._send(client, "DELETE", path, headers, {"error": refused})
+                return
 
     async def _send(
         self,
@@ -116,11 +130,21 @@ class HarnessWorker:
         deadline = loop.time() + LOST_SECONDS
         while True:
             try:
-                return await client.request(method, path, headers=headers, json=body)
+                # Only ASCII: the result of a program may have half of a character, which the gateway refuses.
+                content = None if body is None else json.dumps(body)
+                return await client.request(method, path, headers=headers, content=content)
             except httpx.TransportError as error:
                 if loop.time() > deadline:
                     raise WorkerDiedError(f"the gateway at {self.url} does not answer: {error!r}") from error
                 await asyncio.sleep(RETRY_SECONDS)
+
+
+def _result_of(program: asyncio.Task[Finished]) -> Finished:
+    """Return the result of a program, or its error."""
+    if program.cancelled():
+        return Finished(error="the program was cancelled")
+    error = program.exception()
+    return program.result() if error is None else Finished(error=f"the program failed: {error!r}")
 
 
 def _headers(session: OpenedSession) -> dict[str, str]:

@@ -204,7 +204,80 @@ def test_text_prompts_keep_the_tokens_of_their_replies(played: Play) -> None:
 
     done = played(client, lambda text: "un" + f"usual{END}")
     # The stop token is part of the sampled tokens, but not of the reply's text.
-    assert done.texts() == [f"sayunusual{END} moreunusual{END}", f"otherunusual{END}"]
+    # The client's text has no stop token, so the first reply is a prompt without it, with its tokens.
+    assert done.texts() == [f"sayunusual{END}", f"sayunusual moreunusual{END}", f"otherunusual{END}"]
+    first, second, _ = done.outcome.trajectories
+    before = [*first.prompt_ids, *first.token_ids][:-1]
+    assert before == second.prompt_ids[: len(before)].tolist()
+
+
+def test_a_stop_string_is_not_repeated_in_text_prompts(played: Play) -> None:
+    """The reply's text leaves it out, and programs write it again."""
+
+    async def client(answers: Answers) -> None:
+        options = {"stop": ["Seen:"]}
+        first = (await answers.answer(ChatRequest(prompt="go", sampling=options))).choices[0]
+        assert (first.content, first.stop) == ("look ", "Seen:")
+        await answers.answer(ChatRequest(prompt=f"go{first.content}Seen: 5", sampling=options))
+
+    done = played(client, lambda text: f"done{END}" if "5" in text else f"look Seen:{END}")
+    assert done.texts() == [f"golook Seen: 5done{END}"]
+    assert done.trained() == [f"look Seen:done{END}"]
+
+
+def test_token_ids_of_prompts_are_in_the_vocabulary(played: Play) -> None:
+    async def client(answers: Answers) -> None:
+        for ids in ([1, 3_000_000_000], [-1]):
+            with pytest.raises(RefusedError, match="outside"):
+                await answers.answer(ChatRequest(prompt=ids))
+        await ask(answers, *QUESTION)
+
+    played(client)
+
+
+def test_a_turn_ends_where_it_ended_though_others_extend_it(played: Play) -> None:
+    """A request with two choices is waiting for the second one while an equal reply is continued."""
+
+    async def client(answers: Answers) -> None:
+        turns = []
+        generate = answers.session.generate
+
+        async def slow(*arguments: Any) -> Any:
+            sampled = await generate(*arguments)
+            turns.append(sampled)
+            if len(turns) == 1:  # another request extends the sequence before the reply is complete
+                tail = answers.session.context.conversation.ids_after_turn([user("and?")], sampled.token_ids[-1])
+                await generate(sampled.sequence.tokens.tolist() + tail)
+            return sampled
+
+        answers.session.generate = slow  # type: ignore[method-assign]
+        choice = (await ask(answers, *QUESTION)).choices[0]
+        answers.session.generate = generate  # type: ignore[method-assign]
+        await ask(answers, *QUESTION, said(choice), user("other"))
+
+    _, second = played(client).texts()
+    assert "and?" not in second
+
+
+def test_the_id_of_a_reply_depends_on_its_tokens(played: Play) -> None:
+    """Otherwise a session that is played again with other tokens would go unnoticed."""
+    ids = []
+
+    async def client(answers: Answers) -> None:
+        ids.append((await ask(answers, *QUESTION)).id)
+
+    for text in ("alpha", "beta", "alpha"):
+        played(client, lambda _, text=text: f"{text}{END}")
+    assert ids[0] == ids[2] != ids[1]
+
+
+def test_more_choices_than_turns_are_refused_before_sampling(played: Play) -> None:
+    async def client(answers: Answers) -> None:
+        with pytest.raises(RefusedError, match=r"rollout\.max_turns leaves 3"):
+            await ask(answers, *QUESTION, num_choices=4)
+        assert len((await ask(answers, *QUESTION, num_choices=3)).choices) == 3
+
+    assert len(played(client, max_turns=3).texts()) == 3
 
 
 def test_options_of_requests_are_obeyed_on_request_only(played: Play) -> None:
@@ -231,10 +304,12 @@ def test_limits_refuse_requests_and_keep_the_session(played: Play) -> None:
             await ask(answers, user("long " * 1000))
         assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
         await ask(answers, *QUESTION)
+        assert answers.session.limits.reached is None, "the program shortened its history"
         with pytest.raises(RefusedError, match="max_turns") as caught:
             await ask(answers, *QUESTION)
         assert caught.value.status == 403
         assert answers.counts.refused == 2
+        assert answers.session.limits.reached == "turns"
 
     assert len(played(client, max_turns=1).texts()) == 1
 

@@ -182,6 +182,97 @@ def test_another_reply_of_the_next_engine_ends_the_session(tmp_path: Path) -> No
     with_site(test, tmp_path)
 
 
+def test_a_client_that_leaves_aborts_its_own_request_only(tmp_path: Path) -> None:
+    """Engines number requests by themselves: after a loss, the old number means another request."""
+
+    async def test(site: Site) -> None:
+        engine, other = await site.engine(), await site.engine()
+        engine.send(wire.OPEN, "a", ROW)
+        other.send(wire.OPEN, "b", ROW)
+        await site.taken()
+        await site.taken()
+        first = site.ask("a", "one")
+        assert (await engine.next())[1] == 0
+        of_b = site.ask("b", "of b")
+        assert (await other.next())[1] == 0
+        await engine.lose()
+        other.send(wire.OPEN, "a", ROW)
+        kind, key, session, _ = await other.next()
+        assert (kind, key, session) == (wire.CALL, 1, "a")
+        first.cancel()
+        assert await other.next() == (wire.CANCEL, 1)
+        other.reply(0, "r")
+        assert (await of_b).id == "r"
+
+    with_site(test, tmp_path)
+
+
+def test_refused_requests_are_not_repeated(tmp_path: Path) -> None:
+    """Engines do not count them, so that equal later requests keep their seeds."""
+
+    async def test(site: Site) -> None:
+        engine = await site.engine()
+        engine.send(wire.OPEN, "a", ROW)
+        await site.taken()
+        asked = site.ask("a", "too long")
+        engine.send(wire.REPLY, (await engine.next())[1], wire.Refusal(400, "too long"))
+        with pytest.raises(RefusedError):
+            await asked
+        again = site.ask("a", "short")
+        await engine.next()
+        await engine.lose()
+        other = await site.engine()
+        other.send(wire.OPEN, "a", ROW)
+        kind, key, _, sent = await other.next()
+        assert (kind, sent) == (wire.CALL, request("short"))
+        other.reply(key, "r")
+        assert (await again).id == "r"
+
+    with_site(test, tmp_path)
+
+
+def test_a_session_has_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_rl.rollout.gateway.hub.MAX_BYTES", 1000)
+
+    async def test(site: Site) -> None:
+        engine = await site.engine()
+        engine.send(wire.OPEN, "a", ROW)
+        await site.taken()
+        task = site.ask("a", "x" * 600)
+        await engine.next()
+        more = site.ask("a", "x" * 600, "short")  # the first message is known
+        assert (await engine.next())[3].messages[1]["content"] == "short"
+        with pytest.raises(RefusedError) as caught:
+            await site.hub.answer("a", request("y" * 600))
+        assert caught.value.status == 413
+        task.cancel()
+        more.cancel()
+
+    with_site(test, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("call", "status"), [("r", None), ("r:0", None), ("r:1", 400), ("other", 404), ("r:x", 404), ("r:-1", 400)]
+)
+def test_rewards_name_a_reply(tmp_path: Path, call: str, status: int | None) -> None:
+    async def test(site: Site) -> None:
+        engine = await site.engine()
+        engine.send(wire.OPEN, "a", ROW)
+        await site.taken()
+        asked = site.ask("a", "one")
+        engine.reply((await engine.next())[1], "r")
+        await asked
+        if status is None:
+            await site.hub.reward("a", Reward(1.0, call))
+            assert await engine.next() == (wire.REWARD, "a", Reward(1.0, call))
+            return
+        with pytest.raises(RefusedError) as caught:
+            await site.hub.reward("a", Reward(1.0, call))
+        assert caught.value.status == status
+
+    with_site(test, tmp_path)
+
+
 def test_a_session_that_no_engine_opens_again_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_rl.rollout.gateway.hub.REOPEN_SECONDS", 0.1)
 
