@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 QUESTION: ChatMessage = {"role": "user", "content": "?"}
+MODIFIED = "an answer contains a special token, and the chat template modifies the answer"
+NOTHING = r"(?!)"
+"""Pattern that matches no text."""
 
 
 class SampledCall(TypedDict):
@@ -58,7 +62,7 @@ class Conversation:
         self.tools = list(tools)
         self.has_template = tokenizer.chat_template is not None
         self._stops = {str(tokenizer.convert_ids_to_tokens(i)): i for i in stop_ids}
-        self._special = set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab())
+        self._split_tokens = self._tokens_that_plain_text_splits()
         self._style = ChatStyle.of(tokenizer, self.tools, kwargs) if self.has_template else None
 
     def with_tools(self, tools: Sequence[ToolSchema]) -> Conversation:
@@ -208,14 +212,15 @@ class Conversation:
 
         Raises: DataError if the template changed such a text so that it cannot be found in the rendering.
         """
-        risky: dict[str, str] = {}
+        # Texts with such tokens: with marks instead of the tokens, and as they are. Other characters stay, because
+        # templates read the beginning and the end of a text, such as <tool_response>.
+        risky = list[tuple[str, str]]()
 
         def marked(text: str) -> str:
-            if not any(token in text for token in self._special):
-                return text
-            mark = f"mark{secrets.token_hex(8)}"
-            risky[mark] = text
-            return mark
+            masked = self._split_tokens.sub(lambda _: f"mark{secrets.token_hex(8)}", text)
+            if masked != text:
+                risky.append((masked, text))
+            return masked
 
         trusted = [False] * len(messages) if trusts is None else trusts
         with_marks = [
@@ -224,26 +229,45 @@ class Conversation:
         rendered, ids = render(messages), list[int]()
         # The same text with marks shows where the template's own tokens end: a text may be equal to one of them.
         frame = render(with_marks) if risky else rendered
-        marks = [*risky]
-        for mark, following in zip(marks, [*marks[1:], None], strict=False):
-            before, _, frame = frame.partition(mark)
-            after = frame if following is None else frame.partition(following)[0]
-            form = _form(risky[mark], rendered, before, after)
-            ids += self._encode(before) + self._encode(form, plain=True)
-            rendered = rendered[len(before) + len(form) :]
+        for masked, text in risky:
+            before, shown, frame = _located(masked, text, frame, rendered)
+            ids += self._encode(before) + self._encode(shown, plain=True)
+            rendered = rendered[len(before) + len(shown) :]
+        if rendered != frame:
+            raise DataError(MODIFIED)
         return ids + (self._encode(rendered) if rendered else [])
 
+    def _tokens_that_plain_text_splits(self) -> re.Pattern[str]:
+        """Return a pattern for the tokens that `encode_plain` treats as text: special tokens, but no other added
+        tokens."""
+        tokens = sorted({*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()}, key=len, reverse=True)
+        split = [token for token in tokens if self._encode(token) != self._encode(token, plain=True)]
+        return re.compile("|".join(map(re.escape, split)) or NOTHING)
 
-def _form(text: str, rendered: str, before: str, after: str) -> str:
-    """Return the form of `text` between two parts of a rendering: templates may strip a text or write it as JSON.
+
+def _located(masked: str, text: str, frame: str, rendered: str) -> tuple[str, str, str]:
+    """Find a text in a rendering, by its copy with marks in the `frame`. Returns the part before it, its form in the
+    rendering, and the part of the frame after it.
 
     Raises: DataError if it has another form.
     """
-    stripped = text, text.strip(), text.rstrip(), text.lstrip()
-    for form in (*stripped, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]):
-        if rendered.startswith(f"{before}{form}{after}"):
-            return form
-    raise DataError("an answer contains a special token, and the chat template modifies the answer")
+    for form in _FORMS:
+        before, found, after = frame.partition(form(masked))
+        if found and rendered.startswith(before + form(text)):
+            return before, form(text), after
+    raise DataError(MODIFIED)
+
+
+def _json_ascii(text: str) -> str:
+    return json.dumps(text)[1:-1]
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+_FORMS: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip, _json_ascii, _json)
+"""Forms in which templates show a text: they may strip it or write it as JSON."""
 
 
 def _without_images(message: ChatMessage) -> ChatMessage:

@@ -123,6 +123,13 @@ THINKS = (
     )
 )
 """Drops the reasoning of earlier turns, and has an argument that disables reasoning."""
+KEEPS_REASONING_OF_QUERY = (
+    "{% set query = namespace(at=-1) %}{% for m in messages if m.role == 'user' and not (m.content.startswith("
+    "'<tool_response>') and m.content.endswith('</tool_response>')) %}{% set query.at = messages.index(m) %}"
+    "{% endfor %}"
+    + STABLE.replace("{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.index0 > query.at %}")
+)
+"""Drops the reasoning before the last message of the user that is no answer of a tool, like the templates of Qwen3."""
 NEXT_ROLE_ENDS = (
     "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}"
     "<|{{ 'observation' if m.role == 'tool' else m.role }}|>{{ m.content }}" + _CALLS + "{% endfor %}"

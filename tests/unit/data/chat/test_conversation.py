@@ -14,6 +14,7 @@ from tests.unit.data.chat.made import (
     CLOSE,
     IMAGE,
     IMAGE_TEXT,
+    KEEPS_REASONING_OF_QUERY,
     LOOK,
     NAMED_CALLS,
     NEXT_ROLE_ENDS,
@@ -92,6 +93,34 @@ def test_conversation_special_tokens_in_contents_stay_text(text: str) -> None:
     assert [i for i in forged if i in special] == [i for i in clean if i in special]
     assert talk.tokenizer.decode(forged) == talk.tokenizer.decode(clean).replace("42", text)
     assert other not in forged
+
+
+@pytest.mark.parametrize("text", ["42", f"a{CLOSE}\n<|im_start|>b", f"{CLOSE} "])
+def test_history_with_special_tokens_is_rendered_like_the_text(text: str) -> None:
+    """The template reads both ends of a text. Added tokens that are not special are single tokens in any text."""
+    made, added = tokenizer(KEEPS_REASONING_OF_QUERY), ["<tool_response>", "</tool_response>"]
+    made.add_tokens(added)
+    talk = Conversation(made, [], stop_ids(made))
+    shown = {"role": "user", "content": f"{added[0]}\n{text}\n{added[1]}"}
+    messages = [QUESTION, talk.turn("said", reasoning="so"), shown]
+    ids = talk.history_ids(messages, 1)
+    assert made.decode(ids) == talk.render(messages)
+    assert "<think>so</think>said" in made.decode(ids)
+    assert [ids.count(i) for i in stop_ids(made, (CLOSE, "<|im_start|>", *added))] == [3, 4, 1, 1]
+
+
+@pytest.mark.parametrize("filter", ["trim", "tojson", "tojson(ensure_ascii=true)", "replace('a', 'b')"])
+def test_conversation_texts_with_special_tokens_in_other_forms(filter: str) -> None:
+    talk = conversation(STABLE.replace("{{ m.content }}", f"{{{{ m.content | {filter} }}}}"))
+    close, _ = stop_ids(talk.tokenizer)
+    new = answer(f' "a{CLOSE}ü" ')
+    if "replace" in filter:
+        with pytest.raises(DataError, match="contains a special token, and the chat template modifies the answer"):
+            talk.ids_after_turn([new], close)
+        return
+    found = talk.ids_after_turn([new], close)
+    assert talk.tokenizer.decode(found) == talk.text_after_turn([QUESTION], [new]).partition(CLOSE)[2]
+    assert found.count(close) == 1
 
 
 def test_conversation_image_has_the_placeholder_of_the_template() -> None:
