@@ -10,6 +10,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -263,7 +264,7 @@ class Session:
             self.messages = list(messages)
             if self.messages == list(self._prompt.messages):
                 return self.prompt_ids.tolist()
-            return self.context.conversation.prompt_ids(messages)
+            return self.context.conversation.history_ids(messages, self.num_row_messages(messages))
         if self.limits.config.history == "new_sequence":
             raise ConfigError(
                 "rollout.history=new_sequence renders whole conversations: get the tokens of the next turn from "
@@ -277,10 +278,16 @@ class Session:
         assert self._turns, "nothing was sampled yet"
         self._note(messages)
         if self.limits.config.history == "new_sequence":
-            ids = self.context.conversation.history_ids(self.messages, len(self.first_messages), continues=False)
+            trusted = self.num_row_messages(self.messages)
+            ids = self.context.conversation.history_ids(self.messages, trusted, continues=False)
         else:
             ids = self._turns[-1].sequence.tokens.tolist() + self._ids_after_turn(messages)
         return self._shortened(ids) if self.limits.config.long_history == "drop_turns" else ids
+
+    def num_row_messages(self, messages: Sequence[ChatMessage]) -> int:
+        """Return the number of leading messages that are the row's. Special tokens in texts of others stay text."""
+        pairs = zip(messages, self.first_messages, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def encode(self, text: str) -> list[int]:
         """Tokenize plain text; special tokens are treated as text."""
@@ -334,7 +341,7 @@ class Session:
         while len(ids) + wanted > self.limits.context_tokens and len(kept) > 1:
             kept = kept[1:]
             shown = [*start, *(message for turn in kept for message in turn)]
-            ids = self.context.conversation.history_ids(shown, len(self.first_messages), continues=False)
+            ids = self.context.conversation.history_ids(shown, self.num_row_messages(shown), continues=False)
         return ids
 
     def _options(self, given: SamplingOptions | Mapping[str, object] | None, room: int) -> SamplingOptions:

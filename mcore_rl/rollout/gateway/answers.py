@@ -171,9 +171,7 @@ class Answers:
         if found is None or unknown or not new or not self.keeps_history:
             if list(messages) == self.session.first_messages and context is self.session.context:
                 return self.session.prompt_ids.tolist()
-            row = self.session.first_messages
-            trusted = len(row) if list(messages[: len(row)]) == row else 0
-            return conversation.history_ids(messages, trusted, continues=not found)
+            return conversation.history_ids(messages, self.session.num_row_messages(messages), continues=not found)
         turn, _ = found
         tokens = turn.token_ids
         return tokens.tolist() + conversation.ids_after_turn(_named(new, turn.message), int(tokens[-1]))
