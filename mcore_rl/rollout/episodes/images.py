@@ -1,7 +1,8 @@
 """Images in the sequences of one episode: those of the row's prompt, and those of the answers of tools.
 
 The chat template writes one placeholder token for an image of an answer, which is repeated here, once per feature. The
-tokens up to the last placeholder of an image identify its place: every sequence that begins with them contains it.
+tokens up to the one after the last placeholder of an image identify its place: every sequence that begins with them
+contains it. Without that token, the place of a small image would be the beginning of a larger image's place.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class ToolImages:
 
 @dataclass(frozen=True)
 class _PlacedImage:
-    """Image of an answer. tokens: all tokens up to its last placeholder; start: index of the first one."""
+    """Image of an answer. tokens: all tokens up to the one after its last placeholder; start: index of the first
+    placeholder."""
 
     image: ProcessedImage
     tokens: np.ndarray
@@ -105,7 +107,7 @@ class EpisodeImages:
         assert starts is not None, "expanded has compared the numbers"
         whole = np.concatenate([before, tokens])
         for image, start, count in zip(found, (starts + len(before)).tolist(), counts, strict=True):
-            self._add(_PlacedImage(image, whole[: start + count], start))
+            self._add(_PlacedImage(image, whole[: start + count + 1], start))
         return tokens.tolist()
 
     def inside(self, ids: np.ndarray, known: Sequence[np.ndarray]) -> PromptImages | None:
@@ -130,9 +132,11 @@ class EpisodeImages:
             shared = _common(ids, each.tokens)
             if shared == len(each.tokens):
                 placed.append(each)
-                explained[each.start : shared] = True
             elif shared > each.start:
                 explained[each.start : shared] = False
+        # Afterwards, because an image of another size may begin at the same place.
+        for each in placed:
+            explained[each.start : len(each.tokens)] = True
         if ((ids == self._tools.reader.image_token) & ~explained).any():
             raise DataError(
                 "session.generate was called with placeholders of an image at another place than where its answer was "

@@ -11,6 +11,7 @@ import pytest
 from mcore_rl.errors import DataError
 from mcore_rl.rollout.episodes.builtin import ToolEpisode
 from mcore_rl.rollout.episodes.images import ToolImages
+from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.tools.interface import ToolResult
 from mcore_rl.types import ImageSource, ProcessedImage, PromptImages
 from tests.unit.data.chat import made
@@ -161,6 +162,18 @@ def test_session_placeholders_at_another_place_are_an_error(stage: SetUp, change
     assert "placeholders of an image at another place" in str(outcome.error)
 
 
+def test_session_part_of_an_image_of_a_sequence_is_an_error(stage: SetUp) -> None:
+    async def run(session: Session, row: EpisodePrompt) -> float:
+        await looks(session, row, lambda before, tail: before + tail)
+        known = session.book.sequences[0].tokens.tolist()
+        await session.generate(known[: known.index(TOKEN) + 2])
+        return 1.0
+
+    on, _ = staged(stage, lambda _: f"said{made.CLOSE}", run, ToolResult("", images=(b"abc",)))
+    (outcome,) = on.play()
+    assert "placeholders of an image at another place" in str(outcome.error)
+
+
 def test_session_sampled_placeholders_and_branches_keep_their_images(stage: SetUp) -> None:
     """The policy samples a placeholder, which is an ordinary token in the next turn and in a branch."""
 
@@ -177,6 +190,30 @@ def test_session_sampled_placeholders_and_branches_keep_their_images(stage: SetU
     assert outcome.error is None
     counts = [0 if each.images is None else len(each.images.images) for each in outcome.trajectories]
     assert counts == [1, 1, 0]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_session_branches_at_one_place_have_their_own_images(stage: SetUp, order: tuple[int, int]) -> None:
+    """The placeholders of the small image are the first ones of the large image."""
+    sizes: list[list[list[int]]] = []
+
+    async def run(session: Session, row: EpisodePrompt) -> float:
+        await session.generate(row.token_ids)
+        first = session.book.sequences[0].tokens.tolist()
+        answers = [(await session.call("look", {"q": "it"})).content for _ in range(2)]
+        tails = {number: session.render([{"role": "tool", "content": answers[number]}]) for number in order}
+        for number in (0, 1):
+            await session.generate(first + tails[number])
+        for sequence in session.book.sequences[-2:]:
+            assert sequence.images is not None
+            sizes.append([image.grid.tolist() for image in sequence.images.images])
+        return 1.0
+
+    results = (ToolResult("", images=(image,)) for image in (b"ab", b"abcd"))
+    on, _ = staged(stage, lambda _: f"said{made.CLOSE}", run, *results)
+    (outcome,) = on.play()
+    assert outcome.error is None
+    assert sizes == [[[1, 2, 4]], [[1, 2, 8]]]
 
 
 def test_session_image_that_no_tool_returned_is_an_error(stage: SetUp) -> None:
