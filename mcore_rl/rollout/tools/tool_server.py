@@ -114,12 +114,15 @@ class ToolServer:
         except asyncio.CancelledError:  # if the caller cancelled it, the caller ignores this answer
             frames.write(self._writer, ("answer", key, failure("the episode was closed before the tool answered")))
             raise
+        except Exception as error:  # a user's class may return any object
+            frames.write(self._writer, ("answer", key, failure(f"the tool's result is invalid: {describe(error)}")))
         finally:
             self._calls.pop(key, None)
 
     async def _within_limits(self, result: ToolResult) -> ToolResult:
         """Return the result with a shorter text and fewer images, or a failure if an image is too large or damaged."""
-        given, most = tuple(result.images), self._rollout.tool_answer_images
+        # A user's tool may return another class, with or without images.
+        given, most = tuple(getattr(result, "images", ())), self._rollout.tool_answer_images
         try:
             if images := given[:most]:
                 await asyncio.to_thread(check_images, images)
@@ -128,7 +131,7 @@ class ToolServer:
         text = _shortened(result.text, self._rollout)
         if len(given) > most:
             text += IMAGES_OMITTED.format(len(given) - most)
-        # Built anew: a user's tool may return another class, which the parent process cannot load.
+        # Built anew, since the parent process cannot load another class.
         return ToolResult(text, result.reward, result.metrics, result.error, images=images)
 
     async def _answer_close(self, key: int, episode_id: str) -> None:
