@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,6 @@ import numpy as np
 from mcore_rl.data.chat.messages import message_images
 from mcore_rl.errors import DataError
 from mcore_rl.rollout.tools.interface import ToolResult
-from mcore_rl.rollout.tools.limits import failure
 from mcore_rl.types import NO_IMAGES, ImageSource, ProcessedImage, PromptImages
 from mcore_rl.types.chat import ChatMessage
 from mcore_rl.vision.placeholders import expanded, image_starts
@@ -67,7 +66,7 @@ class EpisodeImages:
         self._placed: list[_PlacedImage] = []
 
     async def read(self, tool: str, answer: ToolResult) -> ToolResult:
-        """Process the images of an answer, each of them once. Returns the answer, or a failure if the image processor
+        """Process the images of an answer, each of them once. Returns the answer, or an error if the image processor
         rejects an image, for example because it is too narrow.
 
         Raises: DataError if answers cannot contain images.
@@ -82,7 +81,7 @@ class EpisodeImages:
             # In a thread: resizing a large image takes longer than an engine's step.
             images = await asyncio.to_thread(reader.process_images, new, f"tool {tool}")
         except DataError as error:
-            return replace(failure(str(error)), reward=answer.reward, metrics=answer.metrics, seconds=answer.seconds)
+            return answer.rejected(str(error))
         self._processed |= dict(zip(new, images, strict=True))
         return answer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from types import SimpleNamespace
 from typing import Protocol
@@ -45,6 +45,11 @@ class ToolResult:
     def content(self) -> str | list[ContentPart]:
         """Content of the tool's message: the text, or the images followed by the text."""
         return answer_content(self.text, self.images)
+
+    def rejected(self, reason: str) -> ToolResult:
+        """Return a copy that describes an error to the model, for an image that cannot be used. The tool has run, so
+        reward and metrics stay."""
+        return replace(self, text=f"Error: {reason}", error=reason, images=())
 
 
 @dataclass(frozen=True)

@@ -120,19 +120,17 @@ class ToolServer:
             self._calls.pop(key, None)
 
     async def _within_limits(self, result: ToolResult) -> ToolResult:
-        """Return the result with a shorter text and fewer images, or a failure if an image is too large or damaged."""
-        # A user's tool may return another class, with or without images.
+        """Return the result with a shorter text and fewer images, or an error if an image is too large or damaged."""
+        # A user's tool may return another class, which the parent process cannot load, with or without images.
+        answer = ToolResult(_shortened(result.text, self._rollout), result.reward, result.metrics, result.error)
         given, most = tuple(getattr(result, "images", ())), self._rollout.tool_answer_images
         try:
             if images := given[:most]:
                 await asyncio.to_thread(check_images, images)
         except (TypeError, ValueError) as error:
-            return failure(str(error))
-        text = _shortened(result.text, self._rollout)
-        if len(given) > most:
-            text += IMAGES_OMITTED.format(len(given) - most)
-        # Built anew, since the parent process cannot load another class.
-        return ToolResult(text, result.reward, result.metrics, result.error, images=images)
+            return answer.rejected(str(error))
+        omitted = IMAGES_OMITTED.format(len(given) - most) if len(given) > most else ""
+        return replace(answer, text=answer.text + omitted, images=images)
 
     async def _answer_close(self, key: int, episode_id: str) -> None:
         frames.write(self._writer, ("answer", key, await self._close(episode_id)))

@@ -29,7 +29,7 @@ def letters(count):
     return ToolResponse(text="seen", image=[SMALL] * count), 0.5, {{"n": count}}
 
 def add(a, b=1):
-    return ToolResponse(image=[SMALL[:60]])
+    return ToolResponse(image=[SMALL[:60]]), 0.5, {{"a": a}}
 """
 
 
@@ -75,7 +75,7 @@ def test_toolbox_answers_have_images_within_limits(tmp_path: Path) -> None:
     two, five, damaged = answers_of(spec, ("letters", {"count": 2}), ("letters", {"count": 5}), ("add", {"a": 1}))
     assert (two.text, two.images, two.reward, two.metrics) == ("seen", (SMALL, SMALL), 0.5, {"n": 2})
     assert (five.text, len(five.images)) == ("seen\n(1 images left out)", 4)
-    assert damaged.images == ()
+    assert (damaged.images, damaged.reward, damaged.metrics) == ((), 0.5, {"a": 1})
     assert damaged.text.startswith("Error: image 1 of the tool is damaged")
     (none,) = answers_of(spec, ("letters", {"count": 1}), tool_answer_images=0)
     assert (none.text, none.images) == ("seen\n(1 images left out)", ())
