@@ -20,9 +20,17 @@ MAX_PIXELS = 32 << 20
 """Pixels of an image; it is decoded to three bytes each."""
 
 
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+"""Modes of Pillow with at most 8 bits per value that a PNG file can have."""
+
+
 @runtime_checkable
-class _Saveable(Protocol):
+class _Picture(Protocol):
     """PIL.Image.Image."""
+
+    mode: str
+
+    def convert(self, mode: str) -> _Picture: ...
 
     def save(self, fp: BytesIO, format: str) -> None: ...
 
@@ -30,7 +38,7 @@ class _Saveable(Protocol):
 def encoded_images(values: Sequence[object]) -> tuple[bytes, ...]:
     """Encode the images of a result: objects of PIL, bytes of a file, URIs with base64 data, or objects with `bytes`.
 
-    Raises: TypeError for another form; ValueError for a URI without valid data.
+    Raises: TypeError for another form; ValueError for a URI without valid data, or an image that Pillow cannot save.
     """
     return tuple(_encoded(value, f"image {number}") for number, value in enumerate(values, start=1))
 
@@ -42,13 +50,20 @@ def _encoded(value: object, where: str) -> bytes:
         return value
     if isinstance(value, str) and value.startswith("data:image/"):
         return decoded(value.partition(",")[2], where)
-    if isinstance(value, _Saveable):
-        file = BytesIO()
-        value.save(file, "PNG")
-        return file.getvalue()
+    if isinstance(value, _Picture):
+        return _as_png(value, where)
     raise TypeError(
         f"{where} is of type {type(value).__name__}; return an image of PIL, the bytes of a file, or a data: URI"
     )
+
+
+def _as_png(picture: _Picture, where: str) -> bytes:
+    file = BytesIO()
+    try:
+        (picture if picture.mode in PNG_MODES else picture.convert("RGB")).save(file, "PNG")
+    except Exception as error:  # Pillow raises many types, also for a damaged file that it has only opened
+        raise ValueError(f"{where} cannot be saved as PNG: {error}") from None
+    return file.getvalue()
 
 
 def decoded(text: str, where: str) -> bytes:

@@ -56,6 +56,22 @@ def test_encoded_images_paths_and_addresses_are_rejected(value: Any) -> None:
         encoded_images([SMALL, value])
 
 
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16", "F", "CMYK", "YCbCr", "HSV"])
+def test_encoded_images_in_every_mode_have_the_same_colours(mode: str) -> None:
+    drawn = Image.open(BytesIO(SMALL)).convert("L" if mode in ("I", "I;16", "F") else "RGB").convert(mode)
+    (encoded,) = encoded_images([drawn])
+    read = Image.open(BytesIO(encoded))
+    assert read.format == "PNG"
+    assert read.convert("RGB").tobytes() == drawn.convert("RGB").tobytes()
+
+
+def test_encoded_images_unreadable_picture_is_an_invalid_value() -> None:
+    with pytest.raises(ValueError, match=r"image 1 cannot be saved as PNG: .*truncated"):
+        encoded_images([Image.open(BytesIO(saved("JPEG")[:-20]))])
+    with pytest.raises(ValueError, match=r"image 1 cannot be saved as PNG: conversion from La to"):
+        encoded_images([Image.new("La", (8, 8))])
+
+
 def test_check_images_decodes_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     check_images([SMALL, *map(saved, ("JPEG", "WEBP", "GIF", "BMP"))])
     for wrong in (SMALL[:60], b"no image", saved("TIFF"), saved("EPS")):
