@@ -29,6 +29,8 @@ class _Picture(Protocol):
     """PIL.Image.Image."""
 
     mode: str
+    width: int
+    height: int
 
     def convert(self, mode: str) -> _Picture: ...
 
@@ -38,7 +40,8 @@ class _Picture(Protocol):
 def encoded_images(values: Sequence[object]) -> tuple[bytes, ...]:
     """Encode the images of a result: objects of PIL, bytes of a file, URIs with base64 data, or objects with `bytes`.
 
-    Raises: TypeError for another form; ValueError for a URI without valid data, or an image that Pillow cannot save.
+    Raises: TypeError for another form; ValueError for a URI without valid data, or an image of PIL that is too large or
+    cannot be saved.
     """
     return tuple(_encoded(value, f"image {number}") for number, value in enumerate(values, start=1))
 
@@ -58,6 +61,8 @@ def _encoded(value: object, where: str) -> bytes:
 
 
 def _as_png(picture: _Picture, where: str) -> bytes:
+    # Checked first: saving 32 Mi pixels takes many seconds.
+    _check_pixels(picture.width, picture.height, where)
     file = BytesIO()
     try:
         (picture if picture.mode in PNG_MODES else picture.convert("RGB")).save(file, "PNG")
@@ -90,10 +95,14 @@ def _check(image: bytes, where: str) -> None:
         raise ValueError(f"{where} has {len(image)} bytes, but may have {MAX_BYTES}")
     try:
         with Image.open(BytesIO(image), formats=FORMATS) as opened:
-            size, pixels = f"{opened.width} x {opened.height}", opened.width * opened.height
-            if pixels <= MAX_PIXELS:
+            width, height = opened.size
+            if width * height <= MAX_PIXELS:
                 opened.load()
     except Exception:  # Pillow's readers raise many types for damaged files
         raise ValueError(f"{where} is damaged, or in another format than {', '.join(FORMATS)}") from None
-    if pixels > MAX_PIXELS:
-        raise ValueError(f"{where} has {size} pixels, but may have {MAX_PIXELS}")
+    _check_pixels(width, height, where)
+
+
+def _check_pixels(width: int, height: int, where: str) -> None:
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"{where} has {width} x {height} pixels, but may have {MAX_PIXELS}")

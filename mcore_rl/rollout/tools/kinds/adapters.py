@@ -49,7 +49,7 @@ class FunctionTool(Tool):
 
     async def call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
         if self._executor is None:
-            return result_of_function(await self._function(**arguments))
+            return await _converted(result_of_function, await self._function(**arguments))
         return await _ended(self._executor.submit(_called, self._function, arguments))
 
     async def close(self) -> None:
@@ -92,6 +92,15 @@ def _called(function: Callable[..., object], arguments: dict[str, object]) -> To
         return result_of_function(function(**arguments))
     except StopIteration as error:  # a future cannot hold it, so the call would only end at its time limit
         raise RuntimeError("the function raised StopIteration") from error
+
+
+async def _converted(convert: Callable[[object], ToolResult], returned: object) -> ToolResult:
+    """Convert the return value of a function that ran on the loop."""
+    response = returned[0] if isinstance(returned, tuple) and returned else returned
+    if getattr(response, "image", None) is None:
+        return convert(returned)
+    # In a thread: encoding a large image of PIL takes seconds, in which the loop could not run other calls.
+    return await asyncio.to_thread(convert, returned)
 
 
 async def _ended(job: Future[T]) -> T:
@@ -166,7 +175,7 @@ class VerlTool(Tool):
         kwargs = episode.kwargs_of(self._name, "execute_kwargs")
         if _takes(self._tool.execute, "agent_data"):
             kwargs["agent_data"] = episode.agent_data
-        return result_of(await _awaited(self._tool.execute(instance, arguments, **kwargs)))
+        return await _converted(result_of, await _awaited(self._tool.execute(instance, arguments, **kwargs)))
 
     async def _release(self, episode: EpisodeState, instance: str) -> None:
         await _awaited(self._tool.release(instance, **episode.kwargs_of(self._name, "release_kwargs")))

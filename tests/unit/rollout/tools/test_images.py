@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import threading
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from PIL import Image
 
 from mcore_rl.rollout.tools import images
 from mcore_rl.rollout.tools.images import check_images, encoded_images
-from mcore_rl.rollout.tools.interface import ToolError, result_of, result_of_function
-from mcore_rl.rollout.tools.kinds.verl_names import ToolResponse
+from mcore_rl.rollout.tools.interface import EpisodeState, ToolError, result_of, result_of_function
+from mcore_rl.rollout.tools.kinds.adapters import FunctionTool, VerlTool
+from mcore_rl.rollout.tools.kinds.verl_names import BaseTool, ToolResponse
 from tests.unit.rollout.tools.made import answers_of, tools_file
 from tests.vision_models import png
 
@@ -70,6 +73,53 @@ def test_encoded_images_unreadable_picture_is_an_invalid_value() -> None:
         encoded_images([Image.open(BytesIO(saved("JPEG")[:-20]))])
     with pytest.raises(ValueError, match=r"image 1 cannot be saved as PNG: conversion from La to"):
         encoded_images([Image.new("La", (8, 8))])
+
+
+class Picture:
+    """Image of PIL that records the thread in which it is saved."""
+
+    mode, width, height = "RGB", 16, 8
+    thread: threading.Thread | None = None
+
+    def convert(self, mode: str) -> Picture:
+        raise AssertionError("PNG has the mode")
+
+    def save(self, file: BytesIO, format: str) -> None:
+        self.thread = threading.current_thread()
+        file.write(SMALL)
+
+
+class Draws(BaseTool):
+    """Tool of verl that returns `picture`."""
+
+    def __init__(self, picture: Picture) -> None:
+        self.picture = picture
+
+    async def create(self, instance_id: str | None = None, **kwargs: object) -> tuple[str, ToolResponse]:
+        return "one", ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[ToolResponse, None]:
+        return ToolResponse(image=[self.picture]), None
+
+    async def function(self) -> ToolResponse:
+        return ToolResponse(image=[self.picture])
+
+
+@pytest.mark.parametrize("form", [VerlTool, FunctionTool])
+def test_pictures_of_tools_on_the_loop_are_saved_in_a_thread(form: type[VerlTool | FunctionTool]) -> None:
+    picture, schema = Picture(), {"type": "function", "function": {"name": "t"}}
+    draws = Draws(picture)
+    tool = VerlTool(draws, schema) if form is VerlTool else FunctionTool(draws.function, schema)
+    assert asyncio.run(tool.call(EpisodeState("e", {}), {})).images == (SMALL,)
+    assert picture.thread not in (None, threading.current_thread())
+
+
+def test_encoded_images_large_picture_is_rejected_before_it_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_PIXELS", 100)
+    picture = Picture()
+    with pytest.raises(ValueError, match="image 1 has 16 x 8 pixels, but may have 100"):
+        encoded_images([picture])
+    assert picture.thread is None
 
 
 def test_check_images_decodes_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:
