@@ -13,7 +13,7 @@ from mcore_rl.config.reading.json_files import read_json_object
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types.vision import ImageSource, ProcessedImage, PromptImages
 from mcore_rl.vision.placeholders import image_starts
-from mcore_rl.vision.sources import image_size, read_image
+from mcore_rl.vision.sources import TOOL_FORMATS, image_size, read_image
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,7 +91,7 @@ class ImageProcessor:
         Shapes: token_ids int32 [P].
         Raises: DataError for an image that cannot be read, or whose size differs from when the prompt was tokenized.
         """
-        images = self.process_images(sources, where)
+        images = self._processed(sources, where)
         counts = [self.num_placeholders(image) for image in images]
         starts = image_starts(token_ids, self.image_token, counts)
         if starts is None:
@@ -102,11 +102,18 @@ class ImageProcessor:
         return PromptImages(images, starts)
 
     def process_images(self, sources: Sequence[ImageSource], where: str) -> tuple[ProcessedImage, ...]:
-        """Decode and process images, wherever their places are. `where` starts error messages.
+        """Decode and process images of tools, in TOOL_FORMATS, wherever their places are. `where` starts error
+        messages.
 
         Raises: DataError for an image that cannot be read or resized.
         """
-        images = [read_image(source, f"{where}: image {number}") for number, source in enumerate(sources, start=1)]
+        return self._processed(sources, where, TOOL_FORMATS)
+
+    def _processed(
+        self, sources: Sequence[ImageSource], where: str, formats: Sequence[str] | None = None
+    ) -> tuple[ProcessedImage, ...]:
+        numbered = enumerate(sources, start=1)
+        images = [read_image(source, f"{where}: image {number}", formats) for number, source in numbered]
         try:
             features = self._processor.preprocess(images, return_tensors="np")
         except ValueError as error:

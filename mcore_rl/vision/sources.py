@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,8 @@ from mcore_rl.types.vision import ImageSource
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+TOOL_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Formats of Pillow for images of tools, which may follow a model's wishes: their readers start no other program."""
 _SHOWN = 80
 
 
@@ -66,23 +68,23 @@ def image_size(source: ImageSource, where: str) -> tuple[int, int]:
     return height, width
 
 
-def read_image(source: ImageSource, where: str) -> Image:
-    """Decode an image to RGB.
+def read_image(source: ImageSource, where: str, formats: Sequence[str] | None = None) -> Image:
+    """Decode an image to RGB. formats: formats of Pillow that are tried; None: all.
 
     Raises: DataError for a source that is missing or damaged.
     """
     try:
-        with _opened(source, where) as image:
+        with _opened(source, where, formats) as image:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(f"{where}: {_named(source)} is damaged: {error}") from None
 
 
-def _opened(source: ImageSource, where: str) -> Image:
+def _opened(source: ImageSource, where: str, formats: Sequence[str] | None = None) -> Image:
     from PIL import Image
 
     try:
-        return Image.open(source if isinstance(source, str) else BytesIO(source))
+        return Image.open(source if isinstance(source, str) else BytesIO(source), formats=formats)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not a readable image"
         raise DataError(f"{where}: {_named(source)} cannot be read: {reason}; correct the row or remove it") from None

@@ -9,7 +9,7 @@ from io import BytesIO
 
 from mcore_rl.types.chat import ChatMessage, ContentPart
 from mcore_rl.types.vision import ImageSource
-from mcore_rl.vision.sources import read_image
+from mcore_rl.vision.sources import TOOL_FORMATS, read_image
 
 MAX_EDGE = 128
 """Longest edge in pixels; such a file has a few kilobytes."""
@@ -34,7 +34,9 @@ def with_thumbnails(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
         if "image" not in part:
             return {**part}
         return (
-            {"type": "image", "image": _thumbnail(part["image"])} if next(numbers) < MAX_IMAGES else {"type": "image"}
+            {"type": "image", "image": _thumbnail(part["image"], TOOL_FORMATS)}
+            if next(numbers) < MAX_IMAGES
+            else {"type": "image"}
         )
 
     contents = [message["content"] for message in messages]
@@ -44,8 +46,8 @@ def with_thumbnails(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
     ]
 
 
-def _thumbnail(source: ImageSource) -> str:
-    image = read_image(source, "image of a record")
+def _thumbnail(source: ImageSource, formats: Sequence[str] | None = None) -> str:
+    image = read_image(source, "image of a record", formats)
     image.thumbnail((MAX_EDGE, MAX_EDGE))
     file = BytesIO()
     image.save(file, "jpeg", quality=_QUALITY)

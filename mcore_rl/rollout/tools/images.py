@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Protocol, runtime_checkable
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Formats of Pillow that start no other program."""
+from mcore_rl.vision.sources import TOOL_FORMATS
+
 MAX_BYTES = 16 << 20
 """Size of an encoded image."""
 MAX_PIXELS = 32 << 20
@@ -94,12 +94,12 @@ def _check(image: bytes, where: str) -> None:
     if len(image) > MAX_BYTES:
         raise ValueError(f"{where} has {len(image)} bytes, but may have {MAX_BYTES}")
     try:
-        with Image.open(BytesIO(image), formats=FORMATS) as opened:
+        with Image.open(BytesIO(image), formats=TOOL_FORMATS) as opened:
             width, height = opened.size
             if width * height <= MAX_PIXELS:
                 opened.load()
     except Exception:  # Pillow's readers raise many types for damaged files
-        raise ValueError(f"{where} is damaged, or in another format than {', '.join(FORMATS)}") from None
+        raise ValueError(f"{where} is damaged, or in another format than {', '.join(TOOL_FORMATS)}") from None
     _check_pixels(width, height, where)
 
 
