@@ -119,7 +119,9 @@ def as_text(result: object) -> str:
 def result_of(result: object) -> ToolResult:
     """Convert the return value of execute: a response, optionally with reward and metrics (either may be None).
 
-    Raises: ToolError for videos; TypeError or ValueError for a reward or an image of another form.
+    An image of another form, or one that is too large, makes it an error for the model.
+
+    Raises: ToolError for videos; TypeError for a reward of another form.
     """
     parts = result if isinstance(result, tuple) and result else (result,)
     # Reward and metrics may be missing.
@@ -128,7 +130,11 @@ def result_of(result: object) -> ToolResult:
         raise ToolError("the tool returned videos, but only text and images are supported")
     text = response.text or "" if hasattr(response, "text") else "" if response is None else as_text(response)
     given = dict(metrics) if isinstance(metrics, Mapping) else {}
-    return ToolResult(text, number_of(reward), given, images=encoded_images(getattr(response, "image", None) or ()))
+    answer = ToolResult(text, number_of(reward), given)
+    try:
+        return replace(answer, images=encoded_images(getattr(response, "image", None) or ()))
+    except (TypeError, ValueError) as error:
+        return answer.rejected(str(error))
 
 
 def result_of_function(result: object) -> ToolResult:

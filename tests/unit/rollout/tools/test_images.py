@@ -49,6 +49,9 @@ def test_result_of_has_images_in_every_form() -> None:
     assert Image.open(BytesIO(drawn)).tobytes() == Image.open(BytesIO(SMALL)).tobytes()
     result = result_of_function(ToolResponse(image=[SMALL]))
     assert (result.text, result.content) == ("", [{"type": "image", "image": SMALL}])
+    rejected = result_of((ToolResponse(text="a", image=["/a.png"]), 1, {"k": 2}))
+    assert rejected.text.startswith("Error: image 1 is of type str")
+    assert (rejected.error, rejected.reward, rejected.metrics) == (rejected.text[7:], 1.0, {"k": 2})
     with pytest.raises(ToolError, match="videos"):
         result_of(ToolResponse(video=[SMALL]))
 
