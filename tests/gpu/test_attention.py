@@ -60,9 +60,9 @@ def test_gradients_of_gpt_oss_are_those_of_the_cpu(
     worst = max(errors, key=errors.__getitem__)
     report(f"largest relative error {errors[worst]:.3f} of {worst}")
     # Some gradients, like a router's bias, are small differences of large terms and have an error of 0.4 on the CPU
-    # too. Most have one of 0.02; a wrong mask or scale gives an error near 1.
+    # too. Most have one of 0.02; a wrong mask or scale gives an error near 1, and a gradient of zeros one of 1.
     for name, error in errors.items():
-        assert error < 3 * relative(rounded[name], expected[name]) + 0.05, f"{name}: {error:.3f}"
+        assert error < min(3 * relative(rounded[name], expected[name]) + 0.05, 0.7), f"{name}: {error:.3f}"
 
 
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
