@@ -110,7 +110,7 @@ class ImageProcessor:
         return self._processed(sources, where, TOOL_FORMATS)
 
     def _processed(
-        self, sources: Sequence[ImageSource], where: str, formats: Sequence[str] | None = None
+        self, sources: Sequence[ImageSource], where: str, formats: tuple[str, ...] | None = None
     ) -> tuple[ProcessedImage, ...]:
         numbered = enumerate(sources, start=1)
         images = [read_image(source, f"{where}: image {number}", formats) for number, source in numbered]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +68,7 @@ def image_size(source: ImageSource, where: str) -> tuple[int, int]:
     return height, width
 
 
-def read_image(source: ImageSource, where: str, formats: Sequence[str] | None = None) -> Image:
+def read_image(source: ImageSource, where: str, formats: tuple[str, ...] | None = None) -> Image:
     """Decode an image to RGB. formats: formats of Pillow that are tried; None: all.
 
     Raises: DataError for a source that is missing or damaged.
@@ -80,7 +80,7 @@ def read_image(source: ImageSource, where: str, formats: Sequence[str] | None = 
         raise DataError(f"{where}: {_named(source)} is damaged: {error}") from None
 
 
-def _opened(source: ImageSource, where: str, formats: Sequence[str] | None = None) -> Image:
+def _opened(source: ImageSource, where: str, formats: tuple[str, ...] | None = None) -> Image:
     from PIL import Image
 
     try:

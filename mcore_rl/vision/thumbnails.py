@@ -46,7 +46,7 @@ def with_thumbnails(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
     ]
 
 
-def _thumbnail(source: ImageSource, formats: Sequence[str] | None = None) -> str:
+def _thumbnail(source: ImageSource, formats: tuple[str, ...] | None = None) -> str:
     image = read_image(source, "image of a record", formats)
     image.thumbnail((MAX_EDGE, MAX_EDGE))
     file = BytesIO()
