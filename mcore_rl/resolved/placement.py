@@ -22,11 +22,13 @@ class Slot:
 @dataclass(frozen=True)
 class Guests:
     """Processes that share the slots of trainer ranks. With `tp`: engines with `tp` slots each, spread over the nodes;
-    without: ranks, one per slot, in the order of the trainer ranks. `section` is their configuration section."""
+    without: ranks, one per slot, in the order of the trainer ranks. `section` is their configuration section. `models`:
+    number of models, each with `num` / `models` engines."""
 
     section: str
     num: int
     tp: int | None = None
+    models: int = 1
 
     @property
     def num_cpus(self) -> int:
@@ -155,6 +157,9 @@ def _shared_slots(cluster: ClusterConfig, guests: Guests, num_ranks: int, on_gpu
 
 def _engine_slot(cluster: ClusterConfig, guests: Guests, engine: int, num_ranks: int, on_gpus: bool) -> Slot:
     slots, nodes, num, tp = cluster.gpus_per_node, cluster.nodes, guests.num, guests.tp or 1
+    if on_gpus and num_ranks:
+        # Other nodes have no GPUs of trainer ranks.
+        nodes = -(-num_ranks // slots)
     node = engine * nodes // num
     if not on_gpus:
         return Slot(node, None)
@@ -162,11 +167,12 @@ def _engine_slot(cluster: ClusterConfig, guests: Guests, engine: int, num_ranks:
     first_here = -(-node * num // nodes)
     first = (engine - first_here) * tp
     if first + tp > min(slots, num_ranks - node * slots):
-        section = guests.section
+        section, models = guests.section, guests.models
+        product = f" for each of {models} models ({num} engines)" if models > 1 else ""
         raise ConfigError(
-            f"{section}.num_engines={num} of {section}.tp={tp} do not fit on the GPUs of {num_ranks} trainer ranks on "
-            f"cluster.nodes={nodes} x cluster.gpus_per_node={slots}, an engine within one node; lower "
-            f"{section}.num_engines or {section}.tp"
+            f"{section}.num_engines={num // models}{product} of {section}.tp={tp} do not fit on the GPUs of "
+            f"{num_ranks} trainer ranks on {nodes} nodes x cluster.gpus_per_node={slots}, an engine within one node; "
+            f"lower {section}.num_engines or {section}.tp"
         )
     return Slot(node, tuple(range(first, first + tp)))
 

@@ -197,11 +197,11 @@ def assign(batch: Batch, teachers: np.ndarray, per_teacher: int) -> np.ndarray:
 
 def teacher_role(teacher: TeacherConfig, num_dp_ranks: int) -> Role:
     """Return the role of teachers on engines or servers. `num_dp_ranks`: of the actor."""
-    engines = teacher.num_engines
+    engines, models = teacher.num_engines, len(teacher.entries)
     return Role(
         name="teacher engine" if engines else "teacher client",
         actor=TeacherActor,
-        guests=Guests("teacher", len(teacher.entries) * engines, teacher.tp) if engines else Guests("teacher", 1),
+        guests=Guests("teacher", models * engines, teacher.tp, models) if engines else Guests("teacher", 1),
         group=lambda processes, nodes, watch, stages: TeacherGroup(processes, watch, stages, engines, num_dp_ranks),
     )
 

@@ -117,11 +117,22 @@ def test_place_colocated_engines_stay_within_the_ranks() -> None:
         place(config(1, 4, ranks=2), on_gpus=True, num_engines=3)
 
 
+def test_place_guests_use_nodes_with_trainer_ranks_only() -> None:
+    """Two nodes have engines of the rollout only, so that they lend no GPUs of trainer ranks."""
+    made = config(4, 8, tp=8, placement="disaggregated", ranks=16)
+    found = place(made, on_gpus=True, num_engines=2, guests=[Guests("teacher", 2, tp=4)])
+    assert [(slot.node, slot.places) for slot in found.guests["teacher"]] == [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))]
+
+
 @pytest.mark.parametrize(
     ("guests", "key"),
     [
         (Guests("reward_model", 5), r"reward_model\.num_ranks=5 .* 4 trainer ranks"),
         (Guests("judge", 3, tp=2), r"judge\.num_engines=3 of judge\.tp=2"),
+        (
+            Guests("teacher", 6, 1, models=3),
+            r"teacher\.num_engines=2 for each of 3 models \(6 engines\) of teacher\.tp=1",
+        ),
     ],
 )
 def test_place_guests_without_room_are_rejected(guests: Guests, key: str) -> None:
