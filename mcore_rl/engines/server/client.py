@@ -61,9 +61,11 @@ class ServerScorer:
             calls = [pool.submit(self._until_stopped, sequence, top_k) for sequence in sequences]
             try:
                 return [call.result().scores for call in calls]
-            except (_ConnectionFailedError, RejectedError) as error:
+            except BaseException as error:  # also an interrupt: the pool would wait for all its requests
                 self._stopped.set()
                 pool.shutdown(cancel_futures=True)
+                if not isinstance(error, _ConnectionFailedError | RejectedError):
+                    raise
                 times = f" after {self.retries + 1} attempts" if isinstance(error, _ConnectionFailedError) else ""
                 raise TeacherError(
                     f"{self.entry.given} gave no log-probabilities{times}: {error}; restart the server, and resume the "
@@ -196,13 +198,21 @@ def call(address: str, key: str | None, timeout_seconds: float, body: JsonObject
             return cast("JsonObject", json.load(response))
     except urllib.error.HTTPError as error:
         with error:
-            text = f"{address}: HTTP {error.code} {_line(error.read().decode(errors='replace'))}"
+            text = f"{address}: HTTP {error.code} {_body(error)}"
         kind = _ConnectionFailedError if error.code >= 500 or error.code in BUSY else RejectedError
         raise kind(text) from None
     except (OSError, http.client.HTTPException) as error:  # refused, reset, timeout
         raise _ConnectionFailedError(f"{address}: {describe(error)}") from None
     except ValueError:
         raise RejectedError(f"{address} does not answer with JSON") from None
+
+
+def _body(error: urllib.error.HTTPError) -> str:
+    """Return the text of an error. A connection that ends within it does not hide the code."""
+    try:
+        return _line(error.read().decode(errors="replace"))
+    except (OSError, http.client.HTTPException) as failure:
+        return f"({describe(failure)})"
 
 
 def describe(error: Exception) -> str:

@@ -70,6 +70,7 @@ class Server:
 
     def __init__(self, says: Callable[[dict[str, Any]], Answer], models: tuple[str, ...]) -> None:
         self.requests: list[tuple[str, str | None]] = []
+        self.cut_bytes = 0
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -84,7 +85,9 @@ class Server:
             def answer(self, status: int, body: Any) -> None:
                 text = json.dumps(body).encode()
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
+                # The connection ends before the last bytes of an error.
+                cut = server.cut_bytes if status >= 400 else 0
+                self.send_header("Content-Length", str(len(text) + cut))
                 self.end_headers()
                 self.wfile.write(text)
 
@@ -152,6 +155,35 @@ def test_score_retries_a_busy_server(serve: Callable[..., Server]) -> None:
     (scores,) = scorer_of(server.url, max_retries=2).score([sequence(1, 2)], 0)
     assert scores.logp == pytest.approx([log_p(2, 1)])
     assert len(server.requests) == 3
+
+
+def test_score_retries_an_error_whose_text_is_cut_off(serve: Callable[..., Server]) -> None:
+    answers = iter([(503, {"error": "busy"})])
+    server = serve(lambda body: next(answers, (200, vllm(body))))
+    server.cut_bytes = 5
+    assert len(scorer_of(server.url, max_retries=1).score([sequence(1, 2)], 0)) == 1
+    server = serve(lambda body: (400, {}))
+    server.cut_bytes = 5
+    with pytest.raises(TeacherError, match=r"HTTP 400 \(IncompleteRead"):
+        scorer_of(server.url).score([sequence(1, 2)], 0)
+
+
+def test_score_after_any_exception_sends_no_more_requests(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def ask(self: ServerScorer, sequence: TokenSequence, top_k: int) -> Any:
+        sent.append(top_k)
+        if len(sent) == 1:
+            raise ZeroDivisionError
+        assert self._stopped.wait(2)
+
+    monkeypatch.setattr(ServerScorer, "ask", ask)
+    server = serve(lambda body: (200, vllm(body)))
+    with pytest.raises(ZeroDivisionError):
+        scorer_of(server.url, max_concurrent_requests=2).score([sequence(1, 2)] * 12, 0)
+    assert len(sent) <= 3
 
 
 def test_score_of_a_dead_server_names_it_within_seconds(serve: Callable[..., Server]) -> None:
