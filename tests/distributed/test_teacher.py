@@ -6,14 +6,18 @@ One launch per number of ranks runs all its cases.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from mcore_rl.config.models import TeacherSourceConfig
+from mcore_rl.errors import NonFiniteError
 from mcore_rl.types import ScoreColumn, TokenScores, merge_metrics
 from model_converters.dcp.convert import to_mcore
 from model_converters.mapping.layout import TrainLayout
@@ -190,7 +194,40 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
             },
         }
     found["memory"] = teachers[0].memory.released_bytes
+    found["moved"] = _moved_outputs(teachers[0], shares[0], chunks)
+    teachers[0].memory.load("params")
+    with torch.no_grad():
+        for parameter in teachers[0].chunks[0].parameters():
+            parameter.fill_(float("nan"))
+    try:
+        teachers[0].outputs(shares[0], chunks)
+    except NonFiniteError as error:
+        found["error"] = str(error)
     return found
+
+
+def _moved_outputs(teacher: Any, share: Any, chunks: Any) -> list[tuple[int, int]]:
+    """Count the outputs of each micro-batch, and those that are moved to the host before the next one."""
+    infer, counts, moved = teacher.infer, list[tuple[int, int]](), [0]
+    to_host = torch.Tensor.cpu
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved[0] += 1
+        return to_host(tensor)
+
+    def counting(batches: Any, evaluate: Callable[..., Any]) -> Any:
+        def counted(*given: Any) -> Any:
+            moved[0] = 0
+            with mock.patch.object(torch.Tensor, "cpu", move):
+                result = evaluate(*given)
+            counts.append((len(result[1]), moved[0]))
+            return result
+
+        return infer(batches, counted)
+
+    with mock.patch.object(teacher, "infer", counting):
+        teacher.outputs(share, chunks)
+    return counts
 
 
 @pytest.fixture(scope="module")
@@ -249,3 +286,15 @@ def test_teacher_terms_have_different_gradients(expected: dict[str, dict[str, An
 
 def test_teacher_is_offloaded_between_passes(results: dict[str, list[dict[str, Any]]]) -> None:
     assert all(rank["memory"] > 0 for ranks in results.values() for rank in ranks)
+
+
+def test_teacher_outputs_leave_the_device_after_each_microbatch(results: dict[str, list[dict[str, Any]]]) -> None:
+    counts = [count for ranks in results.values() for rank in ranks for count in rank["moved"]]
+    assert counts
+    assert all(moved == outputs > 0 for outputs, moved in counts)
+
+
+def test_teacher_outputs_that_are_not_finite_name_samples(results: dict[str, list[dict[str, Any]]]) -> None:
+    for ranks in results.values():
+        for rank in ranks:
+            assert re.search(r"output of the teacher of samples? \d+", rank["error"])

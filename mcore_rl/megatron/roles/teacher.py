@@ -23,6 +23,8 @@ from mcore_rl.types import RankShare, ScoreColumn, TrajectoryBuffers
 
 Fields = dict[str, torch.Tensor]
 """Outputs of one micro-batch by field of TeacherOutputs."""
+HostFields = tuple[MicroBatch, Fields, tuple[int, ...]]
+"""Outputs of one micro-batch in host memory, and the samples with a value that is not finite."""
 
 
 class FrozenTeacher(FrozenModel):
@@ -62,13 +64,12 @@ class FrozenTeacher(FrozenModel):
         Raises: NonFiniteError on every rank, naming the samples.
         """
         batches = self.microbatches(share, chunks)
-        found = self.infer(batches, self._fields)
-        bad = [sample for batch, fields in found for values in fields.values() for sample in _bad(batch, values)]
+        found = self.infer(batches, self._host_fields)
+        bad = [sample for _, _, samples in found for sample in samples]
         require_finite(describe_samples("output of the teacher", bad, share), self.device)
         self.memory.offload()
-        names = dict.fromkeys(name for _, fields in found for name in fields)
-        # In host memory: at most the hidden states of all tokens of the step.
-        columns = {name: by_sample((batch, fields[name].cpu()) for batch, fields in found) for name in names}
+        names = dict.fromkeys(name for _, fields, _ in found for name in fields)
+        columns = {name: by_sample((batch, fields[name]) for batch, fields, _ in found) for name in names}
         return TeacherOutputs(
             columns.get("logp", {}),
             columns.get("hidden", {}),
@@ -78,13 +79,19 @@ class FrozenTeacher(FrozenModel):
             teachers=dict.fromkeys(share.samples.tolist(), number),
         )
 
-    def _fields(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, Fields]:
+    def _host_fields(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> HostFields:
+        fields = self._fields(chunk, batch, hidden)
+        bad = [sample for values in fields.values() for sample in _bad(batch, values)]
+        # Now, because the hidden states of a whole step do not fit on the device.
+        return batch, {name: values.cpu() for name, values in fields.items()}, tuple(bad)
+
+    def _fields(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> Fields:
         states, terms = hidden.index_select(0, batch.predictors), self.terms
         fields: Fields = {}
         if terms.in_advantage:
             fields["logp"] = self.objective.outputs.logp_of(chunk, batch, hidden)[1]
         if not terms.in_loss:
-            return batch, fields
+            return fields
         projection = self.objective.outputs.projection(chunk, batch)
         if self.section.top_k:
             fields["top_ids"], fields["top_logp"] = terms.top_tokens(states, projection)
@@ -92,7 +99,7 @@ class FrozenTeacher(FrozenModel):
             fields["hidden"] = states
             # A copy, because the model's own is in host memory, or a shard, when updates need it.
             self._weight = output_weight(chunk).detach().clone() if self._weight is None else self._weight
-        return batch, fields
+        return fields
 
 
 def served_outputs(
