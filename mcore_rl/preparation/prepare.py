@@ -47,7 +47,7 @@ from mcore_rl.preparation.models import (
     critic_layout,
     reward_model_layout,
 )
-from mcore_rl.preparation.teacher import check_teacher, check_vocabulary
+from mcore_rl.preparation.teacher import check_row_temperatures, check_teacher, check_vocabulary
 from mcore_rl.preparation.texts import load_splits
 from mcore_rl.resolved.costs import sequence_cost
 from mcore_rl.resolved.model import ResolvedModel, check_policy_engines, overridden_fields, trained_model
@@ -204,6 +204,8 @@ def prepare(config: Config) -> Prepared:
         sources = Sources.of(data.prompts["train"].columns["data_source"])
     check_sources(algorithm, sources)
     check_teacher_sources(config.teacher, sources)
+    if data.prompts:
+        check_row_temperatures(config.teacher, data.prompts["train"])
     return Prepared(**vars(models), reward_model=reward_model, data=data, sampler=sampler, lines=lines, sources=sources)
 
 

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mcore_rl.algorithms import Estimator
-from mcore_rl.config.models import TeacherSourceConfig
+from mcore_rl.config.models import OTHERS, TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
-from mcore_rl.config.rules.teacher import is_on_engines, replaces_rewards, server_key, uses_teacher
+from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks, replaces_rewards, server_key, uses_teacher
 from mcore_rl.config.rules.validation import check_engine_sizes, check_positions
 from mcore_rl.config.schema import Config
+from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engines.server.client import ServerScorer, connect, served_models, try_server
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.preparation.models import check_implementation, check_weights
 from mcore_rl.resolved.layout import conversion_errors, model_arguments
 from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 PROBED_TOKENS = 256
 """Number of tokens whose texts are compared with a server's, at most."""
+SHOWN_CHARACTERS = 60
+"""Length of the part of a prompt that an error shows."""
 
 
 def check_teacher(config: Config, policy: ResolvedModel, estimator: Estimator) -> None:
@@ -93,6 +96,25 @@ def _check_served(config: Config, policy: ResolvedModel, entry: TeacherSourceCon
             f"teacher.top_k={config.teacher.top_k} must be below the {policy.arguments.vocab_size} tokens of the "
             "vocabulary; lower it"
         )
+
+
+def check_row_temperatures(teacher: TeacherConfig, train: PromptSet) -> None:
+    """Require temperature 1 of training rows whose teachers are on engines or servers.
+
+    Raises: DataError naming the first other row.
+    """
+    if not uses_teacher(teacher) or is_on_ranks(teacher):
+        return
+    named = {entry.source for entry in teacher.entries}
+    columns = zip(train.columns["sampling"], train.columns["data_source"], strict=True)
+    for row, (sampling, source) in enumerate(columns):
+        temperature = (sampling or {}).get("temperature", 1.0)
+        if temperature != 1 and (OTHERS in named or source in named):
+            raise DataError(
+                f"data.train: row {row} of the loaded rows, counted from 0 ({train[row].text[:SHOWN_CHARACTERS]!r}): "
+                f"sampling.temperature is {temperature:g}, and teachers on engines or servers compute "
+                "log-probabilities at temperature 1; remove it, or load the teacher on the actor's ranks"
+            )
 
 
 def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -13,16 +13,17 @@ from tiny_checkpoint import tiny_fields, write_tiny_model
 from tiny_tokenizer import write as write_tokenizer
 
 from mcore_rl.algorithms import estimator
-from mcore_rl.config.models import ActorConfig, ParallelConfig, TeacherConfig
+from mcore_rl.config.models import ActorConfig, ParallelConfig, TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config, ModelConfig, RolloutConfig
+from mcore_rl.data.prompts import prompt_set
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engines.server.interfaces import ServerAnswer
-from mcore_rl.errors import ConfigError
-from mcore_rl.preparation.teacher import check_teacher, check_vocabulary
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.preparation.teacher import check_row_temperatures, check_teacher, check_vocabulary
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.teacher import resolved_teacher
-from mcore_rl.types import TokenScores, TokenSequence
+from mcore_rl.types import Prompt, TokenScores, TokenSequence
 from model_converters.dcp.convert import to_mcore
 from model_converters.hf.side_files import HF_FOLDER
 from model_converters.mapping.layout import TrainLayout
@@ -251,6 +252,30 @@ def test_check_teacher_on_engines_reads_its_configuration(
         return
     with pytest.raises(ConfigError, match=message):
         check_teacher(config, policy, estimator("grpo"))
+
+
+@pytest.mark.parametrize(
+    ("section", "rejected"),
+    [
+        ({"url": "http://a"}, True),
+        ({"hf_path": "/a", "num_engines": 1}, True),
+        ({"hf_path": "/a"}, False),
+        ({}, False),
+        ({"by_source": [TeacherSourceConfig("hot", url="http://a")]}, True),
+        ({"by_source": [TeacherSourceConfig("cold", url="http://a")]}, False),
+    ],
+)
+def test_check_row_temperatures_names_the_row(section: dict[str, Any], rejected: bool) -> None:
+    samplings: list[Any] = [None, {"temperature": 1.0}, {"top_p": 1.0}, {"temperature": 0.7}]
+    rows = [
+        Prompt(row, np.array([1], np.int32), f"text {row}", "hot" if row == 3 else "cold", "", sampling=sampling)
+        for row, sampling in enumerate(samplings)
+    ]
+    if not rejected:
+        check_row_temperatures(TeacherConfig(**section), prompt_set(rows))
+        return
+    with pytest.raises(DataError, match=r"^data\.train: row 3 .*'text 3'\): sampling\.temperature is 0\.7, and teach"):
+        check_row_temperatures(TeacherConfig(**section), prompt_set(rows))
 
 
 def test_check_teacher_reads_a_megatron_checkpoint(tmp_path: Path) -> None:
