@@ -16,7 +16,7 @@ from mcore_rl.config.rules.validation import check_engine_sizes, check_positions
 from mcore_rl.config.schema import Config
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.engines.server.client import ServerScorer, connect, served_models, try_server
+from mcore_rl.engines.server.client import ServerScorer, connect, token_limit, try_server
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.preparation.models import check_implementation, check_weights
 from mcore_rl.resolved.layout import conversion_errors, model_arguments
@@ -152,12 +152,10 @@ def _compare(ours: dict[str, int], path: str, key: str) -> None:
 def _check_server(config: Config, entry: TeacherSourceConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a server computes sequences as long as the run's, and knows the policy's tokens."""
     teacher, rollout = config.teacher, config.rollout
-    key = server_key(teacher)
-    scorer = connect(teacher, entry, key)
+    scorer = connect(teacher, entry, server_key(teacher))
     # Servers sample a token after the sequence.
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens + 1
-    limits = {} if teacher.api == "sglang" else dict(served_models(teacher, entry, key))
-    limit = limits.get(scorer.model)
+    limit = token_limit(scorer)
     if limit is not None and limit < longest:
         raise ConfigError(
             f"{entry.given}: the server's model reads sequences of up to {limit} tokens, and rollout.max_prompt_tokens "

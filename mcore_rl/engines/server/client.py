@@ -121,12 +121,31 @@ def served_models(config: TeacherConfig, entry: TeacherSourceConfig, key: str | 
 
     Raises: ConfigError if the server does not respond.
     """
-    address = f"{str(entry.url).rstrip('/')}/models"
+    root = str(entry.url).rstrip("/")
+    if config.api == "sglang":  # whose other pages need no /v1 in teacher.url
+        root = f"{root.removesuffix('/v1')}/v1"
+    address = f"{root}/models"
     try:
         listed = cast("list[dict[str, object]]", call(address, key, config.timeout_seconds)["data"])
         return [(str(each["id"]), cast("int | None", each.get("max_model_len"))) for each in listed]
     except (_ConnectionFailedError, RejectedError, KeyError, TypeError, AttributeError) as error:
         raise no_answer(entry, error) from None
+
+
+def token_limit(scorer: ServerScorer) -> int | None:
+    """Return the longest sequence of the server's model in tokens; None if the server does not list it.
+
+    Raises: ConfigError if a server whose list has the model's name does not respond.
+    """
+    config, entry = scorer.config, scorer.entry
+    if config.api != "sglang":
+        return dict(served_models(config, entry, scorer.key)).get(scorer.model)
+    try:
+        listed = served_models(config, entry, scorer.key)
+    except ConfigError:  # its scores do not need the list
+        return None
+    # The base model and its adapters, which have no limits of their own.
+    return min((limit for _, limit in listed if limit is not None), default=None)
 
 
 def no_answer(entry: TeacherSourceConfig, error: Exception) -> ConfigError:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.models import TeacherConfig
-from mcore_rl.engines.server.client import ServerScorer, connect, try_server
+from mcore_rl.engines.server.client import ServerScorer, connect, token_limit, try_server
 from mcore_rl.errors import ConfigError, TeacherError
 from mcore_rl.types import TokenSequence
 
@@ -75,7 +75,9 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.answer(200, {"data": [{"id": name, "max_model_len": 64} for name in models]})
+                found = bool(models) and self.path == "/v1/models"
+                listed = [{"id": name, "max_model_len": 64 + place} for place, name in enumerate(models)]
+                self.answer(200 if found else 404, {"data": listed})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -250,3 +252,14 @@ def test_connect_needs_one_model_or_its_name(serve: Callable[..., Server]) -> No
     config = replace(TeacherConfig(url="http://127.0.0.1:9/v1"), timeout_seconds=1)
     with pytest.raises(ConfigError, match=r"^teacher\.url=http://127\.0\.0\.1:9/v1 does not answer: .*refused"):
         connect(config, config.entries[0], None)
+
+
+def test_token_limit_is_the_one_of_the_model(serve: Callable[..., Server]) -> None:
+    server = serve(lambda body: (200, {}), models=("a", "b"))
+    assert token_limit(scorer_of(server.url, served_model="b")) == 65
+    for url in (server.url, server.url.removesuffix("/v1"), f"{server.url}/"):
+        assert token_limit(scorer_of(url, api="sglang")) == 64
+    without = serve(lambda body: (200, {}), models=())
+    assert token_limit(scorer_of(without.url, api="sglang")) is None
+    with pytest.raises(ConfigError, match=r"does not answer: .*HTTP 404"):
+        token_limit(scorer_of(without.url, served_model="b"))

@@ -202,7 +202,7 @@ def test_check_vocabulary_probes_a_server(
         texts[5] = "?"  # the second token that is sent
     scorer = _Scorer(texts, changes.get("logp", -1.0))
     monkeypatch.setattr("mcore_rl.preparation.teacher.connect", lambda *given: scorer)
-    monkeypatch.setattr("mcore_rl.preparation.teacher.served_models", lambda *given: [("other", 1), ("m", limit)])
+    monkeypatch.setattr("mcore_rl.preparation.teacher.token_limit", lambda it: limit)
     monkeypatch.setattr("mcore_rl.preparation.teacher.try_server", lambda it, sequence, k: it.ask(sequence))
     config = served_config()
     if message is None:
