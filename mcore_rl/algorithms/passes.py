@@ -22,14 +22,15 @@ class StepPasses:
 
     later_updates: the policy's, over the samples of all updates except the first. first_update: the policy's, over the
     samples of the first update, for the KL term of the rewards. score_norms: the policy's, over all samples.
-    before_updates: the policy's before each update of each epoch, over its samples, to choose tokens. reference: the
-    reference's, over all samples.
+    before_first, before_later: the policy's before the first update, and before every other update of all epochs, over
+    its samples; see passes_before_update. reference: the reference's, over all samples.
     """
 
     later_updates: bool
     first_update: bool
     score_norms: bool
-    before_updates: bool
+    before_first: bool
+    before_later: bool
     reference: bool
 
     @classmethod
@@ -37,14 +38,16 @@ class StepPasses:
         """Return the passes of the configured run. Raises: ConfigError like configured_loss."""
         algorithm, loss = config.algorithm, configured_loss(config.algorithm)
         corrections = configured_corrections(config, loss)
-        distils = uses_teacher(config.teacher) and config.teacher.in_advantage > 0
+        has_teacher = uses_teacher(config.teacher)
+        distils = has_teacher and config.teacher.in_advantage > 0
         needs = estimator(algorithm.advantage, **advantage_options(algorithm)).needs
         reads = needs_old_logp(algorithm, loss, corrections, distils=distils)
         return cls(
             later_updates=passes_over_later_updates(config, needs_old_logp=reads),
             first_update=algorithm.kl.in_reward > 0,
             score_norms=loss.needs.advantages and needs.score_norms,
-            before_updates=chooses_tokens(algorithm, loss, corrections),
+            before_first=passes_before_update(algorithm, loss, corrections, is_first=True, has_teacher=has_teacher),
+            before_later=passes_before_update(algorithm, loss, corrections, is_first=False, has_teacher=has_teacher),
             reference=has_reference(config),
         )
 
@@ -71,3 +74,20 @@ def chooses_tokens(algorithm: AlgorithmConfig, loss: PolicyLoss, corrections: Se
     """Return True if an update needs tokens that are chosen among all its tokens."""
     corrects = any(correction.chooses_tokens for correction in corrections)
     return loss.needs.selection or corrects or algorithm.high_entropy_share < 1
+
+
+def passes_before_update(
+    algorithm: AlgorithmConfig,
+    loss: PolicyLoss,
+    corrections: Sequence[Correction],
+    *,
+    is_first: bool,
+    has_teacher: bool,
+) -> bool:
+    """Return True if an update needs the current log-probabilities of all its tokens, to choose tokens or to compare
+    the responses of a group.
+
+    Before the first update the policy is the old one, so that its log ratios are 0 without a pass.
+    """
+    ratios_are_zero = is_first and algorithm.old_logp == "trainer" and not has_teacher
+    return chooses_tokens(algorithm, loss, corrections) or (loss.needs.whole_group and not ratios_are_zero)

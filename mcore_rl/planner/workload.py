@@ -148,7 +148,8 @@ def passes_before_updates(config: Config, batch: BatchArithmetic) -> float:
         (passes.later_updates * (1 - first) if batch.updates > 1 else 0.0)
         + passes.first_update * first
         + passes.score_norms
-        + passes.before_updates * epochs
+        + passes.before_first * first
+        + passes.before_later * (epochs - first)
         + passes.reference
         + (1 / every if every else 0.0)
     )

@@ -26,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     "clip_cov": {"policy_loss.name": "clip_cov"},
     "high entropy": {"high_entropy_share": 0.5},
     "second moment": {"corrections": [REJECTED]},
+    "real": {"policy_loss.name": "real"},
+    "real with the rollout's log-probabilities": {"policy_loss.name": "real", "old_logp": "rollout"},
     "token baseline": {"advantage": "optimal_token_baseline"},
 }
 
@@ -93,8 +95,9 @@ def test_passes_of_a_step_are_those_of_the_plan(case: str, counted: tuple[str, d
     every = first + later
     assert found[case] == (
         passes.later_updates * later
-        + passes.first_update * first
-        + (passes.score_norms + passes.reference + passes.before_updates * EPOCHS) * every
+        + (passes.first_update + passes.before_first) * first
+        + passes.before_later * (every * EPOCHS - first)
+        + (passes.score_norms + passes.reference) * every
     )
 
 

@@ -15,7 +15,7 @@ from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult
 from mcore_rl.algorithms.corrections import corrected
 from mcore_rl.algorithms.group_scores import WholeGroupLoss, group_terms
 from mcore_rl.algorithms.interface import PolicyLoss
-from mcore_rl.algorithms.passes import chooses_tokens, needs_old_logp
+from mcore_rl.algorithms.passes import chooses_tokens, needs_old_logp, passes_before_update
 from mcore_rl.algorithms.registry import configured_corrections, configured_loss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, highest, mean_bound, token_keys
 from mcore_rl.algorithms.terms import add_terms
@@ -135,12 +135,11 @@ class Objective:
         return chooses_tokens(self.algorithm, self.loss, self.corrections)
 
     def infers_before_update(self, *, policy_is_old: bool) -> bool:
-        """Return True if `choose_tokens` or `group_terms` needs the current log-probabilities.
-
-        Without a pass, the policy is the old one, so that the log ratios to it are 0.
-        """
-        ratios_are_zero = policy_is_old and self.algorithm.old_logp == "trainer" and self.distillation is None
-        return self.chooses_tokens or (self.loss.needs.whole_group and not ratios_are_zero)
+        """Return True if `choose_tokens` or `group_terms` needs the current log-probabilities."""
+        has_teacher = self.distillation is not None
+        return passes_before_update(
+            self.algorithm, self.loss, self.corrections, is_first=policy_is_old, has_teacher=has_teacher
+        )
 
     def evaluate(
         self,

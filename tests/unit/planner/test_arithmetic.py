@@ -226,6 +226,13 @@ def test_layer_table_of_latent_attention_has_probabilities_on_cpu_only(deepseek:
         (["algorithm.kl.in_loss=0.1"], 0.5 + 1),
         (["algorithm.high_entropy_share=0.2"], 0.5 + 2),
         (["algorithm.policy_loss.name=clip_cov"], 0.5 + 2),
+        # Before all updates of two epochs except the first, which has half of the samples.
+        (["algorithm.policy_loss.name=real"], 0.5 + 1.5),
+        (["algorithm.policy_loss.name=real", "algorithm.old_logp=rollout"], 2),
+        (
+            ["algorithm.policy_loss.name=real", "teacher.url=http://a/v1", "teacher.in_loss=1", "teacher.top_k=4"],
+            0.5 + 2,
+        ),
         (["algorithm.corrections=[{kind: reject, measure: second_moment, high: 0.1}]"], 0.5 + 2),
         (["algorithm.advantage=optimal_token_baseline"], 0.5 + 1),
         (["trainer.objective=sft"], 0),
