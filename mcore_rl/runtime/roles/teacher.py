@@ -100,11 +100,21 @@ class TeacherProcess(RunProcess):
         self._engine.sleep(keep_weights=True)
 
     def _check(self, number: int, scores: TokenScores) -> None:
-        if scores.top_ids is not None and scores.top_ids.max(initial=0) >= self._vocab_size:
+        if (ids := scores.top_ids) is None or not ids.size:
+            return
+        given, remedy = self._config.teacher.entries[number].given, "set teacher.in_loss=0 and teacher.in_advantage=1"
+        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if len(outside):
             raise TeacherError(
-                f"{self._config.teacher.entries[number].given} returned token {scores.top_ids.max()} among the most "
-                f"probable ones, and the policy has {self._vocab_size} tokens; set teacher.in_loss=0 and "
-                "teacher.in_advantage=1"
+                f"{given} returned token {outside[0]} among the most probable ones, and the policy has "
+                f"{self._vocab_size} tokens; {remedy}"
+            )
+        ordered = np.sort(ids, axis=1)
+        twice = ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]]
+        if len(twice):
+            raise TeacherError(
+                f"{given} returned token {twice[0]} twice among the most probable ones of one place, so that its "
+                f"probability would count twice; {remedy}"
             )
 
 

@@ -8,12 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
-from mcore_rl.errors import McoreRLError
+from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import McoreRLError, TeacherError
 from mcore_rl.runtime.phases import Stages
-from mcore_rl.runtime.roles.teacher import ScoredSamples, TeacherGroup, _wanted, assign
+from mcore_rl.runtime.roles.teacher import ScoredSamples, TeacherGroup, TeacherProcess, _wanted, assign
+from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.trajectory_store import FetchRequest
-from mcore_rl.types import Batch, TrajectoryBuffers
+from mcore_rl.types import Batch, ScoreColumn, TokenScores, TokenSequence, TrajectoryBuffers
 from tests.unit.rollouts import batch_of
 from tests.unit.runtime.made import EndedWatch, chunk
 
@@ -112,3 +116,79 @@ def test_wanted_ends_with_the_last_trained_token(temperatures: Any) -> None:
 def test_wanted_rejects_another_temperature(temperatures: Any) -> None:
     with pytest.raises(McoreRLError, match=r"sampled at temperature 0\.7, and teachers on engines or servers"):
         _wanted(trajectories(temperatures), 0)
+
+
+@dataclass
+class Scorer:
+    """Scorer whose results name it and the token: logp is 1000 x number + token, and token + 1 is the most probable."""
+
+    number: int
+    lengths: list[int] = field(default_factory=list)
+
+    def score(self, sequences: list[TokenSequence], top_k: int) -> list[TokenScores]:
+        self.lengths.append(len(sequences))
+        found = []
+        for each in sequences:
+            tokens = each.token_ids[each.start :]
+            ids = tokens[:, None] + 1 + np.arange(top_k, dtype=np.int32)
+            found.append(TokenScores.of(1000 * self.number + tokens, ids, np.full(ids.shape, -9.0)))
+        return found
+
+
+def process_of(monkeypatch: pytest.MonkeyPatch, *scorers: Scorer) -> TeacherProcess:
+    """A process without Ray, whose references are the columns."""
+    process = TeacherProcess.__new__(TeacherProcess)
+    entries = [TeacherSourceConfig(f"s{number}", url=f"http://{number}") for number in range(len(scorers))]
+    process.name, process.spans = "teacher client", SpanRecorder("teacher client")
+    process._config = Config(teacher=TeacherConfig(by_source=entries, top_k=2))
+    process._vocab_size, process._scorers = 100, dict(enumerate(scorers))  # type: ignore[assignment]
+    monkeypatch.setattr(ray, "put", lambda column: column)
+    return process
+
+
+def three_rows() -> TrajectoryBuffers:
+    """Row r has the prompt token 1 and the response tokens 10 r + 10, 10 r + 11, ..., r + 1 of them, all trained."""
+    zeros = np.zeros(6, np.float32)
+    return TrajectoryBuffers(
+        tokens=np.array([1, 10, 1, 20, 21, 1, 30, 31, 32], np.int32),
+        token_offsets=np.array([0, 2, 5, 9]),
+        prompt_tokens=np.ones(3, np.int32),
+        response_offsets=np.array([0, 1, 3, 6]),
+        logp_rollout=zeros,
+        versions=zeros.astype(np.int32),
+        trained=np.ones(6, np.uint8),
+        temperatures=None,
+    )
+
+
+def test_process_scores_each_part_with_its_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorers = Scorer(0), Scorer(1)
+    given = [(1, [7], [2]), (0, [3, 5], [0, 1]), (1, [4, 2], [1, 0]), (0, [9], [2])]
+    parts = [ScoredSamples(number, np.array(samples), np.array(rows, np.int32)) for number, samples, rows in given]
+    columns: list[ScoreColumn] = process_of(monkeypatch, *scorers).score(parts, three_rows())  # type: ignore[assignment]
+    tokens = {0: [10], 1: [20, 21], 2: [30, 31, 32]}
+    for (number, samples, rows), column in zip(given, columns, strict=True):
+        found = column.by_sample()
+        assert list(found) == samples
+        for sample, row in zip(samples, rows, strict=True):
+            assert found[sample].logp.tolist() == [1000 * number + token for token in tokens[row]]
+            top_ids = found[sample].top_ids
+            assert top_ids is not None
+            assert top_ids.tolist() == [[token + 1, token + 2] for token in tokens[row]]
+    assert [scorer.lengths for scorer in scorers] == [[3], [3]]  # one call for all parts of a teacher
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[3, 100]], r"returned token 100 among the most probable ones, and the policy has 100 tokens; set"),
+        ([[3, 4], [-1, 3]], r"returned token -1 among the most probable ones, and the policy has 100 tokens; set"),
+        ([[3, 4], [7, 7]], r"returned token 7 twice among the most probable ones of one place.*; set teacher\.in_loss"),
+    ],
+)
+def test_process_rejects_ids_that_are_no_tokens(
+    monkeypatch: pytest.MonkeyPatch, ids: list[list[int]], message: str
+) -> None:
+    scores = TokenScores.of(np.zeros(len(ids)), np.array(ids), np.full((len(ids), 2), -9.0))
+    with pytest.raises(TeacherError, match=rf"^teacher\.by_source, s1: url=http://1 {message}"):
+        process_of(monkeypatch, Scorer(0), Scorer(1))._check(1, scores)
