@@ -54,13 +54,18 @@ def replaces_rewards(teacher: TeacherConfig) -> bool:
 def server_key(teacher: TeacherConfig) -> str | None:
     """Return the API key in teacher.api_key_variable; None if the servers need no key.
 
-    Raises: ConfigError if the variable is not set.
+    Raises: ConfigError if the variable is not set, or has characters that a header cannot have.
     """
     variable = teacher.api_key_variable
     if variable is None:
         return None
     # An empty variable counts as unset.
     if key := os.environ.get(variable):
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(
+                f"teacher.api_key_variable={variable}: the key has a line break or another character that an HTTP "
+                "header cannot have; export it without"
+            )
         return key
     raise ConfigError(f"teacher.api_key_variable={variable}: there is no such environment variable; export it")
 
@@ -73,6 +78,11 @@ def check_teacher(config: Config) -> None:
         checked = replace(teacher, in_advantage=0.0) if teacher.in_advantage == FORMER_DEFAULT else teacher
         reject_unless_default("teacher", checked, "set teacher.hf_path, teacher.checkpoint or teacher.url")
         return
+    if teacher.served_model is not None and teacher.url is None:
+        raise ConfigError(
+            f"teacher.served_model={teacher.served_model} has no effect without teacher.url; remove it, or set "
+            "served_model of entries of teacher.by_source"
+        )
     _check_entries(teacher)
     given = teacher.entries[0].given
     if is_supervised(algorithm):
@@ -124,6 +134,9 @@ def _check_entries(teacher: TeacherConfig) -> None:
 def _check_entry(teacher: TeacherConfig, entry: TeacherSourceConfig) -> None:
     """Check that an entry has exactly one teacher, which its place can load or reach."""
     url = entry.url
+    if url is not None:
+        # First, because other messages show the URL.
+        _check_url(entry.key("url"), url)
     chosen = {name: getattr(entry, name) for name in ("hf_path", "checkpoint", "url")}
     given = [f"{entry.key(name)}={value}" for name, value in chosen.items() if value is not None]
     if len(given) > 1:
@@ -138,15 +151,27 @@ def _check_entry(teacher: TeacherConfig, entry: TeacherSourceConfig) -> None:
             f"teacher.num_engines={teacher.num_engines}: engines read Hugging Face directories; convert "
             f"{given[0]} with `python -m model_converters to-hf`, or set teacher.num_engines=0"
         )
-    if url is None:
-        if entry.served_model is not None:
-            key = entry.key("served_model")
-            raise ConfigError(f"{key}={entry.served_model} has no effect without a url; remove it")
-        return
-    address = urlsplit(url)
-    # urlsplit accepts any text; without a scheme, the host is part of the path.
-    if address.scheme not in ("http", "https") or not address.hostname:
-        raise ConfigError(f"{entry.key('url')}={url} is not the address of a server; write it as http://host:8000/v1")
+    if url is None and entry.served_model is not None:
+        key = entry.key("served_model")
+        raise ConfigError(f"{key}={entry.served_model} has no effect without a url; remove it")
+
+
+def _check_url(key: str, url: str) -> None:
+    """Check the form of a server's address. Messages leave out a password."""
+    remedy = "write it as http://host:8000/v1"
+    try:
+        address = urlsplit(url)
+        # urlsplit accepts any text; without a scheme, the host is part of the path. It reads `port` only here.
+        valid = address.scheme in ("http", "https") and address.hostname and address.port != 0
+    except ValueError:
+        raise ConfigError(f"{key} is not the address of a server (host or port are malformed); {remedy}") from None
+    if "@" in address.netloc:
+        raise ConfigError(
+            f"{key} has a user or a password, which servers of teachers do not read; remove it, and set "
+            "teacher.api_key_variable for an API key"
+        )
+    if not valid or not url.isascii() or not url.isprintable() or " " in url:
+        raise ConfigError(f"{key}={url} is not the address of a server; {remedy}")
 
 
 def _check_place(config: Config, given: str) -> None:

@@ -61,7 +61,28 @@ ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
             [*ON, "teacher.max_concurrent_requests=2"],
             r"^teacher\.max_concurrent_requests=2 has no effect; set teacher\.num_engines above 0, or teacher\.url",
         ),
-        ([*ON, "teacher.served_model=m"], r"^teacher\.served_model=m has no effect without a url"),
+        ([*ON, "teacher.served_model=m"], r"^teacher\.served_model=m has no effect without teacher\.url; remove"),
+        (
+            [*SERVED[1:], "teacher.served_model=m", "teacher.by_source=[{source: a, url: 'http://b/v1'}]"],
+            r"^teacher\.served_model=m has no effect without teacher\.url; remove it, or set served_model of entries",
+        ),
+        (
+            [*ON, "teacher.by_source=[{source: a, hf_path: /b, served_model: m}]"],
+            r"^teacher\.by_source, a: served_model=m has no effect without a url",
+        ),
+        *(
+            ([f"teacher.url='{url}'", *SERVED[1:]], rf"^teacher\.url{message}")
+            for url, message in (
+                ("http://[abc", r" is not the address of a server \(host or port are malformed\); write it as http:"),
+                (
+                    "http://a:xx/v1",
+                    r" is not the address of a server \(host or port are malformed\); write it as http:",
+                ),
+                ("http://a b/v1", r"=http://a b/v1 is not the address of a server; write it as http:"),
+                ("http://user:secret@a/v1", r" has a user or a password, .*set teacher\.api_key_variable"),
+                ("http://user:secret@a:xx/v1", r" is not the address of a server \(host or port are malformed\)"),
+            )
+        ),
         (
             [*ON, "teacher.by_source=[{source: a}]"],
             r"^teacher\.by_source, a: hf_path must be set, or checkpoint or url",
@@ -110,8 +131,9 @@ ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
     ],
 )
 def test_teacher_keys_that_contradict_are_rejected(base: str, overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as raised:
         validate_keys(load_config(base, overrides))
+    assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +188,12 @@ def test_server_key_comes_from_the_environment(base: str, monkeypatch: pytest.Mo
         server_key(config.teacher)
     monkeypatch.setenv("TEACHER_KEY", "secret")
     assert server_key(config.teacher) == "secret"
+    monkeypatch.setenv("TEACHER_KEY", "secret\n")
+    with pytest.raises(
+        ConfigError, match=r"^teacher\.api_key_variable=TEACHER_KEY: the key has a line break"
+    ) as raised:
+        server_key(config.teacher)
+    assert "secret" not in str(raised.value)
 
 
 def test_teacher_role_leaves_out_what_belongs_to_training(base: str) -> None:
