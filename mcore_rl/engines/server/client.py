@@ -201,7 +201,14 @@ class _HttpsHandler(urllib.request.HTTPSHandler):
         return self.do_open(_Https, req)
 
 
-_open = urllib.request.build_opener(_HttpHandler, _HttpsHandler).open
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes redirects errors: following them would send the API key to another host, and a POST as a GET."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+_open = urllib.request.build_opener(_HttpHandler, _HttpsHandler, _NoRedirects).open
 
 
 def call(address: str, key: str | None, timeout_seconds: float, body: JsonObject | None = None) -> JsonObject:
@@ -227,7 +234,10 @@ def call(address: str, key: str | None, timeout_seconds: float, body: JsonObject
 
 
 def _body(error: urllib.error.HTTPError) -> str:
-    """Return the text of an error. A connection that ends within it does not hide the code."""
+    """Return the text of an error, or the target of a redirect. A connection that ends within it does not hide the
+    code."""
+    if error.code < 400:
+        return _line(f"redirects to {error.headers['Location']}, which is not followed")
     try:
         return _line(error.read().decode(errors="replace"))
     except (OSError, http.client.HTTPException) as failure:

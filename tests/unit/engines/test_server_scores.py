@@ -87,6 +87,8 @@ class Server:
             def answer(self, status: int, body: Any) -> None:
                 text = json.dumps(body).encode()
                 self.send_response(status)
+                if status < 400 and "to" in body:
+                    self.send_header("Location", body["to"])
                 # The connection ends before the last bytes of an error.
                 cut = server.cut_bytes if status >= 400 else 0
                 self.send_header("Content-Length", str(len(text) + cut))
@@ -229,6 +231,8 @@ def test_score_waits_longer_for_an_answer_than_for_a_connection(
     ("answer", "message"),
     [
         ((400, {"error": "too long"}), r"HTTP 400 \{\"error\": \"too long\"\}"),
+        # To a page that answers, but not to this request.
+        ((302, {"to": "/v1/models"}), r"HTTP 302 redirects to /v1/models, which is not followed"),
         ((200, {"choices": [{"text": "x"}]}), r"no log-probabilities in the form of teacher\.api=vllm \(KeyError"),
         ((200, vllm({"prompt": [1, 2], "prompt_logprobs": 1})), r"does not fit: it has 2 tokens, not the 3"),
         ((200, vllm({"prompt": [1, 2, 4], "prompt_logprobs": 1})), r"does not fit: it has no log-probability of tok"),
