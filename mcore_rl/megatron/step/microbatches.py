@@ -284,7 +284,8 @@ def _observations(
     found = []
     for i, start in zip(members, starts, strict=True):
         buffers, place = chunks[share.chunk_ids[i]], int(share.rows[i])
-        found.append(start + observation_predictors(buffers, place, computed_tokens(buffers, place)))
+        predictors = observation_predictors(buffers, place, computed_tokens(buffers, place), packing.vision)
+        found.append(start + predictors)
     whole = np.concatenate([np.empty(0, np.int64), *found])
     _, predictors, owners = _part_of_row(row_lengths, row, whole, packing.context)
     mine = slice(None) if packing.context.size == 1 else owners == packing.context.rank

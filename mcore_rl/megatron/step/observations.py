@@ -2,9 +2,9 @@
 be trained to predict.
 
 A token of a response is an observation if it was not sampled (its version is NOT_SAMPLED). A sampled token that the
-episode does not train is none. Tokens after the last trained token of a response are not computed (see
-microbatches.py), so they are no observations either. The prompt of a sequence has none, even if it contains results of
-earlier turns.
+episode does not train is none. Placeholders of images are none: they stand for features, not for text. Tokens after the
+last trained token of a response are not computed (see microbatches.py), so they are no observations either. The prompt
+of a sequence has none, even if it contains results of earlier turns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mcore_rl.data.trajectories import images_of
 from mcore_rl.types import NOT_SAMPLED, TrajectoryBuffers
+from mcore_rl.vision.positions import placeholders
+from model_converters.families.parts.vision import VisionArguments
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,19 @@ class Observations:
     responses: int
 
 
-def observation_predictors(buffers: TrajectoryBuffers, row: int, computed: int) -> np.ndarray:
+def observation_predictors(
+    buffers: TrajectoryBuffers, row: int, computed: int, vision: VisionArguments | None
+) -> np.ndarray:
     """Return the positions of a trajectory that predict an observation, int64 [m]. computed: number of tokens that are
-    computed; a target is one of them."""
+    computed; a target is one of them. vision: needed if the trajectory has images."""
     response = slice(int(buffers.response_offsets[row]), int(buffers.response_offsets[row + 1]))
-    places = np.flatnonzero(buffers.versions[response] == NOT_SAMPLED)
-    predictors: np.ndarray = int(buffers.prompt_tokens[row]) - 1 + places
-    return predictors[predictors + 1 < computed]
+    targets = int(buffers.prompt_tokens[row]) + np.flatnonzero(buffers.versions[response] == NOT_SAMPLED)
+    targets = targets[targets < computed]
+    if (images := images_of(buffers, row)) is not None:
+        assert vision is not None  # image_inputs rejects images of a model without vision tower
+        targets = np.setdiff1d(targets, placeholders(images, vision.merge_size))
+    predictors: np.ndarray = targets - 1
+    return predictors
 
 
 def observation_weights(counts: np.ndarray, loss_weights: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Images of packed rows: which features belong to which tokens."""
+"""Images of packed rows: which features belong to which tokens, and which tokens are observations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tiny_checkpoint import IMAGE_TOKEN, tiny_fields
 from mcore_rl.errors import DataError
 from mcore_rl.megatron.model.attention.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.step.images import image_inputs
-from mcore_rl.types import PromptImages
+from mcore_rl.megatron.step.microbatches import Packing, build_microbatches
+from mcore_rl.types import NOT_SAMPLED, PromptImages, RankShare, TrajectoryBuffers
 from model_converters.families import family_for
 
 FIELDS = tiny_fields("qwen3_vl")
@@ -81,6 +82,30 @@ def test_image_of_a_tool_answer_leaves_the_prompt_shared() -> None:
     assert images.places.tolist() == [2, 3, 4, 5, 6, 7, 14, 15, 16, 17, 18, 19, 25, 30]
     # The sampled placeholder and the image of the answer each take one position.
     assert positions[:, 20:28].tolist() == [[5, 6, 7, 8, 9, 10, 11, 12]] * 3
+
+
+def test_placeholders_of_a_tool_answer_are_no_observations() -> None:
+    """The policy samples token 3, a tool answers 4, an image of 6 features and 5, and the policy samples 6."""
+    response = np.array([3, 4, *[IMAGE_TOKEN] * 6, 5, 6], np.int32)
+    sampled = np.isin(response, [3, 6])
+    buffers = TrajectoryBuffers(
+        tokens=np.concatenate([np.array([1, 2], np.int32), response]),
+        token_offsets=np.array([0, 2 + len(response)]),
+        prompt_tokens=np.array([2], np.int32),
+        response_offsets=np.array([0, len(response)]),
+        logp_rollout=np.zeros(len(response), np.float32),
+        versions=np.where(sampled, 0, NOT_SAMPLED).astype(np.int32),
+        trained=sampled.astype(np.uint8),
+        images=(replace(IMAGES, starts=np.array([4], np.int32)),),
+        image_rows=np.array([0], np.int32),
+    )
+    first, one = np.array([0]), np.array([1], np.float32)
+    share = RankShare(first, first, first, first[None], np.array([12]), one, one, one)
+    [batch] = build_microbatches(share, [buffers], Packing(tokens=20, vision=VISION, observed=True))
+    assert batch.observations is not None
+    assert batch.observations.targets.tolist() == [4, 5]
+    assert batch.observations.predictors.tolist() == [2, 9]
+    assert batch.observations.weights.tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(
