@@ -39,7 +39,7 @@ from mcore_rl.planner.workload import num_microbatches
 from mcore_rl.resolved.installed import planned_machine
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
-from mcore_rl.resolved.teacher import resolved_teacher
+from mcore_rl.resolved.teacher import resolved_teacher, teacher_on_engines
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,7 @@ def colocated_ranks(config: Config, policy: ResolvedModel, *, cuda: bool) -> Col
         teacher = _take_turns([teacher_ranks(config, spec, cuda=cuda) for spec in specs])
     elif is_on_engines(config.teacher):
         teacher_engines = _widest(
-            _sleeping_rank(EngineRole.teacher(config.teacher, entry, config.rollout, config.model), config, cuda=cuda)
-            for entry in config.teacher.entries
+            _sleeping_rank(teacher_on_engines(config, entry), config, cuda=cuda) for entry in config.teacher.entries
         )
     reference = has_reference(config) and not base_is_reference(config.actor, config.reference)
     staging = 0
@@ -194,7 +193,15 @@ def _sleeping_rank(role: EngineRole, config: Config, *, cuda: bool) -> Colocated
     check_engine_model(role, config.algorithm, hf_config)
     dtype, key = DTYPES[role.model.dtype], role.checkpoint
     rows, arguments = bound_rows(hf_config, dtype, key), model_arguments(hf_config, key)
-    engine = engine_rank(role.section, config.cluster, rows, arguments, element_bytes=dtype.itemsize, cuda=cuda)
+    engine = engine_rank(
+        role.section,
+        config.cluster,
+        rows,
+        arguments,
+        element_bytes=dtype.itemsize,
+        cuda=cuda,
+        float32_head=role.model.float32_head,
+    )
     if engine.sequences < 1:
         raise ConfigError(
             f"{role.key('gpu_memory_fraction')}={role.section.gpu_memory_fraction:g} ({role.key('kv_cache_gib')} on "

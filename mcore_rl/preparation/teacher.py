@@ -21,7 +21,7 @@ from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.preparation.models import check_implementation, check_weights
 from mcore_rl.resolved.layout import conversion_errors, model_arguments
 from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
-from mcore_rl.resolved.teacher import check_vocabulary_sizes, resolved_teacher
+from mcore_rl.resolved.teacher import check_vocabulary_sizes, resolved_teacher, teacher_on_engines
 from mcore_rl.types import TokenSequence
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def check_teacher(config: Config, policy: ResolvedModel, estimator: Estimator) -
 
 def _check_engines(config: Config, policy: ResolvedModel, entry: TeacherSourceConfig) -> None:
     _check_served(config, policy, entry)
-    role = EngineRole.teacher(config.teacher, entry, config.rollout, config.model)
+    role = teacher_on_engines(config, entry)
     weights = ModelRole.on_engines(role)
     hf_config, _ = policy_config(weights)
     sizes = model_arguments(hf_config, role.checkpoint)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
-from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.roles import EngineRole, ModelRole
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import ResolvedModel, policy_config
@@ -38,6 +39,18 @@ def resolved_teacher(teacher: TeacherConfig, entry: TeacherSourceConfig, policy:
         )
     check_vocabulary_sizes(teacher, entry, spec.arguments.vocab_size, policy.arguments.vocab_size)
     return spec
+
+
+def teacher_on_engines(config: Config, entry: TeacherSourceConfig) -> EngineRole:
+    """Return the role of the engines of an entry's teacher. model.float32_router applies if the teacher has experts.
+
+    Raises: ConfigError for an unreadable config.json, or an unknown family.
+    """
+    role = EngineRole.teacher(config.teacher, entry, config.rollout, config.model)
+    hf_config, _ = policy_config(ModelRole.on_engines(role))
+    if model_arguments(hf_config, role.checkpoint).transformer.get("num_moe_experts"):
+        return role
+    return replace(role, model=replace(role.model, float32_router=False))
 
 
 def check_vocabulary_sizes(teacher: TeacherConfig, entry: TeacherSourceConfig, theirs: int, ours: int) -> None:

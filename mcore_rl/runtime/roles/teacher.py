@@ -12,7 +12,7 @@ import numpy as np
 import ray
 
 from mcore_rl.config.models import TeacherConfig
-from mcore_rl.config.roles import EngineRole, ModelRole
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.teacher import server_key
 from mcore_rl.config.schema import Config
 from mcore_rl.engines.server.client import connect
@@ -22,6 +22,7 @@ from mcore_rl.ports import TokenScorer
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import policy_config
 from mcore_rl.resolved.placement import Guests
+from mcore_rl.resolved.teacher import teacher_on_engines
 from mcore_rl.runtime.calls import ProcessHandle, Ref, passed
 from mcore_rl.runtime.delivery import Delivery, rows_by_rank
 from mcore_rl.runtime.health import Starts, Watch
@@ -239,22 +240,30 @@ def _wanted(trajectories: TrajectoryBuffers, row: int) -> tuple[TokenSequence, n
     return TokenSequence(trajectories.tokens[first : first + length], start), trained
 
 
+def engine_settings(config: Config, number: int, name: str) -> EngineSettings:
+    """Return the settings of an engine of the teacher of this number, which computes as the policy's engines do.
+
+    Raises: ConfigError for an unreadable config.json.
+    """
+    role = teacher_on_engines(config, config.teacher.entries[number])
+    return EngineSettings(
+        role.model.hf_path,
+        role.section,
+        dtype=role.model.dtype,
+        seed=config.run.seed,
+        timeout_seconds=config.cluster.collective_timeout_seconds,
+        name=name,
+        float32_head=role.model.float32_head,
+        float32_router=role.model.float32_router,
+        names=role,
+    )
+
+
 def _engine(config: Config, number: int, name: str) -> VllmEngine:
     """Build a sleeping engine with the teacher's weights, which never change."""
     from mcore_rl.engines.vllm.engine import VllmEngine
 
-    role = EngineRole.teacher(config.teacher, config.teacher.entries[number], config.rollout, config.model)
-    engine = VllmEngine(
-        EngineSettings(
-            role.model.hf_path,
-            role.section,
-            dtype=role.model.dtype,
-            seed=config.run.seed,
-            timeout_seconds=config.cluster.collective_timeout_seconds,
-            name=name,
-            names=role,
-        )
-    )
+    engine = VllmEngine(engine_settings(config, number, name))
     # It shares its device with other processes; `score` wakes it.
     engine.sleep(keep_weights=True)
     return engine

@@ -246,6 +246,7 @@ def test_check_teacher_on_engines_reads_its_configuration(
     for name, value in {"num_engines": 1, **keys}.items():
         setattr(config.teacher, name, value)
     config.cluster.device, config.rollout = "cpu", RolloutConfig(max_prompt_tokens=32, max_response_tokens=32)
+    config.model.float32_router = True  # has no effect on a teacher without experts
     policy = policy_of(config)
     if message is None:
         check_teacher(config, policy, estimator("grpo"))

@@ -1,20 +1,30 @@
-"""Group of teachers on engines or servers: shares of work, and scores by data-parallel rank."""
+"""Group of teachers on engines or servers: settings of engines, shares of work, and scores by data-parallel rank."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
+from tiny_checkpoint import tiny_fields
 
-from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
+from mcore_rl.config.models import ModelConfig, TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError, TeacherError
 from mcore_rl.runtime.phases import Stages
-from mcore_rl.runtime.roles.teacher import ScoredSamples, TeacherGroup, TeacherProcess, _wanted, assign
+from mcore_rl.runtime.roles.teacher import (
+    ScoredSamples,
+    TeacherGroup,
+    TeacherProcess,
+    _wanted,
+    assign,
+    engine_settings,
+)
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import Batch, ScoreColumn, TokenScores, TokenSequence, TrajectoryBuffers
@@ -89,6 +99,18 @@ def test_assign_balances_tokens_and_skips_untrained_responses() -> None:
     given = batch([0, 0, 0, 0, 0], [10, 10, 10, 30, 7])
     given = replace(given, trained_tokens=np.array([1, 1, 1, 1, 0], np.int32))
     assert assign(given, np.zeros(5, np.int32), 2).tolist() == [0, 0, 0, 1, -1]
+
+
+@pytest.mark.parametrize(("kind", "has_routers"), [("qwen3", False), ("qwen3_moe", True)])
+def test_engines_of_teachers_compute_in_float32_as_the_policy(kind: str, has_routers: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_fields(kind)))
+    config = Config()
+    config.teacher.hf_path = str(tmp_path)
+    unset = engine_settings(config, 0, "teacher engine 0")
+    assert (unset.float32_head, unset.float32_router) == (False, False)
+    config.model = ModelConfig("policy", dtype="bfloat16", float32_head=True, float32_router=True)
+    found = engine_settings(config, 0, "teacher engine 0")
+    assert (found.float32_head, found.float32_router) == (True, has_routers)
 
 
 def trajectories(temperatures: Any) -> TrajectoryBuffers:
