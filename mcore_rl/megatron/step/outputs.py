@@ -104,6 +104,7 @@ class TokenOutputs:
             group=self.group,
             compute_entropy=False,
             vocab_size=unwrap(chunk).unpadded_vocab_size,
+            float32_head=self.float32_head,
         )
         counted = observed.weights > 0
         sums = [-(logp.detach() * counted).sum(dtype=torch.float64), counted.sum().double()]

@@ -18,6 +18,7 @@ from mcore_rl.megatron.model.output import ModelChunk
 from mcore_rl.megatron.step import logprobs, reverse_kl, tiles
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.objective import Objective, RankBatch
+from mcore_rl.megatron.step.observations import Observations
 from mcore_rl.megatron.step.token_choice import TokenChoice
 
 
@@ -179,13 +180,13 @@ class Head(ModelChunk):
 @pytest.mark.parametrize("chosen", [True, False])
 def test_float32_head_reaches_all_products_of_the_backward_pass(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, all of them are float32; tests/gpu/test_logprobs.py checks the products of GPUs."""
-    found = []
+    found, original = [], tiles.accumulate_product
 
     def product(*tensors: torch.Tensor, float32_head: bool) -> None:
         found.append(float32_head)
-        tiles.accumulate_product(*tensors, float32_head=float32_head)
+        original(*tensors, float32_head=float32_head)
 
-    for module in (logprobs, reverse_kl):
+    for module in (logprobs, reverse_kl, tiles):
         monkeypatch.setattr(module, "accumulate_product", product)
     made = Config()
     made.model.float32_head = chosen
@@ -198,6 +199,7 @@ def test_float32_head_reaches_all_products_of_the_backward_pass(chosen: bool, mo
         outputs.logp(head, hidden, batch, compute_entropy=True)[0],
         reverse_kl.linear_reverse_kl(hidden, policy, hidden.detach(), policy),
         reverse_kl.linear_logp_at(hidden, policy, torch.arange(3)[:, None]),
+        outputs.observation_loss(head, hidden, Observations(torch.arange(3), torch.arange(3), torch.ones(3), 1))[0],
     )
     sum(value.sum() for value in values).backward()
-    assert found == [chosen] * 6  # gradients of hidden states and weight
+    assert found == [chosen] * 8  # gradients of hidden states and weight
