@@ -33,6 +33,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 """MAX_STOPS and MAX_STOP_CHARACTERS bound the work per sampled token."""
 _TRUNCATES = "samples from fewer tokens than the full softmax that the trainer computes"
+_IS_CERTAIN = "leaves one token, whose log-probability is 0 and has no gradient"
 _KEEP_MASK = "rollout.keep_sampling_mask=true"
 _PENALISES = "changes the probabilities of earlier tokens, unlike the softmax that the trainer computes"
 STARTUP_PLAN = "VLLM_ENABLE_STARTUP_PLAN"
@@ -124,6 +125,8 @@ def untrainable(
         return "top_k", f"{_TRUNCATES}; set it to -1 or {_KEEP_MASK}"
     if min_p > 0 and not keeps_mask:
         return "min_p", f"{_TRUNCATES}; set it to 0 or {_KEEP_MASK}"
+    if top_k == 1:
+        return "top_k", f"{_IS_CERTAIN}; set it to at least 2, or to -1 (all tokens)"
     if repetition_penalty != 1:
         return "repetition_penalty", f"{_PENALISES}; set it to 1"
     if temperature == 0:
@@ -194,11 +197,6 @@ def _check_mask(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
         raise ConfigError(
             f"{_KEEP_MASK} has no effect on sampling from all tokens; set rollout.top_p below 1, rollout.top_k or "
             "rollout.min_p above 0, or rollout.keep_sampling_mask=false"
-        )
-    if rollout.top_k == 1:
-        raise ConfigError(
-            "rollout.top_k=1 leaves one token, whose log-probability is 0 and has no gradient; set it to at least 2, "
-            "or to -1 (all tokens)"
         )
     if algorithm.advantage == "optimal_token_baseline":
         raise ConfigError(

@@ -45,5 +45,12 @@ def test_row_with_min_p_needs_sampling_sets() -> None:
         check_sampling({"min_p": 0.1}, "row", trained=True)
 
 
+def test_row_that_leaves_one_token_is_rejected_for_training() -> None:
+    """SGLang samples such rows without its sampler, which records the sets."""
+    with pytest.raises(DataError, match=r"^row: sampling\.top_k is 1, which leaves one token, .* at least 2, or to -1"):
+        check_sampling({"top_k": 1}, "row", trained=True, keeps_mask=True)
+    assert check_sampling({"top_k": 1}, "row", trained=False, keeps_mask=True) == {"top_k": 1}
+
+
 def test_with_overrides_keeps_options_that_rows_cannot_set() -> None:
     assert with_overrides(OPTIONS, {"top_k": 3}) == replace(OPTIONS, top_k=3)
