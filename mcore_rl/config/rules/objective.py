@@ -38,6 +38,7 @@ OF_SCORES = ("center_rewards_coefficient",)
 """Keys of section preference that apply to reward models; the others apply to DPO."""
 OF_TOKENS = {
     "actor": ("actor.logprob_chunk_tokens", "actor.quantization_aware", "actor.moe.router_replay"),
+    "model": ("model.float32_head",),
     "trainer": ("trainer.export_adapter",),
 }
 """Keys of models that predict tokens, which a reward model does not."""

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.engine_support import EXPERT_COUNTS
+from mcore_rl.config.rules.objective import chosen_objective
 from mcore_rl.config.schema import Config, resolved_dtype
 from mcore_rl.errors import ConfigError
 
 
 def check_precision(config: Config) -> None:
-    """Raise ConfigError for a part in float32 where everything is float32 already."""
+    """Raise ConfigError for a part in float32 where everything is float32 already, or in a run without engines."""
     model = config.model
+    if model.float32_router and is_supervised(config.algorithm):
+        raise ConfigError(
+            f"model.float32_router=true has no effect with {chosen_objective(config)}, which has no engines, and the "
+            "trainer's routers are float32 already; set it to false"
+        )
     if resolved_dtype(model.dtype, cuda=config.cluster.device != "cpu") != "float32":
         return
     for key in ("float32_head", "float32_router"):

@@ -138,6 +138,10 @@ def test_objective_reward_model_selects_its_loss_without_reference(base: str) ->
         (["trainer.update_epochs=2"], r"one update per step.*update_epochs=2"),
         (["actor.mtp_loss_coefficient=0.1"], r"mtp_loss_coefficient=0\.1 would train"),
         (["actor.logprob_chunk_tokens=7"], r"actor\.logprob_chunk_tokens=7 has no effect .* predicts no tokens"),
+        (
+            ["model.dtype=bfloat16", "model.float32_head=true"],
+            r"model\.float32_head=True has no effect .* predicts no t",
+        ),
         (["actor.moe.router_replay=policy"], r"actor\.moe\.router_replay=policy has no effect .* predicts no tokens"),
         (["trainer.export_adapter=x", "actor.lora.rank=4"], r"trainer\.export_adapter=x has no effect"),
         (["model.check_logits=always"], r"model\.check_logits=always compares log-probabilities"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import Config
-from mcore_rl.config.load import load_text
+from mcore_rl.config.load import load_config, load_text
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.precision import check_float32_router, check_precision
@@ -34,6 +34,19 @@ def test_check_part_in_float32_of_float32_model_is_rejected(key: str, dtype: str
 @pytest.mark.parametrize(("dtype", "device"), [("bfloat16", "cpu"), ("auto", "cuda"), ("auto", "auto")])
 def test_check_parts_in_float32_of_bfloat16_model_are_accepted(dtype: str, device: str) -> None:
     check_precision(configured(dtype, device, float32_head=True, float32_router=True))
+
+
+@pytest.mark.parametrize(
+    "chosen", ["trainer.objective=sft", "trainer.objective=reward_model", "algorithm.policy_loss.name=sft"]
+)
+def test_check_float32_router_without_engines_is_rejected(base: str, chosen: str) -> None:
+    config = load_config(base, [chosen, "model.dtype=bfloat16", "model.float32_router=true"])
+    with pytest.raises(
+        ConfigError, match=rf"^model\.float32_router=true has no effect with {chosen}, which has no eng"
+    ):
+        check_precision(config)
+    config.model.float32_router, config.model.float32_head = False, True
+    check_precision(config)
 
 
 @pytest.mark.parametrize(
