@@ -61,7 +61,7 @@ def _combined(layers: Sequence[Layer], paths: Sequence[str], *, needs_data: bool
         if is_template(merged.run.dir):
             merged.run.dir = filled(merged.run.dir, paths, datetime.now().astimezone())
         config: Config = OmegaConf.to_object(merged)  # type: ignore[assignment]
-        return select_loss(expand_preset(config))
+        return select_loss(expand_preset(config, {name for layer in layers for name in layer.names()}))
     except OmegaConfBaseException as error:
         raise _unresolved(error, paths) from None
 

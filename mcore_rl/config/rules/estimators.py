@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 
-from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionConfig, ListedCorrectionConfig, is_supervised
+from mcore_rl.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    ListedCorrectionConfig,
+    PolicyLossConfig,
+    is_supervised,
+)
+from mcore_rl.config.fields import changed
+from mcore_rl.config.objectives import RL
 from mcore_rl.config.quantization import UNQUANTIZED
+from mcore_rl.config.rules.objective import chosen_objective
 from mcore_rl.config.rules.presets import PRESETS
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -23,10 +32,12 @@ OF_LABELS = "real"
 """Policy loss that classifies the responses of a group."""
 
 
-def expand_preset(config: Config) -> Config:
-    """Replace algorithm.correction_preset by the values that it stands for.
+def expand_preset(config: Config, given: Collection[str]) -> Config:
+    """Replace algorithm.correction_preset by the values that it stands for. `given`: names of the keys that the user
+    has set, including those set to their default.
 
-    Raises: ConfigError if these keys have other values than their defaults, except for a loss that the preset allows.
+    Raises: ConfigError for a run that samples nothing, for a loss or its options that differ from the preset's, and if
+    other keys that it stands for are not at their defaults.
     """
     algorithm, name = config.algorithm, config.algorithm.correction_preset
     if name is None:
@@ -36,18 +47,18 @@ def expand_preset(config: Config) -> Config:
         hint = f"; did you mean {close[0]}?" if close else "."
         raise ConfigError(f"algorithm.correction_preset={name} is not known{hint} Known: {', '.join(PRESETS)}.")
     preset, chosen = PRESETS[name], f"algorithm.correction_preset={name}"
+    if config.trainer.objective != RL or is_supervised(algorithm):
+        raise ConfigError(
+            f"{chosen} corrects for the policy that sampled, and {chosen_objective(config)} samples nothing; remove it"
+        )
     default = AlgorithmConfig()
     for key in ("corrections", "correction", "old_logp"):
         if getattr(algorithm, key) != getattr(default, key):
             raise ConfigError(
                 f"{chosen} stands for algorithm.corrections and algorithm.old_logp; remove algorithm.{key}"
             )
-    loss = algorithm.policy_loss
-    if preset.policy_loss is not None and loss.name not in (default.policy_loss.name, preset.policy_loss):
-        raise ConfigError(
-            f"{chosen} stands for algorithm.policy_loss.name={preset.policy_loss}, not {loss.name}; remove that key, "
-            "or set algorithm.corrections instead"
-        )
+    if preset.policy_loss is not None:
+        _check_loss(algorithm.policy_loss, preset.policy_loss, chosen, given)
     # replace: the checks of a section run when it is built.
     config.algorithm = replace(
         algorithm,
@@ -55,9 +66,19 @@ def expand_preset(config: Config) -> Config:
         corrections=[ListedCorrectionConfig(**entry) for entry in preset.corrections],  # type: ignore[arg-type]  # by name
         correction=CorrectionConfig(kind="auto" if preset.corrections else "none"),
         old_logp=preset.old_logp,
-        policy_loss=replace(loss, name=preset.policy_loss or loss.name),
+        policy_loss=replace(algorithm.policy_loss, name=preset.policy_loss or algorithm.policy_loss.name),
     )
     return config
+
+
+def _check_loss(loss: PolicyLossConfig, name: str, chosen: str, given: Collection[str]) -> None:
+    """Reject another loss than `name`, which has no options, and options of another one."""
+    stands = f"{chosen} stands for algorithm.policy_loss.name={name}"
+    if "algorithm.policy_loss.name" in given and loss.name != name:
+        raise ConfigError(f"{stands}, not {loss.name}; remove that key, or set algorithm.corrections instead")
+    for key, value, _ in changed("algorithm.policy_loss", loss):
+        if key != "algorithm.policy_loss.name":
+            raise ConfigError(f"{key}={value} has no effect: {stands}, which has no options; remove {key}")
 
 
 def check_estimator(config: Config) -> None:

@@ -22,8 +22,8 @@ Entry = Mapping[str, str | float | None]
 
 @dataclass(frozen=True)
 class CorrectionPreset:
-    """Values that a preset stands for: entries of algorithm.corrections, algorithm.old_logp, and the policy loss (None:
-    any)."""
+    """Values that a preset stands for: entries of algorithm.corrections, algorithm.old_logp, and a policy loss without
+    options (None: any)."""
 
     corrections: tuple[Entry, ...]
     old_logp: str = "trainer"

@@ -258,6 +258,21 @@ def test_preset_of_policy_gradient_weighs_the_current_policy(tmp_path: Path) -> 
             ["algorithm.correction_preset=pg_rs", "algorithm.policy_loss.name=gspo"],
             r"pg_rs stands for algorithm\.policy_loss\.name=reinforce, not gspo; remove that key",
         ),
+        (
+            ["algorithm.policy_loss.name=ppo_clip", "algorithm.correction_preset=bypass_pg_is"],
+            r"bypass_pg_is stands for algorithm\.policy_loss\.name=reinforce, not ppo_clip; remove that key",
+        ),
+        (
+            ["algorithm.policy_loss.clip_high=0.28", "algorithm.correction_preset=bypass_pg_is"],
+            r"^algorithm\.policy_loss\.clip_high=0\.28 has no effect: .*bypass_pg_is .*; remove algorithm",
+        ),
+        *(
+            (
+                [run, "algorithm.correction_preset=decoupled_seq_is"],
+                rf"^algorithm\.correction_preset=decoupled_seq_is .*, and {run} samples nothing; remove it",
+            )
+            for run in ("trainer.objective=sft", "trainer.objective=dpo", "algorithm.policy_loss.name=sft")
+        ),
         (["algorithm.correction.measure=k3"], r"measure=k3 needs algorithm\.correction\.kind=reject"),
         (["algorithm.corrections=[{kind: none}]"], r"algorithm\.corrections.*kind=none must be one of truncate, mask"),
         (["algorithm.corrections=[{low: 3}]"], r"algorithm\.corrections: low=3 must be .* less than .*high=2"),
