@@ -267,7 +267,8 @@ class SourceConfig:
     source: str = MISSING
     """data_source of the rows."""
     weight: float = setting(1.0, minimum=0)
-    """Factor of the loss of the source's responses. The denominator of algorithm.loss_aggregation does not change."""
+    """Factor of the loss of the source's responses. The denominator of algorithm.loss_aggregation does not change. The
+    term of algorithm.observation_coefficient has no factor; a weight of 0 leaves the responses out of it."""
     advantage: str | None = setting(None, choices=ADVANTAGES)
     """Advantage estimator of the source's responses; null: algorithm.advantage."""
     normalize_by_std: bool | None = None

@@ -69,6 +69,7 @@ def test_microbatch_lists_observations_of_responses() -> None:
     response with a loss weight of 0 does not count."""
     share, buffers = policy_batch.share([0, 2, 4, 6], 0, 1), policy_batch.chunks()
     share.loss_weights[share.samples == 4] = 0.0
+    share.loss_weights[share.samples == 2] *= 3  # such as a factor of the source, which observations do not have
     buffers[0].trained[1] = 0  # a token of sample 0
     [batch] = build_microbatches(share, buffers, Packing(tokens=10_000, observed=True))
     expected, starts = {}, dict(zip(batch.samples, _bounds(batch), strict=False))

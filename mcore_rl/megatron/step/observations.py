@@ -51,7 +51,10 @@ def observation_predictors(
 
 
 def observation_weights(counts: np.ndarray, loss_weights: np.ndarray) -> np.ndarray:
-    """Return the weight of each observation from the counts and loss weights of the responses. Shapes: [b] each ->
-    float32 [sum of counts]."""
+    """Return the weight of each observation from the counts and loss weights of the responses. A loss weight matters
+    only in whether it is 0, since the term has a reduction of its own.
+
+    Shapes: [b] each -> float32 [sum of counts].
+    """
     weights = np.where(loss_weights != 0, 1 / np.maximum(counts, 1), 0.0)
     return np.repeat(weights, counts).astype(np.float32)
