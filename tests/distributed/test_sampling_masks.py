@@ -180,14 +180,16 @@ def test_kept_tokens_mean_counts_the_sets(results: Any) -> None:
 def test_token_outside_its_set_is_rejected_by_sample() -> None:
     chunks = masked_chunks(VOCABULARY)
     share = policy_batch.share(policy_batch.UPDATES[0], 0, 1)
-    assert all(batch.kept is not None for batch in build_microbatches(share, chunks, Packing(SMALL)))
+    assert all(batch.kept is not None for batch in build_microbatches(share, chunks, Packing(SMALL, masked=True)))
+    # A critic, for example, does not read them.
+    assert all(batch.kept is None for batch in build_microbatches(share, chunks, Packing(SMALL)))
     words = chunks[0].kept_words.copy()  # type: ignore[union-attr]
     # The first trained token of sample 0 has a set of one token, since its share is 0.
     words[0] = (words[0] + 1) % VOCABULARY
     with pytest.raises(
         McoreRLError, match=r"sample 0: the trained token \d+ is not in the set that it was sampled from"
     ):
-        build_microbatches(share, [replace(chunks[0], kept_words=words), chunks[1]], Packing(SMALL))
+        build_microbatches(share, [replace(chunks[0], kept_words=words), chunks[1]], Packing(SMALL, masked=True))
 
 
 def test_samples_without_sets_beside_others_are_rejected() -> None:
@@ -196,4 +198,4 @@ def test_samples_without_sets_beside_others_are_rejected() -> None:
     with pytest.raises(
         McoreRLError, match=r"samples \[6, 8\] have no record of the sets that their tokens were sampled"
     ):
-        build_microbatches(share, mixed, Packing(ONE_MICROBATCH))
+        build_microbatches(share, mixed, Packing(ONE_MICROBATCH, masked=True))

@@ -107,9 +107,12 @@ class MegatronActor(TrainedModel):
             if scores:
                 train_head(chunks)
         super().__init__(spec, chunks, num_updates=updates_of_run(config.trainer), seed=seed)
-        if config.algorithm.observation_coefficient:
-            self.packing = replace(self.packing, observed=True)
         self.objective = Objective.from_config(config, self.group, self.context)
+        self.packing = replace(
+            self.packing,
+            observed=config.algorithm.observation_coefficient > 0,
+            masked=self.objective.outputs.masked,
+        )
         self.estimator = estimator(config.algorithm.advantage, **advantage_options(config.algorithm))
         # One data-parallel rank writes per-token values; its last stage has the log-probabilities.
         has_logp = self.counts_tokens and not self.place.dp and self.objective.loss.needs.advantages

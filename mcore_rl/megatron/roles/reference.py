@@ -53,6 +53,7 @@ class FrozenPolicy(FrozenModel):
         if path is not None:
             load_hf(chunks, path, spec.layout, "reference.hf_path")
         super().__init__(spec, chunks, offload=section.offload, name="reference")
+        self.packing = replace(self.packing, masked=objective.outputs.masked)
         if path is None:
             self.copy_from(policy)
         self.memory.offload()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron.step.set_groups import COSTS, HostGroup, group_sets
+from mcore_rl.megatron.step.set_groups import COLUMN_BYTES, COSTS, MASK_BYTES, HostGroup, group_sets
 from mcore_rl.types import RankShare, TrajectoryBuffers
 from mcore_rl.types.token_sets import TokenSets, max_set_words
 
@@ -18,8 +18,8 @@ DROPPED = -1e20
 """Logit of an entry outside the set. exp(DROPPED - m) is exactly 0 for every maximum m of real logits. Its products
 with the number of entries and with a scaled gradient are finite in float32; with -inf or the smallest number they would
 not be, and the sums of a tile without any entry of a set would become NaN when they are rescaled."""
-SET_BYTES = 12
-"""Bytes per id of a set: 8 if it is a column of its group for no other token, and 4 of bits over such columns."""
+SET_BYTES = COLUMN_BYTES + MASK_BYTES
+"""Largest number of bytes per id of a set that is a list: a column of its group for no other token, and bits."""
 MASK_PADDING = 14
 """Largest number of unused columns in a row of an unpacked mask, which consists of whole bytes."""
 
@@ -149,5 +149,6 @@ def trained_sets(
 
 
 def max_device_bytes(vocab_size: int) -> int:
-    """Return the bytes of the largest set of a token. A group has at most a bit for every entry of the vocabulary."""
-    return SET_BYTES * max_set_words(vocab_size)
+    """Return the bytes of the largest set of a token: a list as long as a bit set, whose ids are columns for no other
+    token, and a bit for every entry of the vocabulary."""
+    return COLUMN_BYTES * max_set_words(vocab_size) + -(-vocab_size // 8)

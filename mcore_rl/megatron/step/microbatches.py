@@ -49,7 +49,8 @@ class MicroBatch:
     staleness: version that the updates produce minus version that sampled the token; 1 if the updates start from the
         weights that sampled it, as always in synchronous runs.
     owners: with context parallelism, the rank of each of the M trained tokens of all ranks.
-    kept: sets that the trained tokens were sampled from; None: all tokens of the vocabulary.
+    kept: sets that the trained tokens were sampled from; None: all tokens of the vocabulary, or without
+        Packing.masked.
     observations: tokens that were not sampled, without Packing.observed None.
     positions, images: of a row with images: the positions of all ranks' tokens in time, height and width, and the
         images; else None.
@@ -94,6 +95,7 @@ class Packing:
     context: this rank's part of every row.
     vision: vision tower of the model; None: trajectories must not have images.
     observed: list the observations of the responses.
+    masked: move the sets that tokens were sampled from to the device.
     """
 
     tokens: int
@@ -105,6 +107,7 @@ class Packing:
     context: ContextPart = SINGLE_RANK
     vision: VisionArguments | None = None
     observed: bool = False
+    masked: bool = False
 
 
 def distinct_samples(shares: Sequence[RankShare], *, first: int = 0) -> RankShare:
@@ -244,7 +247,7 @@ def _microbatch(
     )
     whole_responses = np.repeat(np.arange(len(sequences)), [len(arrays["targets"]) for _, arrays in sequences])
     responses = whole_responses[mine]
-    sets = trained_sets(share, members, chunks, trained["targets"])
+    sets = trained_sets(share, members, chunks, trained["targets"]) if packing.masked else None
 
     def to_device(values: np.ndarray) -> torch.Tensor:
         return upload(torch.from_numpy(values), packing.device)

@@ -5,8 +5,9 @@
     large                 entries up to the largest id of all sets        over these entries
     {0, ..., n - 1}       entries up to n - 1                             none: all tokens keep all columns
 
-Small sets cost a copy of the columns' weights instead of the logits of all other entries. Computed on the host, so that
-no size of a group waits for the device.
+Small sets cost a copy of the columns' weights instead of the logits of all other entries. Sets that are stored as lists
+of ids are joined only while their bits stay below MASK_BYTES per id. Computed on the host, so that no size of a group
+waits for the device.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from mcore_rl.types.token_sets import WORD_BITS, TokenSets
 
 BLOCK_TOKENS = 32
 """Number of tokens whose sets are united at a time."""
+COLUMN_BYTES = 8
+"""Bytes of a column's id on the device."""
+MASK_BYTES = 8
+"""Largest number of bytes of bits per id of the sets of listed columns, so that the memory of sets grows with their ids
+and not with the square of the tokens. A block of tokens has at most 1 + BLOCK_TOKENS / 8 per id."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,13 @@ def group_sets(sets: TokenSets, costs: GroupCosts) -> list[HostGroup]:
     extent = int(max(bit_sets.ends.max(initial=0), 1 + sets.take(lists).words.max(initial=-1)))
     groups, large = [], []
     for tokens, ids in _unions(sets, lists, extent, costs):
+        own = sets.take(tokens)
         # Tokens with large sets are one group, which exists anyway.
-        if costs.of(len(tokens), len(ids)) < len(tokens) * extent:
+        cheap = costs.of(len(tokens), len(ids)) < len(tokens) * extent
+        if cheap or not _fits(len(tokens), extent, len(own.words)):
             places = np.zeros(extent, np.int64)
             places[ids] = np.arange(len(ids))
-            groups.append(HostGroup(tokens, len(ids), ids, _bits(sets.take(tokens), places, len(ids))))
+            groups.append(HostGroup(tokens, len(ids), ids, _bits(own, places, len(ids))))
         else:
             large.append(tokens)
     listed = np.concatenate([np.empty(0, np.int64), *large])
@@ -89,22 +97,29 @@ def _unions(
     sets: TokenSets, tokens: np.ndarray, extent: int, costs: GroupCosts
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Divide tokens whose sets are lists of ids into groups of similar sizes, each with the union of its sets. Blocks
-    of tokens are joined as long as this lowers the cost."""
-    lengths = np.diff(sets.offsets)[tokens]
-    tokens = tokens[np.argsort(lengths, kind="stable")]
+    of tokens are joined as long as this lowers the cost and the bits are within MASK_BYTES."""
+    lengths = np.diff(sets.offsets)
+    tokens = tokens[np.argsort(lengths[tokens], kind="stable")]
     group, union = tokens[:0], np.zeros(extent, bool)
     for first in range(0, len(tokens), BLOCK_TOKENS):
         block, own = tokens[first : first + BLOCK_TOKENS], np.zeros(extent, bool)
         own[sets.take(block).words] = True
-        joined = union | own
+        both, joined = np.concatenate([group, block]), union | own
+        num_columns = int(joined.sum())
         apart = costs.of(len(group), int(union.sum())) + costs.of(len(block), int(own.sum()))
-        if len(group) and costs.of(len(group) + len(block), int(joined.sum())) > apart:
+        cheaper = costs.of(len(both), num_columns) <= apart
+        if not len(group) or (cheaper and _fits(len(both), num_columns, int(lengths[both].sum()))):
+            group, union = both, joined
+        else:
             yield group, np.flatnonzero(union)
             group, union = block, own
-        else:
-            group, union = np.concatenate([group, block]), joined
     if len(group):
         yield group, np.flatnonzero(union)
+
+
+def _fits(num_tokens: int, num_columns: int, num_ids: int) -> bool:
+    """Return True if the bits of tokens with `num_ids` ids together are within MASK_BYTES."""
+    return num_tokens * -(-num_columns // 8) <= MASK_BYTES * num_ids
 
 
 def _bits(sets: TokenSets, places: np.ndarray, num_columns: int) -> np.ndarray:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.megatron.step import set_groups
-from mcore_rl.megatron.step.set_groups import GroupCosts, HostGroup, group_sets
+from mcore_rl.megatron.step.kept_tokens import SET_BYTES
+from mcore_rl.megatron.step.set_groups import COSTS, GroupCosts, HostGroup, group_sets
 from mcore_rl.types.token_sets import TokenSets, encode_ids
 
 VOCABULARY = 300
@@ -61,8 +62,28 @@ def test_groups_with_costly_launches_are_joined() -> None:
 
 
 def test_groups_with_costly_copies_use_all_columns() -> None:
-    groups = group_sets(token_sets(SETS), FORBIDDEN)
+    """300 columns take 38 bytes of bits, at most 8 for each of the 5 ids."""
+    large = [list(range(100 + token, 105 + token)) for token in range(4)]
+    groups = group_sets(token_sets([*large, *SETS[8:]]), FORBIDDEN)
     assert [(group.num_columns, group.bits is None) for group in groups] == [(300, False), (64, True), (300, True)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("num_tokens", [31, 2048, 8192])
+def test_groups_of_lists_need_few_bytes_per_id(device: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets of 20 ids of a large vocabulary, with Zipf's distribution, and a few large ones, as top-p leaves them."""
+    monkeypatch.setattr(set_groups, "BLOCK_TOKENS", 32)
+    generator, size = np.random.default_rng(0), 151_936
+    ids = np.minimum(generator.zipf(1.1, (num_tokens, 20)), size) - 1
+    runs = [
+        np.unique(generator.permutation(size)[:800]) if token % 100 == 0 else np.unique(ids[token])
+        for token in range(num_tokens)
+    ]
+    groups = group_sets(TokenSets.of([encode_ids(run, size) for run in runs]), COSTS[device])
+    used = sum(8 * len(group.ids) for group in groups if group.ids is not None)
+    used += sum(group.bits.size for group in groups if group.bits is not None)
+    assert used <= SET_BYTES * sum(map(len, runs))
+    assert sum(len(group.tokens) for group in groups) == num_tokens
 
 
 def test_group_without_large_ids_computes_no_columns_behind() -> None:

@@ -256,8 +256,9 @@ def test_output_projection_of_sampling_masks_counts_mask_and_sets(deepseek: Conf
     run = Execution(section, TrainLayout(2, tp=2), 2, fused=False, cuda=True, imbalance=1.0, square_length=1)
     plain, masked = (_output_projection_bytes(arguments, replace(run, masked=masked), 3) for masked in (False, True))
     logits, hidden = 512 * 129_280 // 2, 7168
-    # 129,280 tokens: 4,040 words of bits and one that marks them; 12 bytes for each word.
-    assert masked - plain == 1.5 * logits + (2 + 4) * logits + 4096 * hidden * 2 + 4096 * 12 * (4041 + 2 * 20)
+    # 129,280 tokens: 4,040 words of bits and one that marks them. As many ids take 8 bytes each, and all tokens a bit.
+    sets = 4096 * (8 * 4041 + 129_280 // 8 + 2 * 16 * 20)
+    assert masked - plain == 1.5 * logits + (2 + 4) * logits + 4096 * hidden * 2 + sets
 
 
 @pytest.mark.parametrize(("chunk", "converted"), [(1024, 32_768), (16_384, 16_384), (256, 129_280 // 2)])
