@@ -368,8 +368,7 @@ class _Site:
 
 
 def _scored_pool(config: Config, scheduler: Scheduler, groups: Mapping[str, RoleGroup]) -> ScoredPool:
-    """Return the pool that generates, grades and scores tasks, with the reward model and the judge, if configured, by
-    their names in metrics and records."""
+    """Return the pool that generates, grades and scores tasks. Scorers have their names in metrics and records."""
     scorers = {}
     if (model := _group_of(groups, RewardModelGroup)) is not None:
         scorers["model"] = WeightedScorer(model, config.reward_model.weight)
@@ -384,8 +383,7 @@ def _group_of(groups: Mapping[str, RoleGroup], kind: type[G]) -> G | None:
 
 
 def _steals(reward: RewardConfig) -> bool:
-    """Return whether idle engines may take requests from others: batch graders need all responses of a task on one
-    engine."""
+    """Return whether idle engines may take requests: batch graders need all responses of a task on one engine."""
     return reward.manager != "batch"
 
 

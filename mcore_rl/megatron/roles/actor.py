@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_rl.algorithms import advantage_options, estimator
@@ -25,9 +24,10 @@ from mcore_rl.megatron.model.loading import fill_value_model, load_hf
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.value_model import ValueModel, train_head
 from mcore_rl.megatron.optim.optimizer import updates_of_run
-from mcore_rl.megatron.roles.rank_model import TrainedModel, join_and_build
+from mcore_rl.megatron.roles.rank_model import join_and_build
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.roles.teacher import FrozenTeacher, served_outputs
+from mcore_rl.megatron.roles.whole_updates import WholeUpdates
 from mcore_rl.megatron.step.distillation import TeacherOutputs
 from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
@@ -37,12 +37,10 @@ from mcore_rl.megatron.step.microbatches import (
     chosen_samples,
     distinct_samples,
     sequence_sums,
-    whole_by_sample,
 )
 from mcore_rl.megatron.step.mismatch import logp_gap, mismatch
 from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, RankBatch, non_finite_samples
 from mcore_rl.megatron.step.replay import engine_routing
-from mcore_rl.megatron.step.token_choice import TokenChoice
 from mcore_rl.megatron.step.token_values import TokenValueWriter
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import (
@@ -67,15 +65,14 @@ from model_converters.mapping.table import bind
 logger = logging.getLogger(__name__)
 
 
-class MegatronActor(TrainedModel):
+class MegatronActor(WholeUpdates):
     """The policy on one rank: model, optimizer, loss, and the reference of a KL term.
 
     With trainer.objective=reward_model it is a value model, whose scores have the place of log-probabilities
     (step/scores.py).
 
     `reference` is None without a KL term. `teachers` are the teachers on these ranks, in the order of
-    TeacherConfig.entries. Passes over a batch take a RankBatch and
-    return one with their results added.
+    TeacherConfig.entries. Passes over a batch take a RankBatch and return one with their results added.
 
     `init_method` is tcp://host:port of the process group to join, or None if this process has joined it already.
 
@@ -314,7 +311,7 @@ class MegatronActor(TrainedModel):
         Collective: the data-parallel ranks of the last stage; all ranks, if the estimator needs score_norms.
         Raises: NonFiniteError on every rank, naming the samples.
         """
-        norms = self._score_norms(batch) if self.estimator.needs.score_norms else None
+        norms = self.score_norms(batch) if self.estimator.needs.score_norms else None
         if self.place.pp < self.layout.pp - 1:
             return batch, {}, {}
         estimates = estimate_tokens(
@@ -329,19 +326,6 @@ class MegatronActor(TrainedModel):
         # All context-parallel ranks have the same whole responses; one of them counts the tokens.
         metrics = estimates.describe() if self.counts_tokens and not self.place.cp else {}
         return replace(batch, token_advantages=estimates.advantages), metrics, estimates.returns
-
-    def _score_norms(self, batch: RankBatch) -> dict[int, np.ndarray]:
-        """Compute the squared norms of the scores of all tokens, for the policy before the updates; empty on ranks of
-        other stages than the last. Shapes: float32 [n] by sample."""
-        every = distinct_samples(batch.shares)
-        found = self.infer(self.microbatches(every, batch.chunks), self.objective.outputs.score_norms_of)
-        norms: dict[int, np.ndarray] = {}
-        for microbatch, values in found:
-            if microbatch.samples:
-                norms |= whole_by_sample(microbatch, values, self.context)
-        bad = [sample for sample, values in norms.items() if not np.isfinite(values).all()]
-        require_finite(describe_samples("norm of the score", bad, every), self.device)
-        return norms
 
     def update(self, batch: RankBatch, index: int) -> dict[str, Metric]:
         """Run one optimizer step on the samples of share `index`. All data-parallel ranks step together.
@@ -366,7 +350,7 @@ class MegatronActor(TrainedModel):
         replays, records = batch.replays and not policy_is_old, batch.replays and policy_is_old
         microbatches = self.microbatches(share, batch.chunks)
         trained, routed = self.token_weights(microbatches)
-        choice = self._choose_tokens(batch, index, microbatches, replays=replays)
+        choice = self.choose_tokens(batch, index, microbatches, replays=replays)
         rows = [
             self.routing.row(microbatch, token_weight=routed, replays=replays, records=records)
             for microbatch in microbatches
@@ -377,19 +361,12 @@ class MegatronActor(TrainedModel):
             policy_is_old=policy_is_old,
             choice=choice,
             mtp_weight=trained,
-            response_weight=self._response_weight(microbatches) if self.packing.observed else 0.0,
+            response_weight=self.response_weight(microbatches) if self.packing.observed else 0.0,
         )
         suspects = f"loss or {self.objective.outputs.quantity}"
         reports = self._accumulate(share, microbatches, rows, loss, suspects=suspects)
         self.routing.keep(microbatches, rows)
         return microbatches, reports
-
-    def _response_weight(self, microbatches: list[MicroBatch]) -> float:
-        """Return 1 / (responses of the update with a loss weight) on all ranks."""
-        observed = [each.observations for each in microbatches if each.observations is not None]
-        count = torch.tensor([sum(each.responses for each in observed)], dtype=torch.int64, device=self.device)
-        dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
-        return 1 / max(int(count), 1)
 
     def export_plan(self) -> list[TensorPlan]:
         """List every HF tensor with the ranks that write its slices. Equal on all ranks; not collective."""
@@ -404,41 +381,3 @@ class MegatronActor(TrainedModel):
     def _dtype(self) -> torch.dtype:
         """Dtype of exported weights: the dtype in which layers use the parameters."""
         return self.chunks[0].config.params_dtype
-
-    def _choose_tokens(
-        self, batch: RankBatch, index: int, microbatches: list[MicroBatch], *, replays: bool
-    ) -> TokenChoice:
-        """Compute what the loss of update `index` needs from the whole update, with an extra forward pass if it needs
-        current log-probabilities.
-
-        Collective: all ranks.
-        """
-        objective, policy_is_old = self.objective, index == 0
-        compares = objective.loss.needs.whole_group
-        if not (objective.chooses_tokens or compares):
-            return TokenChoice()
-        found: list[tuple[MicroBatch, torch.Tensor, torch.Tensor]] = []
-        infers = objective.infers_before_update(policy_is_old=policy_is_old)
-        if infers:
-            rows = [self.routing.row(microbatch, replays=replays) for microbatch in microbatches]
-            found = self.infer(microbatches, objective.outputs.logp_and_entropy_of, rows)
-        # Ranks of other stages have no log-probabilities and take no part in the reductions.
-        if self.place.pp < self.layout.pp - 1:
-            return TokenChoice()
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-        def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
-            dist.all_reduce(tensor, group=group)
-            return tensor
-
-        choice = TokenChoice()
-        if objective.chooses_tokens:
-            seed = self.config.run.seed + 1_000_003 * self.scheduler.num_steps  # a different seed for every update
-            choice = objective.choose_tokens(found, batch, seed=seed, all_reduce=all_reduce)
-        if not compares:
-            return choice
-        parts = [(each, logp) for each, logp, _ in found] if infers else [(each, None) for each in microbatches]
-        share = batch.shares[index]
-        most = torch.tensor([share.samples.max(initial=0) + 1], dtype=torch.int64, device=self.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        return replace(choice, groups=objective.group_terms(parts, batch, share, int(most), all_reduce=all_reduce))
