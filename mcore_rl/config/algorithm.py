@@ -71,7 +71,8 @@ class PolicyLossConfig:
     """Policy in the denominator of the ratio of cispo, dppo_tv, dppo_kl, vespo and dro: the trainer's before the first
     update of a batch (old), or the engine's at sampling (rollout), which needs no pass for old log-probabilities."""
     mask_anchor: str | None = setting(None, choices=("old", "rollout"))
-    """Policy that the trust region of dppo_tv and dppo_kl is around, if it is not anchor; the ratio stays at anchor."""
+    """Policy at the center of the trust region (mask) of dppo_tv and dppo_kl; null: the policy of anchor, to which the
+    ratio in the loss always refers."""
     ratio_cap: float | None = setting(None, above=1)
     """Upper bound of the ratio with which dppo_tv and dppo_kl weigh the gradient."""
     tau_pos: float | None = setting(None, above=0)
@@ -97,7 +98,7 @@ class PolicyLossConfig:
     safety_ratio: float | None = setting(None, above=0)
     """Probability ratio above which fipo limits the weight of a token with a negative advantage to 0.8 to 1."""
     tau: float | None = setting(None, above=0, unit="nats")
-    """Temperature of the scores of real."""
+    """Temperature of real, by which it divides the scores of responses."""
     prox: str | None = setting(None, choices=("recomputed", "loglinear", "metrics"))
     """Source of the proximal policy of decoupled_ppo."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -323,8 +324,8 @@ class AlgorithmConfig:
     tokens; their factors are multiplied. At most one may be a weight (truncate, mask); the others are of kind
     reject."""
     correction_preset: str | None = setting(None, choices=tuple(PRESETS))
-    """Preset of verl or SkyRL that stands for algorithm.corrections, old_logp and policy_loss.name. The resolved
-    configuration contains these, and null here."""
+    """Named setting of verl or SkyRL that sets algorithm.corrections, old_logp and, for some names, policy_loss.name;
+    null: none. The resolved configuration contains these values, and null here."""
     old_logp: str = setting("trainer", choices=("trainer", "rollout"))
     """Old policy of the loss: the trainer's before the first update of a batch, which takes a forward pass over the
     samples of all later updates; or rollout, the engine's log-probabilities at sampling, without a pass. Then the

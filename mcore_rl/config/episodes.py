@@ -28,9 +28,9 @@ class EpisodeConfig:
         None, choices=(SINGLE_TURN, WITH_TOOLS, WITH_ENVIRONMENT, *WITH_GATEWAY), function=True
     )
     """Type of episode. single_turn: one response; tools: the model calls tools until a turn has no call; environment: a
-    user's class answers every turn; gateway: a program uses the model through an OpenAI-compatible server; serving: as
-    gateway, and requests need no session (`mcore-rl serve` sets it); or `module_or_file.py:name` of a class with `async
-    def run(self, session, prompt)` or an async function of these arguments. null: tools if rollout.tools is set,
+    user's class answers every turn; gateway: a program uses the model through an OpenAI-compatible server; serving:
+    like gateway, but requests need no session (`mcore-rl serve` sets it); or `module_or_file.py:name` of a class with
+    `async def run(self, session, prompt)` or an async function of these arguments. null: tools if rollout.tools is set,
     environment if rollout.environment is set, else single_turn."""
     episode_kwargs: dict[str, str] = field(default_factory=dict)
     """Keyword arguments of a user's episode class or environment."""
@@ -63,17 +63,19 @@ class EpisodeConfig:
     its oldest turns (drop_turns), which starts a new sequence."""
     harness: str | None = None
     """Program of each episode with rollout.episode=gateway: a command, which runs in the sandbox; or
-    `module_or_file.py:name` of a function of (row, base_url, api_key); null: programs take sessions by themselves, such
-    as `mcore-rl harness-worker`."""
+    `module_or_file.py:name` of a function of (row, base_url, api_key); null: programs such as `mcore-rl harness-worker`
+    request sessions from the gateway."""
     harness_files: list[str] = field(default_factory=list)
-    """Names of files that a command writes, for the reward function (extra_info.harness.files)."""
+    """Names of files that the command of rollout.harness writes and the reward function receives
+    (extra_info["harness"]["files"])."""
     gateway_address: str = "127.0.0.1"
     """Address of the host on which its gateway listens; 0.0.0.0: all addresses, for programs on other machines."""
     gateway_port: int = setting(0, minimum=0, maximum=65535)
     """Port of the gateway on each host; 0: a free port, which the run directory's gateways.json lists."""
     gateway_branches: str = setting(ALL, choices=(LAST, ALL, BY_HARNESS))
-    """Sequences of a session that are trained, if its program has started several. last: the one with the last reply;
-    all; by_harness: those with a reply that got a reward of its own, or all if there is none."""
+    """Sequences of a session that are trained, if its program has started several. last: the sequence with the last
+    reply; all; by_harness: sequences with a reply that has a reward of its own, or all if there is none."""
     gateway_sampling: str = setting("run", choices=("run", "request"))
-    """Temperature, top_p and top_k of replies. run: of the run, whatever a request says; request: of the request, which
-    is refused if its distribution cannot be trained. Stop strings and token limits of requests always apply."""
+    """Source of temperature, top_p, top_k and min_p of replies. run: the keys of the run; values in requests are
+    ignored. request: the request, which is refused if its distribution cannot be trained. Stop strings and token limits
+    of requests always apply."""

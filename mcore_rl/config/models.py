@@ -1,5 +1,4 @@
-"""The section of the model, and those of models on Megatron ranks: layout, optimizer, memory, and the roles that use
-them."""
+"""Section `model`, and sections of models on Megatron ranks: layout, optimizer, memory, and the roles that use them."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ class ModelConfig:
     """Compute logits in float32 in engines, too, from hidden states and output weights in model.dtype. The trainer's
     logits are always float32; with this key, their gradients are not rounded on GPUs either."""
     float32_router: bool = False
-    """Compute the logits of routers in float32 in engines, too, so that rounding does not choose other experts than the
-    trainer, whose routers are always float32."""
+    """Compute the logits of routers in float32 in engines, too, so that engines choose the same experts as the trainer,
+    whose routers are always float32."""
     random_init: bool = False
     """Initialize the weights randomly, from config.json and run.seed, instead of loading them (for tests and throughput
     measurements)."""
@@ -255,7 +254,7 @@ class TeacherSourceConfig:
     checkpoint: str | None = setting(None, path=True)
     """Megatron checkpoint of the teacher, like teacher.checkpoint."""
     url: str | None = None
-    """Address of a server that has the teacher, like teacher.url."""
+    """Address of a server with the teacher, like teacher.url."""
     served_model: str | None = None
     """Model name on the server, like teacher.served_model."""
 
@@ -286,16 +285,16 @@ class TeacherConfig:
 
     hf_path: str | None = setting(None, path=True, hub="model")
     """Hugging Face directory of the teacher, with the policy's tokenizer. Its family and sizes may differ from the
-    policy's; null: no teacher, or the one of teacher.checkpoint or teacher.url."""
+    policy's; null: the teacher of teacher.checkpoint or teacher.url, or no teacher."""
     checkpoint: str | None = setting(None, path=True)
     """Megatron checkpoint of the teacher instead of hf_path, such as RUN_DIR/checkpoints/step_100 of a run without
     adapters, saved in any layout. The teacher then runs on the actor's ranks."""
     url: str | None = None
-    """Address of a server that has the teacher and returns log-probabilities of given tokens, such as
+    """Address of a server with the teacher that returns log-probabilities of given tokens, such as
     http://host:8000/v1; null: no server."""
     by_source: list[TeacherSourceConfig] = field(default_factory=list)
     """List of teachers by data_source. Responses to rows of other sources learn from the teacher of hf_path, checkpoint
-    or url; if all are null, they have no term of a teacher."""
+    or url; if all three are null, no term is added for them."""
     in_advantage: float = setting(0.0, minimum=0)
     """Weight of log p_teacher - log p_old (nats) of each sampled token, which is added to the token's advantage. p_old
     is the old policy of the loss (algorithm.old_logp). 0: no such term."""

@@ -33,8 +33,8 @@ class PreferenceConfig:
     rejected response; docs/preference.md has the formulas."""
 
     loss: str = setting(SIGMOID, choices=PREFERENCE_LOSSES)
-    """Loss of the margin, for dpo. sigmoid: DPO. ipo: squared distance from 1 / (2 beta), in nats. hinge: SLiC. robust:
-    DPO without the bias of swapped labels, whose fraction is label_smoothing."""
+    """Loss of the margin, for dpo. sigmoid: DPO. ipo: squared distance of margin / beta from 1 / (2 beta). hinge: SLiC.
+    robust: DPO, corrected for the fraction label_smoothing of swapped labels."""
     beta: float = setting(0.1, above=0)
     """Factor of the rewards: a response's reward is beta times the sum of log policy - log reference over its
     tokens."""
