@@ -55,7 +55,7 @@ def expand_preset(config: Config, given: Collection[str]) -> Config:
     for key in ("corrections", "correction", "old_logp"):
         if getattr(algorithm, key) != getattr(default, key):
             raise ConfigError(
-                f"{chosen} stands for algorithm.corrections and algorithm.old_logp; remove algorithm.{key}"
+                f"{chosen} sets algorithm.corrections and algorithm.old_logp; remove algorithm.{key}, or the preset"
             )
     if preset.policy_loss is not None:
         _check_loss(algorithm.policy_loss, preset.policy_loss, chosen, given)

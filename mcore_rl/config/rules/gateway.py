@@ -36,12 +36,12 @@ def check_gateway(rollout: RolloutConfig, episode: str) -> None:
     if rollout.harness_files and (rollout.harness is None or harness_is_function(rollout.harness)):
         raise ConfigError(
             f"rollout.harness_files names files of a command, but rollout.harness is {written(rollout.harness)}; "
-            "remove it, or return what the reward needs from the function"
+            "remove rollout.harness_files; a function returns a dict with the values that graders need"
         )
     if rollout.long_history == "drop_turns":
         raise ConfigError(
             f"rollout.long_history=drop_turns is not used by rollout.episode={GATEWAY}: a program shortens its own "
-            "history when a reply fails with context_length_exceeded; set rollout.long_history=end"
+            "history when a request is refused with context_length_exceeded; set rollout.long_history=end"
         )
 
 

@@ -93,14 +93,14 @@ def check_teacher(config: Config) -> None:
     if not teacher.in_advantage and not teacher.in_loss:
         raise ConfigError(
             f"{given} has no effect with teacher.in_advantage=0 and teacher.in_loss=0: set teacher.in_advantage=1 for "
-            "the teacher's log-probabilities in the advantages, teacher.in_loss=1 for the reverse KL in the loss, or "
-            "the teacher to null"
+            "the teacher's log-probabilities in the advantages, or teacher.in_loss=1 for the reverse KL in the loss; "
+            "or remove the teacher"
         )
     if config.rollout.keep_sampling_mask:
         raise ConfigError(
             f"{given}: the teacher's distribution covers the whole vocabulary, and rollout.keep_sampling_mask=true "
-            "trains on the sampled sets; sample from all tokens with rollout.keep_sampling_mask=false, or set the "
-            "teacher to null"
+            "trains on the sampled sets; sample from all tokens with rollout.keep_sampling_mask=false, or remove the "
+            "teacher"
         )
     if not teacher.in_loss:
         reject_unless_default("teacher", teacher, "set teacher.in_loss above 0", ("top_k",))
@@ -120,14 +120,18 @@ def _check_entries(teacher: TeacherConfig) -> None:
     """Check that every entry has one teacher, and that all are in one kind of place."""
     named = [entry.source for entry in teacher.by_source]
     if twice := [name for name in dict.fromkeys(named) if named.count(name) > 1]:
-        raise ConfigError(f"teacher.by_source names {', '.join(twice)} twice; leave one entry")
+        raise ConfigError(f"teacher.by_source names {', '.join(twice)} twice; remove one of the entries")
     if OTHERS in named:
-        raise ConfigError("teacher.by_source has an entry with an empty source; set teacher.hf_path or teacher.url")
+        raise ConfigError(
+            "teacher.by_source has an entry with an empty source; name a data_source, or set teacher.hf_path, "
+            "teacher.checkpoint or teacher.url for all other rows"
+        )
     for entry in teacher.entries:
         _check_entry(teacher, entry)
     if is_on_server(teacher) and any(entry.url is None for entry in teacher.entries):
         raise ConfigError(
-            "teacher: some teachers have a url and others a directory; serve all of them, or load all of them"
+            "teacher: some teachers have a url and others a directory; set url for all of them, or hf_path or "
+            "checkpoint for all of them"
         )
 
 
@@ -145,7 +149,7 @@ def _check_entry(teacher: TeacherConfig, entry: TeacherSourceConfig) -> None:
             "teacher.tokenizer_path)"
         )
     if not given:
-        raise ConfigError(f"{entry.key('hf_path')} must be set, or checkpoint or url: the entry has no teacher")
+        raise ConfigError(f"{entry.key('hf_path')}, checkpoint or url must be set: the entry has no teacher")
     if teacher.num_engines and entry.checkpoint is not None:
         raise ConfigError(
             f"teacher.num_engines={teacher.num_engines}: engines read Hugging Face directories; convert "
@@ -190,11 +194,14 @@ def _check_place(config: Config, given: str) -> None:
             "server; set it to 0"
         )
     where = "a server" if is_on_server(teacher) else f"engines (teacher.num_engines={teacher.num_engines})"
-    reject_unless_default("teacher", teacher, "leave the teacher on the actor's ranks", RANK_KEYS)
+    reject_unless_default(
+        "teacher", teacher, "set teacher.num_engines=0 and teacher.hf_path or teacher.checkpoint", RANK_KEYS
+    )
     if teacher.in_loss and not teacher.top_k:
         raise ConfigError(
-            f"teacher.in_loss={teacher.in_loss:g} over the whole vocabulary needs the teacher's hidden states, and "
-            f"{where} returns log-probabilities; set teacher.top_k above 0, or teacher.in_advantage=1 instead"
+            f"teacher.in_loss={teacher.in_loss:g} over the whole vocabulary needs the teacher's hidden states, which "
+            f"{where} cannot return; set teacher.top_k above 0, or teacher.in_loss=0 and "
+            "teacher.in_advantage=1"
         )
     if teacher.top_k and is_on_server(teacher) and teacher.api == "completions":
         raise ConfigError(
@@ -203,9 +210,9 @@ def _check_place(config: Config, given: str) -> None:
         )
     if config.rollout.temperature != 1:
         raise ConfigError(
-            f"rollout.temperature={config.rollout.temperature:g}: {where} returns log-probabilities at temperature 1, "
-            "and both models must have the temperature of the sampling; set it to 1, or load the teacher on the "
-            "actor's ranks"
+            f"rollout.temperature={config.rollout.temperature:g}: log-probabilities from {where} have temperature 1, "
+            "and the policy must be sampled at the same temperature; set it to 1, or load the teacher on the "
+            "actor's ranks (teacher.hf_path with teacher.num_engines=0)"
         )
 
 

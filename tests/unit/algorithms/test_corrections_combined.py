@@ -248,15 +248,15 @@ def test_preset_of_policy_gradient_weighs_the_current_policy(tmp_path: Path) -> 
         ),
         (
             ["algorithm.correction_preset=decoupled_geo_rs", "algorithm.correction.high=3"],
-            r"correction_preset=decoupled_geo_rs stands for .*; remove algorithm\.correction$",
+            r"correction_preset=decoupled_geo_rs sets .*; remove algorithm\.correction, or the preset$",
         ),
         (
             ["algorithm.correction_preset=bypass_ppo_clip", "algorithm.corrections=[{kind: reject}]"],
-            r"bypass_ppo_clip stands for .*; remove algorithm\.corrections$",
+            r"bypass_ppo_clip sets .*; remove algorithm\.corrections, or the preset$",
         ),
         (
             ["algorithm.correction_preset=pg_rs", "algorithm.policy_loss.name=gspo"],
-            r"pg_rs stands for algorithm\.policy_loss\.name=reinforce, not gspo; remove that key",
+            r"pg_rs sets algorithm\.policy_loss\.name=reinforce, but it is gspo; remove",
         ),
         (
             ["algorithm.policy_loss.name=ppo_clip", "algorithm.correction_preset=bypass_pg_is"],

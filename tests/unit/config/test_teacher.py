@@ -40,19 +40,25 @@ ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
         ([*SERVED, "teacher.tp=2"], r"^teacher\.tp=2 has no effect; set teacher\.num_engines above 0"),
         (
             [*SERVED, "teacher.offload=false"],
-            r"^teacher\.offload=False has no effect; leave the teacher on the actor's",
+            r"^teacher\.offload=False has no effect; set teacher\.num_engines=0 and teacher\.hf_path",
         ),
         (
             [*SERVED, "teacher.in_loss=1"],
-            r"^teacher\.in_loss=1 over the whole vocabulary needs .* and a server returns",
+            r"^teacher\.in_loss=1 over the whole vocabulary needs .* which a server cannot return; set",
         ),
         (
             [*SERVED, "teacher.in_loss=1", "teacher.top_k=4", "teacher.api=completions"],
             r"^teacher\.top_k=4: teacher\.api=completions returns no ids",
         ),
-        ([*SERVED, "rollout.temperature=0.7"], r"^rollout\.temperature=0\.7: a server returns .* at temperature 1"),
-        ([*ENGINES, "rollout.temperature=0.7"], r"^rollout\.temperature=0\.7: engines \(teacher\.num_engines=1\) ret"),
-        ([*ENGINES, "teacher.in_loss=1"], r"^teacher\.in_loss=1 over .* and engines \(teacher\.num_engines=1\) return"),
+        ([*SERVED, "rollout.temperature=0.7"], r"^rollout\.temperature=0\.7: .* from a server have temperature 1"),
+        (
+            [*ENGINES, "rollout.temperature=0.7"],
+            r"^rollout\.temperature=0\.7: .* from engines \(teacher\.num_engines=1\)",
+        ),
+        (
+            [*ENGINES, "teacher.in_loss=1"],
+            r"^teacher\.in_loss=1 over .* which engines \(teacher\.num_engines=1\) cannot",
+        ),
         (
             [*ENGINES, "teacher.api=sglang"],
             r"^teacher\.api=sglang has no effect; set teacher\.url instead of teacher\.hf",
@@ -85,19 +91,19 @@ ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
         ),
         (
             [*ON, "teacher.by_source=[{source: a}]"],
-            r"^teacher\.by_source, a: hf_path must be set, or checkpoint or url",
+            r"^teacher\.by_source, a: hf_path, checkpoint or url must be set",
         ),
         (
             [*ON, "teacher.by_source=[{source: a, hf_path: /b}, {source: a, hf_path: /c}]"],
-            r"^teacher\.by_source names a twice; leave one entry",
+            r"^teacher\.by_source names a twice; remove one of the entries",
         ),
         (
             [*ON, "teacher.by_source=[{source: '', hf_path: /b}]"],
-            r"^teacher\.by_source has an entry with an empty source",
+            r"^teacher\.by_source has an entry with an empty source; name a data_source, or set",
         ),
         (
             [*ON, "teacher.by_source=[{source: a, url: 'http://b'}]"],
-            r"^teacher: some teachers have a url and others a d",
+            r"^teacher: some teachers have a url and others a directory; set url for all",
         ),
         ([*ON, "teacher.in_advantage=-1"], r"^teacher\.in_advantage=-1\.0 must be 0 or more"),
         ([*ON, "teacher.top_k=8"], r"^teacher\.top_k=8 has no effect; set teacher\.in_loss above 0"),
