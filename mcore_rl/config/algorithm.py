@@ -71,8 +71,7 @@ class PolicyLossConfig:
     """Policy in the denominator of the ratio of cispo, dppo_tv, dppo_kl, vespo and dro: the trainer's before the first
     update of a batch (old), or the engine's at sampling (rollout), which needs no pass for old log-probabilities."""
     mask_anchor: str | None = setting(None, choices=("old", "rollout"))
-    """Policy at the center of the trust region (mask) of dppo_tv and dppo_kl; null: the policy of anchor, to which the
-    ratio in the loss always refers."""
+    """Policy at the center of the trust region of dppo_tv and dppo_kl; null: anchor, to which the ratio refers."""
     ratio_cap: float | None = setting(None, above=1)
     """Upper bound of the ratio with which dppo_tv and dppo_kl weigh the gradient."""
     tau_pos: float | None = setting(None, above=0)

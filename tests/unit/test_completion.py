@@ -14,7 +14,10 @@ import pytest
 from mcore_rl import cli
 from mcore_rl.completion import complete_key, finder
 
-VERBS = "init train eval plan slurm debug keys report watch compare doctor import-verl import-slime completion".split()
+VERBS = (
+    *"init train eval serve chat plan slurm debug keys report watch compare doctor".split(),
+    *"harness-worker import-verl import-slime completion".split(),
+)
 
 
 @pytest.fixture(autouse=True)
