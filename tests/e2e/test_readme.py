@@ -144,6 +144,7 @@ CASES = {
     "mcore-rl completion zsh": Case(says="^#compdef mcore-rl"),
     "mcore-rl completion fish": Case(says="complete --command mcore-rl"),
     "mcore-rl keys lr": Case(says=r"actor\.optimizer\.lr"),
+    "mcore-rl keys correction_preset": Case(says="decoupled_seq_is_rs"),
     "mcore-rl report runs/demo": Case(
         where={"runs/demo": "runs/compare/dapo"}, needs=("compared",), says="runs/compare/dapo/report.html"
     ),
