@@ -44,7 +44,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-CONCURRENT, SESSIONS, ROUNDS, OPEN_SESSIONS = size((64, 96, 3, 1000), (4, 4, 1, 8))
+CONCURRENT, SESSIONS, ROUNDS, OPEN_SESSIONS = size((64, 64, 3, 1000), (4, 4, 1, 8))
 TURNS, TURN_TOKENS, PROMPT_TOKENS, RESPONSE_TOKENS = size((3, 96, 96, 400), (2, 8, 96, 100))
 HELD_TOKENS = 16
 """Tokens of a turn of a session that is kept open."""
