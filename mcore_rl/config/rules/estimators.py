@@ -73,12 +73,15 @@ def expand_preset(config: Config, given: Collection[str]) -> Config:
 
 def _check_loss(loss: PolicyLossConfig, name: str, chosen: str, given: Collection[str]) -> None:
     """Reject another loss than `name`, which has no options, and options of another one."""
-    stands = f"{chosen} stands for algorithm.policy_loss.name={name}"
+    sets = f"{chosen} sets algorithm.policy_loss.name={name}"
     if "algorithm.policy_loss.name" in given and loss.name != name:
-        raise ConfigError(f"{stands}, not {loss.name}; remove that key, or set algorithm.corrections instead")
+        raise ConfigError(
+            f"{sets}, but it is {loss.name}; remove algorithm.policy_loss.name, or set algorithm.corrections instead "
+            "of the preset"
+        )
     for key, value, _ in changed("algorithm.policy_loss", loss):
         if key != "algorithm.policy_loss.name":
-            raise ConfigError(f"{key}={value} has no effect: {stands}, which has no options; remove {key}")
+            raise ConfigError(f"{key}={value} has no effect: {sets}, which has no options; remove {key}")
 
 
 def check_estimator(config: Config) -> None:

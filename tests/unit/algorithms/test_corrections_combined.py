@@ -260,7 +260,7 @@ def test_preset_of_policy_gradient_weighs_the_current_policy(tmp_path: Path) -> 
         ),
         (
             ["algorithm.policy_loss.name=ppo_clip", "algorithm.correction_preset=bypass_pg_is"],
-            r"bypass_pg_is stands for algorithm\.policy_loss\.name=reinforce, not ppo_clip; remove that key",
+            r"bypass_pg_is sets algorithm\.policy_loss\.name=reinforce, but it is ppo_clip; remove algorithm",
         ),
         (
             ["algorithm.policy_loss.clip_high=0.28", "algorithm.correction_preset=bypass_pg_is"],
