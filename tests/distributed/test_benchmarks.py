@@ -23,12 +23,13 @@ from tests.readme import ROOT
 GROUPS = {
     "engines": ("engine_loop", "episodes"),
     "drafts": ("drafts",),
+    "gateway": ("gateway",),
     "sglang": ("sglang_steps", "sglang_schedules"),
     "runs": ("async_step", "whole_step"),
 }
 """Benchmarks that need processes with their own imports; `python -m benchmarks` runs them."""
-LONG = ("engines", "drafts", "sglang", "runs")
-"""Groups that start two or more engines, five SGLang processes or four whole runs: on demand."""
+LONG = ("engines", "drafts", "gateway", "sglang", "runs")
+"""Groups that start engines, five SGLang processes or four whole runs: on demand."""
 FORKED = [
     name
     for name, benchmark in BENCHMARKS.items()
