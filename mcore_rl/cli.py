@@ -141,10 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     add_configured("eval", "validate only: the newest checkpoint in run.dir, or model.hf_path if there is none")
     text = "serve the newest checkpoint in run.dir, or model.hf_path, with OpenAI's interface; CONFIG may be a run.dir"
     add_configured("serve", text, "rollout.gateway_port=8000")
-    chat = add("chat", "talk to a model that `serve` serves", _chat)
-    chat.add_argument("server", metavar="RUN_DIR|URL", help="run.dir of the served run, or the URL that `serve` prints")
-    chat.add_argument("--system", metavar="TEXT", help="system message")
-    chat.add_argument("--max-tokens", type=int, metavar="N", help="limit of a reply; default: the run's")
+    _add_chat(add("chat", "talk to a model that `serve` serves", _chat))
     text = (
         "preflight without a GPU: memory, communication and computation of every rank; exit code 0: fits, 1: does not "
         "fit, 3: fits, but this version cannot run it"
@@ -180,6 +177,13 @@ def _parser() -> argparse.ArgumentParser:
     completion = add("completion", "print the script that enables completion in a shell", _completion)
     completion.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
     return parser
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    text = "run.dir of the served run, or the URL that `serve` prints"
+    parser.add_argument("server", metavar="RUN_DIR|URL", help=text)
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="limit of a reply; default: the run's")
 
 
 def _add_harness_worker(parser: argparse.ArgumentParser) -> None:

@@ -40,7 +40,8 @@ def serve(config: Config) -> int:
         **{name: getattr(defaults, name) for name in ("episode_kwargs", "environment", "harness", "harness_files")},
         episode=SERVING,
         tools=None,
-        tool_parser=ours.tool_parser,
+        # Nobody sends weights to an engine that is restarted, so the loss of one ends the server.
+        max_engine_restarts=0,
         history="new_sequence",
         long_history="end",
     )

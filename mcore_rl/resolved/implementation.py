@@ -142,7 +142,7 @@ class Implementation:
 
     @property
     def own_attention(self) -> bool:
-        """Whether attention is this project's instead of TransformerEngine's, whatever the layers are."""
+        """True if the core attention is this project's, also in TransformerEngine's layers."""
         return self.attention.value in (SDPA, TORCH_FLASH)
 
     @property

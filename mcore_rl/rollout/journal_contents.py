@@ -11,7 +11,7 @@ a payload:
     SET      number, words of the run                run of the set of the next token, see TokenSets
 
 Files of earlier versions have no TEMPERATURE. Their tokens count as sampled at the temperature of the request that
-continues them. SET entries are those of rollout.keep_sampling_mask, one for each token of a response.
+continues them. Responses have SET entries with rollout.keep_sampling_mask, one for each token.
 """
 
 from __future__ import annotations

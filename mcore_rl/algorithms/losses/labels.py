@@ -37,8 +37,8 @@ class REAL:
     Metrics: ratio_metrics without clip fractions; gradient_weight, the mean of |k_G dL_G / ds_i| over tokens.
 
     Source: arXiv 2602.05630, the loss with anchor logits of 0 and its gradient magnitude. Only the abstract and
-    summaries of the text were available; formula, groups of one label and tau are those of the authors' code
-    (Red-RL/REAL, loss_type=real), which takes rewards of exactly 1 and 0 as labels, and computes groups within a
+    summaries of the text were available; formula, groups of one label and tau follow the authors' code
+    (Red-RL/REAL, loss_type=real). It takes rewards of exactly 1 and 0 as labels, and computes groups within a
     micro-batch.
     Shapes: [B, T], one whole response per row; any one shape if group_loss and slope are given.
     """

@@ -33,8 +33,10 @@ from mcore_rl.megatron.model.rows import fill_parameter
 
 
 class LayerKind(NamedTuple):
-    """Whether layers are TransformerEngine's, and whether these have this project's core attention, as local ones
-    do."""
+    """Kind of the layers of a model.
+
+    engine: they are TransformerEngine's. own_attention: their core attention is this project's, as in local layers.
+    """
 
     engine: bool
     own_attention: bool

@@ -1,4 +1,4 @@
-"""What the loss of an update needs from all its samples, before the backward passes of its micro-batches."""
+"""Passes and reductions over all samples of an update, before the backward passes of its micro-batches."""
 
 from __future__ import annotations
 

@@ -279,8 +279,8 @@ class Objective:
     ) -> dict[int, tuple[float, float]]:
         """Compute the terms of a loss with needs.whole_group for the samples of the update's share.
 
-        parts: this rank's micro-batches with the current log-probabilities; None: those of the old policy, which are
-        not known yet. num_samples: larger than any sample, the same on all ranks. Tokens with a loss weight of 0 do not
+        parts: this rank's micro-batches with the current log-probabilities; None: the old policy's, which are not
+        known yet. num_samples: larger than any sample, the same on all ranks. Tokens with a loss weight of 0 do not
         count.
 
         Collective: the ranks that all_reduce sums over, each with its own tokens.

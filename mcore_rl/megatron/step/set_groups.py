@@ -44,9 +44,9 @@ class GroupCosts:
 
 
 COSTS = {"cpu": GroupCosts(100, 6_000), "cuda": GroupCosts(300, 6_000_000)}
-"""By device. CPU: measured with hidden size 1,024; a copy includes that products of 32 tokens take 1.5 times as long
-per multiply-add. GPU: not measured, estimated for hidden size 4,096 from an H100's bandwidth and bfloat16 speed, and
-from 15 launches of 5 us."""
+"""Costs by device. CPU: measured with hidden size 1,024; a copy includes that products of 32 tokens take 1.5 times as
+long per multiply-add. GPU: not measured, estimated for hidden size 4,096 from an H100's bandwidth and bfloat16 speed,
+and from 15 launches of 5 us."""
 
 
 @dataclass(frozen=True)

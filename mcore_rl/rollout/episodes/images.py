@@ -1,4 +1,4 @@
-"""Images in the sequences of one episode: those of the row's prompt, and those of the answers of tools.
+"""Images in the sequences of one episode, from the row's prompt and from answers of tools.
 
 The chat template writes one placeholder token for an image of an answer, which is repeated here, once per feature. The
 tokens up to the one after the last placeholder of an image identify its place: every sequence that begins with them
@@ -62,7 +62,7 @@ class EpisodeImages:
     def __init__(self, tools: ToolImages, row_ids: np.ndarray, row_images: PromptImages | None) -> None:
         self._tools, self._row_ids, self._row_images = tools, row_ids, row_images
         self._processed: dict[bytes, ProcessedImage] = {}
-        """By encoded image."""
+        """Processed images, by their encoded bytes."""
         self._placed: list[_PlacedImage] = []
 
     async def read(self, tool: str, answer: ToolResult) -> ToolResult:

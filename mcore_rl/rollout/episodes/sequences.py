@@ -58,7 +58,7 @@ class TokenSequence:
         self.tokens = np.concatenate([token_ids, completion.token_ids]).astype(np.int32, copy=False)
 
     def reward(self, value: float, end: int | None = None) -> None:
-        """Add to the reward of the last sampled turn, or of the one that ended at length `end` of the sequence."""
+        """Add to the reward of a sampled turn: the last one, or the turn that ended at length `end` of the sequence."""
         place = (len(self.tokens) if end is None else end) - len(self.prompt_ids) - 1
         self._rewards[place] = self._rewards.get(place, 0.0) + value
 

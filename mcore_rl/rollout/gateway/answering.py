@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
@@ -60,9 +61,8 @@ class Answering(Response):
         answer = asyncio.create_task(self._answer())
         left = asyncio.create_task(_disconnection(receive))
         try:
-            await self._respond(answer, left, scope, receive, send)
-        except ClientLeftError:
-            pass
+            with contextlib.suppress(ClientLeftError):
+                await self._respond(answer, left, scope, receive, send)
         finally:
             await _cancelled(answer, left)
 

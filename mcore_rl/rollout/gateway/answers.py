@@ -23,6 +23,7 @@ from mcore_rl.rollout.gateway.exchange import (
     FinishReason,
     RefusedError,
     Reward,
+    answer_message,
     choice_of,
 )
 from mcore_rl.rollout.gateway.turns import Turn, TurnTree
@@ -123,7 +124,7 @@ class Answers:
         choices = []
         for number, sampled in enumerate(found):
             choice = self._choice(request, context, sampled, f"{reply_id}{number}")
-            message = _message(choice)
+            message = answer_message(choice)
             turn = Turn(sampled, message)
             self._keep(request, context.conversation.tools, turn, choice.content)
             self.turns.setdefault(reply_id, []).append(turn)
@@ -246,16 +247,6 @@ class Answers:
         """Return the stop string that ended a turn, if one did."""
         written = self.session.context.decoder.decode(sampled.token_ids, **PLAIN)
         return next((stop for stop in stops if stop in written), None)
-
-
-def _message(choice: Choice) -> ChatMessage:
-    """Return a reply as a client sends it back."""
-    message: ChatMessage = {"role": "assistant", "content": choice.content}
-    if choice.reasoning:
-        message["reasoning_content"] = choice.reasoning
-    if choice.calls:
-        message["tool_calls"] = list(choice.calls)
-    return message
 
 
 def _named(messages: Sequence[ChatMessage], turn: ChatMessage) -> list[ChatMessage]:

@@ -233,7 +233,7 @@ async def _on_failure(request: Request, error: Exception) -> Response:
 
 
 def _dialect_of(request: Request) -> Dialect:
-    """Return the dialect of a path; that of OpenAI for other paths."""
+    """Return the dialect of a path; OpenAI's for other paths."""
     path = request.url.path
     return messages.DIALECT if messages.DIALECT.path in path else chat_completions.DIALECT
 

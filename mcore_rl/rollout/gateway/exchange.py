@@ -54,6 +54,16 @@ class Choice:
     stop: str | None = None
 
 
+def answer_message(choice: Choice) -> ChatMessage:
+    """Return a choice as a message of a conversation, which a client sends back."""
+    message: ChatMessage = {"role": "assistant", "content": choice.content}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["tool_calls"] = list(choice.calls)
+    return message
+
+
 @dataclass(frozen=True)
 class ChatReply:
     """Replies to one ChatRequest. `id` identifies the call within its session, for rewards. `created`: Unix seconds."""
@@ -65,8 +75,10 @@ class ChatReply:
 
 
 class RefusedError(Exception):
-    """A request that cannot be answered. `status`: HTTP status. The text says what to change. `code`: OpenAI's name of
-    the error, by which clients decide what to do, such as context_length_exceeded."""
+    """A request that cannot be answered. Its text names what the client must change.
+
+    status: HTTP status. code: OpenAI's name of the error, such as context_length_exceeded, which clients handle.
+    """
 
     def __init__(self, status: int, text: str, code: str | None = None) -> None:
         super().__init__(text)
@@ -106,7 +118,7 @@ class OpenedSession:
 
 @dataclass(frozen=True)
 class HarnessEnd:
-    """How the program of a session ended. `extra` is added to the graders' extra_info: exit code, output, files.
+    """End of the program of a session. `extra` is added to the graders' extra_info: exit code, output, files.
 
     error: the program failed, so that nothing of the session is trained.
     """

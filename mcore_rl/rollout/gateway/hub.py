@@ -129,7 +129,7 @@ class _Engine:
 class Hub:
     """Implementation of exchange.Sessions. All methods run in one event loop.
 
-    token: what engines must send first.
+    token: first bytes of an engine's connection; others are closed.
     """
 
     def __init__(self, token: str) -> None:
@@ -221,24 +221,27 @@ class Hub:
         """Serve the connection of an engine until it ends."""
         engine = _Engine(writer)
         try:
-            # Nothing is unpickled before the sender is known.
-            token = await reader.readexactly(len(self._token))
-            if not hmac.compare_digest(token, self._token.encode()):
-                return
-            self._engines.add(engine)
-            while True:
-                match await frames.read(reader):
-                    case (wire.OPEN, str(session), row):
-                        await self._open(engine, session, row)
-                    case (wire.REPLY, int(key), reply):
-                        self._replied(engine, key, reply)
-                    case (wire.CLOSE, str(session)):
-                        self._close(engine, session)
-        except (EOFError, ConnectionError, asyncio.IncompleteReadError):
-            pass
+            # IncompleteReadError: the connection ended inside the token.
+            with contextlib.suppress(EOFError, ConnectionError, asyncio.IncompleteReadError):
+                # Nothing is unpickled before the sender is known.
+                token = await reader.readexactly(len(self._token))
+                if hmac.compare_digest(token, self._token.encode()):
+                    await self._serve(engine, reader)
         finally:
             self._lose(engine)
             writer.close()
+
+    async def _serve(self, engine: _Engine, reader: asyncio.StreamReader) -> None:
+        """Handle the messages of an engine until its connection ends."""
+        self._engines.add(engine)
+        while True:
+            match await frames.read(reader):
+                case (wire.OPEN, str(session), row):
+                    await self._open(engine, session, row)
+                case (wire.REPLY, int(key), reply):
+                    self._replied(engine, key, reply)
+                case (wire.CLOSE, str(session)):
+                    self._close(engine, session)
 
     async def _open(self, engine: _Engine, session: str, row: Mapping[str, object]) -> None:
         found = self._sessions.get(session)

@@ -41,17 +41,19 @@ class GatewayServer:
     """
 
     def __init__(self, model: str, host: str, port: int, advertised: str, *, serves: bool = False) -> None:
+        listening = _listen(host, port)  # first: it may fail, and then nothing is left behind
         self._directory = tempfile.mkdtemp(prefix="mcore_rl_gateway_")
         # Programs in sandboxes have other user ids; they reach the socket for clients and cannot list the directory.
         os.chmod(self._directory, 0o711)
         token = secrets.token_urlsafe(32)
         for_engines, for_clients = Path(self._directory, "engines"), Path(self._directory, "clients", "socket")
         for_clients.parent.mkdir(mode=0o711)
-        listening = _listen(host, port)
         named = f"[{advertised}]" if ":" in advertised else advertised
         url = f"http://{named}:{listening.getsockname()[1]}"
         self.address = GatewayAddress(str(for_engines), token, url, str(for_clients))
         self._serves = serves
+        self.failure: BaseException | None = None
+        """Error that has ended the server."""
         self._model, self._sockets = model, [listening, _unix_socket(for_clients)]
         self._stop: asyncio.Event | None = None
         self._ready: Future[None] = Future()
@@ -75,18 +77,11 @@ class GatewayServer:
         self._thread.join()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    @property
-    def failure(self) -> BaseException | None:
-        """Return the error that ended the server, if one did."""
-        return self._failure
-
-    _failure: BaseException | None = None
-
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
         except BaseException as error:
-            self._failure = error
+            self.failure = error
             if not self._ready.done():
                 self._ready.set_exception(error)
 
@@ -112,6 +107,8 @@ class GatewayServer:
         self._ready.set_result(None)
         try:
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not stopping.done():
+                raise RuntimeError("its HTTP server has ended")
         finally:
             server.should_exit = True
             engines.close()

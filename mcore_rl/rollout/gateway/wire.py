@@ -36,9 +36,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class GatewayAddress:
-    """Where a gateway listens.
+    """Addresses of a gateway.
 
-    socket: path of the unix socket for engines. token: what engines send first, and the key for taking sessions.
+    socket: path of the unix socket for engines.
+    token: first bytes of an engine's connection, and key of POST /sessions.
     url: address for clients, without a path. clients: path of the unix socket for programs in sandboxes.
     """
 

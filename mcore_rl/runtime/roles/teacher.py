@@ -126,8 +126,8 @@ TeacherActor = ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)(Teach
 class TeacherGroup:
     """All teachers on engines or servers: a ports.Teacher.
 
-    per_teacher: engines of each teacher, those of teacher 0 first; 0: one client for all servers. num_dp_ranks: of the
-    actor.
+    per_teacher: number of engines of each teacher, in the order of the teachers; 0: one client for all servers.
+    num_dp_ranks: data-parallel ranks of the actor.
     """
 
     processes: Sequence[ProcessHandle[TeacherProcess]]

@@ -36,7 +36,7 @@ class Segments:
 
     queries, keys: offsets of the segments, int32 [segments + 1].
     longest: most queries and most keys of a segment.
-    source: place of each key in the gathered rows of all ranks, int64 [keys]; None: the keys are those of the row.
+    source: place of each key in the gathered rows of all ranks, int64 [keys]; None: the keys of the row itself.
     """
 
     queries: torch.Tensor

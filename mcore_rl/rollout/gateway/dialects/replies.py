@@ -11,7 +11,6 @@ from itertools import accumulate, pairwise
 
 from mcore_rl.data.chat.messages import call_id
 from mcore_rl.rollout.gateway.exchange import ChatReply, Choice, RefusedError
-from mcore_rl.types.chat import ChatMessage
 from mcore_rl.types.json import JsonObject
 
 MAX_DELTAS = 64
@@ -62,16 +61,6 @@ def calls(choice: Choice) -> Iterator[tuple[str, str, str]]:
     for number, call in enumerate(choice.calls):
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         yield call.get("id") or call_id(number), call["function"]["name"], arguments
-
-
-def answer_message(choice: Choice) -> ChatMessage:
-    """Return a choice as a message of a conversation."""
-    message: ChatMessage = {"role": "assistant", "content": choice.content}
-    if choice.reasoning:
-        message["reasoning_content"] = choice.reasoning
-    if choice.calls:
-        message["tool_calls"] = list(choice.calls)
-    return message
 
 
 def token_logps(choice: Choice, start: int, end: int) -> list[JsonObject]:

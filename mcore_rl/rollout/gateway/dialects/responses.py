@@ -10,7 +10,7 @@ from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
 from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event
 from mcore_rl.rollout.gateway.dialects.responses_events import response_events
 from mcore_rl.rollout.gateway.dialects.responses_input import function_tools, input_messages
-from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError, answer_message
 from mcore_rl.types.chat import ChatMessage
 from mcore_rl.types.json import JsonObject, JsonValue
 
@@ -80,7 +80,7 @@ class ResponsesCall(Call):
         return response_events(unfinished, self.body(reply), *replies.deltas(reply.choices[0]))
 
     def conversation(self, reply: ChatReply) -> Sequence[ChatMessage]:
-        return [*self.history, replies.answer_message(reply.choices[0])] if self.store else ()
+        return [*self.history, answer_message(reply.choices[0])] if self.store else ()
 
     def _head(self, reply: ChatReply) -> JsonObject:
         return {

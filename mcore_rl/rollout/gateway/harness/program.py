@@ -18,7 +18,7 @@ from mcore_rl.rollout.gateway.wire import GatewayAddress
 
 @dataclass(frozen=True)
 class HarnessSettings:
-    """What the parent sends. concurrent: maximum number of programs at a time."""
+    """Settings from the parent process. concurrent: maximum number of programs at a time."""
 
     rollout: RolloutConfig
     sandbox: SandboxConfig
