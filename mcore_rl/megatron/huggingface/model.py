@@ -103,8 +103,10 @@ class TransformersModel(ModelChunk):
 
     @property
     def output_layer(self) -> torch.nn.Module:
-        """Output projection or value head."""
-        return self.score if hasattr(self, "score") else self.lm_head
+        """Value head or output projection; the embedding if the model is tied."""
+        if hasattr(self, "score"):
+            return self.score
+        return self.embedding if self.share_embeddings_and_output_weights else self.lm_head
 
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter:
         return self.model.embed_tokens.weight
