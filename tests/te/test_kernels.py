@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -41,22 +43,40 @@ def test_gemm_is_a_linear_layer_forward_and_its_two_gradients_backward() -> None
     close(accumulated, w64.grad + 1)
 
 
+def grouped_gemm(
+    a: Sequence[Tensor], ta: bool, b: Sequence[Tensor], tb: bool, out: list[Tensor], bias: list[Tensor] | None = None,
+    *, single_output: bool = False, grad: bool = False,
+) -> None:  # fmt: skip
+    """TransformerEngine passes tensors without elements for absent biases."""
+    kernels.te_general_grouped_gemm(
+        a, ta, b, tb, out, None, [4, 0, 2], bias or [torch.empty(0)] * 3, None, single_output, None, grad, None, 0,
+        False, False, 1,
+    )  # fmt: skip
+
+
 def test_grouped_gemm_expert_without_tokens_gives_zero() -> None:
     rows, weights = [4, 0, 2], [random(3, 5, seed=seed) for seed in range(3)]
     x = random(6, 5, seed=9)
     out = torch.full((6, 3), torch.nan)
-    kernels.te_general_grouped_gemm(
-        weights, True, x.split(rows), False, [out], None, rows, None, None, True, None, False, None, 0, False, False, 1
-    )
+    grouped_gemm(weights, True, x.split(rows), False, [out], single_output=True)
     expected = [part.double() @ weight.double().t() for part, weight in zip(x.split(rows), weights, strict=True)]
     close(out, torch.cat(expected))
     gradients = [torch.full((3, 5), torch.nan) for _ in rows]
-    kernels.te_general_grouped_gemm(
-        x.split(rows), False, out.split(rows), True, gradients, None, rows, None, None, False, None, True, None, 0,
-        False, False, 1,
-    )  # fmt: skip
+    grouped_gemm(x.split(rows), False, out.split(rows), True, gradients, grad=True)
     close(gradients[1], torch.zeros(3, 5))
     close(gradients[2], out.split(rows)[2].double().t() @ x.split(rows)[2].double())
+
+
+def test_grouped_gemm_adds_and_differentiates_biases_of_experts() -> None:
+    rows, weights = [4, 0, 2], [random(3, 5, seed=seed) for seed in range(3)]
+    x, biases = random(6, 5, seed=9), [random(3, seed=10 + seed) for seed in range(3)]
+    out = torch.full((6, 3), torch.nan)
+    grouped_gemm(weights, True, x.split(rows), False, [out], biases, single_output=True)
+    close(out[4:], torch.nn.functional.linear(x[4:].double(), weights[2].double(), biases[2].double()))
+    gradients, of_biases = [torch.empty(3, 5) for _ in rows], [torch.full((3,), torch.nan) for _ in rows]
+    grouped_gemm(x.split(rows), False, out.split(rows), True, gradients, of_biases, grad=True)
+    for found, part in zip(of_biases, out.split(rows), strict=True):
+        close(found, part.double().sum(0))
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
