@@ -54,6 +54,9 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 """Sizes for which vLLM's CPU kernel of latent attention is compiled."""
 DELTA_NETS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 """Sizes for which vLLM's CPU kernels of gated delta nets are compiled. They compute in bfloat16 only."""
+EVERY_EXPERT = {"num_experts": 4, "num_experts_per_tok": 4}
+"""Every token uses every expert. Otherwise bfloat16 changes a choice near a tie, depending on the machine's kernels,
+which costs more than rounding."""
 
 
 def one_character_per_token(token_ids: Sequence[int]) -> str:

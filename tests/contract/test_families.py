@@ -21,6 +21,7 @@ from model_converters.mapping.layout import TrainLayout
 from tests.contract.engines import (
     DELTA_NETS,
     DIVIDED_BY_TWO,
+    EVERY_EXPERT,
     LATENT,
     ON_DEMAND,
     WITH_SGLANG,
@@ -196,7 +197,8 @@ def families_with_nets() -> list[ParameterSet]:
 @pytest.mark.parametrize("process", ["vllm"], indirect=True)
 @pytest.mark.parametrize("family", families_with_nets())
 def test_delta_nets_from_export_and_after_updates_are_close(process: RemoteEngine, family: str, tmp_path: Path) -> None:
-    model = exported_model(tmp_path, family, DELTA_NETS, {}, NET_CASES[family])
+    fields = DELTA_NETS if family == "qwen3_5_text" else DELTA_NETS | EVERY_EXPERT
+    model = exported_model(tmp_path, family, fields, {}, NET_CASES[family])
     engine = process.start(tmp_path / "exported", dtype="bfloat16")
     check_two_updates(engine, model, check_close)
 
