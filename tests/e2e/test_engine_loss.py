@@ -64,18 +64,21 @@ def in_midst_of_responses(run_dir: Path) -> bool:
     return any(name.startswith("train.") and drawn[name].finish_reason is None for name in drawn)
 
 
-def suspend_in_midst_of_responses(run: TrainProcess, engine: psutil.Process) -> None:
-    """Suspend the engine in the middle of training responses.
+def suspend_in_midst_of_responses(run: TrainProcess, engine: psutil.Process, step: int) -> None:
+    """Suspend the engine in the middle of the training responses of a step.
 
-    It runs for a few milliseconds at a time, which is too short for whole responses.
+    It runs for a few milliseconds at a time, which is too short for whole responses. Before that it runs half of the
+    time, so that a test process that gets no core misses nothing while the engine is suspended.
     """
+    before = run.run_dir / "rollouts" / f"step_{step - 1}.jsonl"
     engine.suspend()
-    while not in_midst_of_responses(run.run_dir):
+    while not ((begun := step == 1 or before.exists()) and in_midst_of_responses(run.run_dir)):
         assert run.process.poll() is None, run.text()[-4000:]
+        on, off = (0.005, 0.05) if begun else (0.02, 0.02)
         engine.resume()
-        time.sleep(0.005)
+        time.sleep(on)
         engine.suspend()
-        time.sleep(0.05)
+        time.sleep(off)
 
 
 def assert_kept_is_what_is_referred_to(run_dir: Path) -> None:

@@ -80,8 +80,8 @@ def lose_the_engine_and_stop(task: Path, run_dir: Path) -> None:
         task, run_dir, ("rollout.max_engine_restarts=1", "checkpoint.every_steps=0", ONE_AT_A_TIME, *gated)
     ) as run:
         first = engine_of(run)
-        run.wait_until((run_dir / "rollouts" / "step_2.jsonl").exists)
-        suspend_in_midst_of_responses(run, first)
+        run.wait_until((run_dir / "rollouts" / "step_1.jsonl").exists)
+        suspend_in_midst_of_responses(run, first, step=3)
         assert_kept_is_what_is_referred_to(run_dir)
         first.kill()
         run.wait_until(lambda: first not in run.processes(ENGINE))

@@ -88,7 +88,7 @@ def gateway_run(task: Path, keys: tuple[str, ...], programs: str, tmp_path_facto
         (engine,) = run.wait_until(lambda: run.processes(ENGINE))
         run.wait_until((run_dir / "gateways.json").exists)
         assert (run_dir / "gateways.json").stat().st_mode & 0o77 == 0
-        suspend_in_midst_of_responses(run, engine)
+        suspend_in_midst_of_responses(run, engine, step=1)
         engine.kill()
         assert run.finish() == 0, run.text()[-4000:]
         assert not run.left_after(30)
