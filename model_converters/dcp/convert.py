@@ -36,6 +36,7 @@ from model_converters.hf.fp8_export import Fp8Export
 from model_converters.hf.io import HFCheckpoint, HFWriter
 from model_converters.hf.loader import check_copies
 from model_converters.hf.side_files import HF_FOLDER, copy_side_files, side_files, side_files_in
+from model_converters.hf.value_head import VALUE_HEAD, classifier_config, model_rows, value_model_config
 from model_converters.hf.writer import plan_bytes
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
@@ -213,13 +214,13 @@ def _write(partial: PartialCheckpoint, conversion: _Conversion, spans: dict[str,
             partial.note(file.name, spans[file.name])
 
 
-def _bound(config: HFConfig) -> list[BoundRow]:
+def _bound(config: HFConfig, *, has_value_head: bool = False) -> list[BoundRow]:
     # The dtype argument has no effect here: conversions keep the dtype of every tensor.
-    return bind(family_for(config).rows(config), config, torch.bfloat16)
+    return bind(model_rows(config, has_value_head=has_value_head), config, torch.bfloat16)
 
 
 def rank_states(
-    config: dict[str, object], layout: TrainLayout, *, naming: Naming = "default"
+    config: dict[str, object], layout: TrainLayout, *, naming: Naming = "default", has_value_head: bool = False
 ) -> list[ShardedRankState]:
     """Return the chunks and objects that each rank of `layout` saves; see mcore_rl.megatron.model.sharded.rank_state.
 
@@ -228,19 +229,24 @@ def rank_states(
     with megatron_errors():
         from mcore_rl.megatron.model.sharded import rank_state
 
-        return [rank_state(config, layout, rank, naming=naming) for rank in range(layout.world_size)]
+        return [
+            rank_state(config, layout, rank, naming=naming, has_value_head=has_value_head)
+            for rank in range(layout.world_size)
+        ]
 
 
 def open_saved(ckpt: Path) -> McoreCheckpoint:
     """Open a checkpoint with the configuration that it contains, and require that its tensors are exactly this model.
 
-    Raises: ConversionError.
+    Raises: ConversionError, also for a critic or a reward model, which have no output projection.
     """
     own = side_files_in(ckpt)
     if not (own / "config.json").exists():
         read_metadata(ckpt)  # a directory that is not a checkpoint gets the error of read_metadata
         raise ConversionError(f"{own / 'config.json'} does not exist: this checkpoint does not name its model")
     checkpoint = open_checkpoint(ckpt, read_hf_config(own))
+    if checkpoint.has_value_head:
+        raise ConversionError(f"{ckpt} is a critic or a reward model: it computes one value for each token")
     checkpoint.require_complete()
     return checkpoint
 
@@ -250,7 +256,8 @@ def to_hf(
 ) -> None:
     """Convert a distributed checkpoint of any layout to an HF directory `out`, with one tensor in memory at a time.
 
-    Tensors keep their dtype. Optimizer state in the checkpoint is ignored.
+    Tensors keep their dtype. Optimizer state in the checkpoint is ignored. A critic or a reward model becomes
+    transformers' sequence classification with one label.
 
     hf: directory with config.json and the tokenizer files; None: the copy inside the checkpoint.
     fp8: write weights of linear layers as FP8 codes and scales.
@@ -274,7 +281,8 @@ def to_hf(
     # Trust the record only for tensors that are copies: a damaged record cannot remove a weight.
     sources = [plan for plan in checkpoint.plans if plan.hf_name not in record.absent & checkpoint.repeated]
     scales = {name: stored.dtype for name, stored in record.scales.items()}
-    export = Fp8Export(checkpoint.config, _bound(checkpoint.config), scales, record.scales_of)
+    bound = _bound(checkpoint.config, has_value_head=checkpoint.has_value_head)
+    export = Fp8Export(checkpoint.config, bound, scales, record.scales_of)
     plans = export.plans(sources) if fp8 else sources
     by_name = {plan.hf_name: plan for plan in plans}
     with HFWriter(out, max_shard_bytes) as writer, byte_progress("to-hf", sum(map(plan_bytes, sources))) as advance:
@@ -282,7 +290,8 @@ def to_hf(
         for source in sources:
             _export(writer, by_name, source.hf_name, checkpoint, export)
             advance(plan_bytes(source))
-        writer.finish(described, checkpoint.config)
+        config = checkpoint.config
+        writer.finish(described, classifier_config(config) if checkpoint.has_value_head else config)
 
 
 def _export(
@@ -297,24 +306,29 @@ def open_checkpoint(ckpt: Path, config: dict[str, object]) -> McoreCheckpoint:
     """Open a checkpoint with the key scheme (`Naming`) that matches most of its keys.
 
     Multi-token prediction is dropped from `config` if the checkpoint has none of its tensors: trainers may not keep it.
+    An output layer with one row is a value head.
 
     Raises: ConversionError.
     """
-    metadata = read_metadata(ckpt)
-    if not any(key.startswith("mtp.") for key in metadata.state_dict_metadata):
+    reader = DcpReader(ckpt, read_metadata(ckpt))
+    has_value_head = reader.shapes.get(VALUE_HEAD, (0,))[0] == 1
+    if has_value_head:
+        config = value_model_config(config)
+    elif not any(key.startswith("mtp.") for key in reader.shapes):
         config = without_mtp(config)
     # The keys of layers and experts depend on the settings of the trainer that saved the checkpoint. Try all schemes
     # and keep the one with the fewest missing keys, which McoreCheckpoint then reports.
     best: tuple[int, Sequence[CheckpointChunk]] | None = None
     for naming in get_args(Naming):
-        (state,) = rank_states(config, TrainLayout(1), naming=naming)
-        absent = sum(chunk.key not in metadata.state_dict_metadata for chunk in state.chunks)
+        (state,) = rank_states(config, TrainLayout(1), naming=naming, has_value_head=has_value_head)
+        absent = sum(chunk.key not in reader.shapes for chunk in state.chunks)
         if best is None or absent < best[0]:
             best = absent, state.chunks
         if absent == 0:
             break
     assert best is not None
-    return McoreCheckpoint(config, _bound(config), best[1], DcpReader(ckpt, metadata))
+    bound = _bound(config, has_value_head=has_value_head)
+    return McoreCheckpoint(config, bound, best[1], reader, has_value_head=has_value_head)
 
 
 def verify(

@@ -35,7 +35,7 @@ class McoreCheckpoint:
     """HF tensors of a checkpoint by name. Reading a tensor reads only the chunks that contain parts of it.
 
     `config` and the table `bound` describe the model; `chunks` locate its tensors in the checkpoint, for one rank that
-    holds the whole model.
+    holds the whole model. `has_value_head`: the model computes values instead of logits (hf/value_head.py).
 
     plans: HF tensors that can be read, one piece each, in table order.
     problems: other HF names of the table -> reason why they cannot be read.
@@ -45,9 +45,15 @@ class McoreCheckpoint:
     """
 
     def __init__(
-        self, config: dict[str, object], bound: Sequence[BoundRow], chunks: Sequence[CheckpointChunk], reader: DcpReader
+        self,
+        config: dict[str, object],
+        bound: Sequence[BoundRow],
+        chunks: Sequence[CheckpointChunk],
+        reader: DcpReader,
+        *,
+        has_value_head: bool = False,
     ) -> None:
-        self.config, self._reader = config, reader
+        self.config, self._reader, self.has_value_head = config, reader, has_value_head
         self._parts: dict[str, list[_StoredBlock]] = {}
         self.plans: list[TensorPlan] = []
         self.problems: dict[str, str] = {}

@@ -21,6 +21,7 @@ from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.supervised.targets import Target, Targets, TextSet, scored_chunk
 from mcore_rl.text_objectives import mean_over_pairs
 from mcore_rl.types import RankShare
+from model_converters.errors import ConversionError
 from tests.distributed import policy_batch
 from tests.distributed.gradient_oracle import ONE_MICROBATCH, SMALL, case_parameters, check_gradients, launch_cases
 from tests.distributed.launch import launch
@@ -55,6 +56,9 @@ CASES: dict[int, dict[str, Case]] = {
     },
 }
 
+SAVED = "moe ep2"
+"""Case whose model is saved with the weights of its HF directory."""
+
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -63,7 +67,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     write_tiny_classifier(root / "moe", "qwen3_moe")
     write_tiny_classifier(root / "padded", "llama", pad_token_id=PADDING)
     write_tiny_model(root / "causal", "qwen3")
-    return {path.name: str(path) for path in root.iterdir()}
+    return {path.name: str(path) for path in root.iterdir()} | {"saved": str(root / "saved")}
 
 
 def _text(sequence: int) -> np.ndarray:
@@ -166,14 +170,20 @@ def _weighted(actor: Any) -> tuple[Any, dict[int, float], float]:
 
 
 def _measure(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> dict[str, Any]:
-    return {name: _measure_one(directories[model], options, tokens) for name, (model, options, tokens) in cases.items()}
+    return {name: _measure_one(directories, name, *case) for name, case in cases.items()}
 
 
-def _measure_one(directory: str, options: dict[str, Any], tokens: int) -> dict[str, Any]:
-    actor = _actor(directory, options, tokens)
+def _measure_one(
+    directories: dict[str, str], name: str, model: str, options: dict[str, Any], tokens: int
+) -> dict[str, Any]:
+    from tests.distributed.saving import save_checkpoint
+
+    actor = _actor(directories[model], options, tokens)
     batch, scores, loss = _weighted(actor)
     with policy_batch.complete_gradients(actor):
         _, reports = actor.accumulate_gradients(batch, 0)
+    if name == SAVED:
+        save_checkpoint(directories["saved"], actor)
     metrics = {name for report in reports for name in report.metrics}
     return {"scores": scores, "loss": loss, "gradients": policy_batch.gradient_pieces(actor), "metrics": metrics}
 
@@ -199,6 +209,28 @@ def test_gradient_in_every_layout_equals_autograd(size: int, case: str, results:
     for rank in results[case]:
         assert rank["loss"] == pytest.approx(wanted.loss, rel=2e-5)
     check_gradients([rank["gradients"] for rank in results[case]], wanted.gradients, GRADIENT_TOLERANCE)
+
+
+def test_saved_model_converts_to_the_classifier_it_was_read_from(
+    directories: dict[str, str], results: Any, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForSequenceClassification
+
+    from model_converters.dcp.convert import open_saved, to_hf, verify
+
+    source, saved = Path(directories["moe"]), Path(directories["saved"])
+    with pytest.raises(ConversionError, match="is a critic or a reward model"):
+        open_saved(saved)
+    to_hf(saved, tmp_path / "hf")
+    (expected,), (found,) = (sorted(each.glob("*.safetensors")) for each in (source, tmp_path / "hf"))
+    tensors = load_file(found)
+    assert tensors.keys() == load_file(expected).keys()
+    for name, tensor in load_file(expected).items():
+        assert torch.equal(tensors[name], tensor), name
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", local_files_only=True)
+    assert model.config.num_labels == 1
+    assert verify(tmp_path / "hf", saved).holds
 
 
 def _train_adapters(rank: int, directory: str, root: str, parallel: dict[str, Any]) -> dict[str, Any]:

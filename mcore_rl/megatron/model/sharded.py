@@ -27,6 +27,7 @@ from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.stored_chunks import chunks_of
+from mcore_rl.megatron.model.value_model import ValueModel
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.layout import train_layout
 from mcore_rl.resolved.model import ResolvedModel
@@ -46,15 +47,21 @@ _SIZES = {field.name for field in fields(ParallelConfig)}
 
 
 def rank_state(
-    hf_config: dict[str, object], layout: TrainLayout, rank: int, *, naming: Naming = "default"
+    hf_config: dict[str, object],
+    layout: TrainLayout,
+    rank: int,
+    *,
+    naming: Naming = "default",
+    has_value_head: bool = False,
 ) -> ShardedRankState:
     """Compute the checkpoint contents of `rank`, with Megatron's keys, global shapes and offsets. A naming that does
-    not apply to the model is ignored.
+    not apply to the model is ignored. `has_value_head`: the model is a critic or a reward model.
 
     Raises: ConfigError, with the converter's flags (--tp) instead of keys, for a model that cannot be built or does not
     fit the layout; McoreRLError if this process is in a process group.
     """
-    with meta_model(hf_config, layout, rank, names=FlagNames("actor")) as chunks:
+    kind = ValueModel if has_value_head else PolicyModel
+    with meta_model(hf_config, layout, rank, kind, names=FlagNames("actor")) as chunks:
         tensors = canonical_tensors(chunks)
         entries = [entry for chunk in chunks for entry in _entries(chunk, naming)]
         return ShardedRankState(
