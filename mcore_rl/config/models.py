@@ -26,9 +26,11 @@ class ModelConfig:
     also the tokenizer, unless tokenizer_path is set."""
     tokenizer_path: str | None = setting(None, path=True, hub="model")
     """Directory of the tokenizer, or a tokenizer.json file; null: model.hf_path."""
-    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16"))
-    """Data type of the parameters: float32, or bfloat16 with float32 main parameters in the optimizer. auto: bfloat16
-    on GPUs, float32 on CPU."""
+    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
+    """Data type of the parameters in trainer and engines: float32, or bfloat16 or float16 with float32 main parameters
+    in the optimizer. float16 has 3 more bits of precision than bfloat16, so engine and trainer differ less, but numbers
+    above 65,504 overflow: its gradients are scaled (actor.optimizer.loss_scale). auto: bfloat16 on GPUs, float32 on
+    CPU."""
     float32_head: bool = False
     """Compute logits in float32 in engines, too, from hidden states and output weights in model.dtype. The trainer's
     logits are always float32; with this key, their gradients are not rounded on GPUs either."""
@@ -72,6 +74,22 @@ class ParallelConfig:
 
 
 @dataclass
+class LossScaleConfig:
+    """Loss scaling with model.dtype=float16: the loss is multiplied by a scale, by which gradients are divided before
+    the optimizer's step. An update whose gradients overflow is skipped. Scales are powers of two, so that scaling
+    rounds nothing."""
+
+    initial: float = setting(2.0**32, above=0)
+    """Scale of the first update."""
+    minimum: float = setting(1.0, above=0)
+    """Smallest scale. The run ends when an overflow would lower the scale further."""
+    window: int = setting(1000, minimum=1, unit="updates")
+    """Updates in a row without an overflow after which the scale doubles."""
+    hysteresis: int = setting(2, minimum=1, unit="updates")
+    """Number of overflows from which on each one halves the scale; counted anew when the scale doubles."""
+
+
+@dataclass
 class OptimizerSettings:
     lr: float = setting(1e-6, minimum=0)
     """Learning rate of Adam after the warm-up."""
@@ -97,6 +115,7 @@ class OptimizerSettings:
     """Keep Adam's moments and float32 weights in host memory and move them to the GPU in pieces. Each update moves 24
     bytes per parameter over the bus; the GPU holds 6 bytes per bfloat16 parameter. Needs actor.distributed_optimizer.
     """
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
 
 
 @dataclass
@@ -316,7 +335,7 @@ class TeacherConfig:
     ranks; 0: the teacher runs on the actor's ranks."""
     tp: int = setting(1, minimum=1)
     """Tensor-parallel ranks per engine."""
-    dtype: str | None = setting(None, choices=("float32", "bfloat16"))
+    dtype: str | None = setting(None, choices=("float32", "bfloat16", "float16"))
     """Data type of the parameters on engines; null: model.dtype."""
     max_concurrent_requests: int = setting(64, minimum=1)
     """Maximum number of sequences that one engine computes at a time, or of concurrent requests to one server."""

@@ -142,7 +142,7 @@ class JudgeConfig:
     tokenizer_path: str | None = setting(None, path=True, hub="model")
     """Directory of the tokenizer, or a tokenizer.json file; null: judge.hf_path. Optional with judge.url: without it,
     prompts are not checked for length before they are sent, and texts of special tokens stay in responses."""
-    dtype: str | None = setting(None, choices=("float32", "bfloat16"))
+    dtype: str | None = setting(None, choices=("float32", "bfloat16", "float16"))
     """Data type of the judge's parameters; null: model.dtype."""
     weight: float = 1.0
     """Weight of the judge's score in the reward."""

@@ -146,9 +146,9 @@ class RolloutConfig(SamplingConfig, EpisodeConfig, StalenessConfig):
     """Size of the KV cache per engine rank on CPU; on GPUs, gpu_memory_fraction applies."""
     max_logp_gap: int | float | str | None = setting("auto", above=0, choices=("auto",), unit="nats")
     """Limit of the mean absolute difference between the log-probabilities of engine and trainer for a few responses.
-    The run stops before its first step if it is exceeded. auto: 1e-3 with model.dtype=float32, 0.05 with bfloat16, 0.2
-    with actor.fp8 or rollout.quantization=fp8, 0.5 with int4 unless actor.quantization_aware is set; null: no
-    comparison."""
+    The run stops before its first step if it is exceeded. auto: 1e-3 with model.dtype=float32, 0.01 with float16, 0.05
+    with bfloat16, 0.2 with actor.fp8 or rollout.quantization=fp8, 0.5 with int4 unless actor.quantization_aware is set;
+    null: no comparison."""
     gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)
     """Fraction of a GPU's memory that an engine rank uses for weights, workspace and KV cache. With SGLang, workspace
     and CUDA graphs take memory in addition."""

@@ -70,8 +70,8 @@ from model_converters.mapping.layout import TrainLayout
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHECKPOINT_BYTES_PER_PARAMETER = {"float32": 12, "bfloat16": 14}
-"""The parameter, the float32 main copy of a bfloat16 parameter, and two float32 Adam moments."""
+CHECKPOINT_BYTES_PER_PARAMETER = {"float32": 12, "bfloat16": 14, "float16": 14}
+"""The parameter, the float32 main copy of a 16-bit parameter, and two float32 Adam moments."""
 
 
 class RunData(NamedTuple):
@@ -166,7 +166,7 @@ def _prepare_models(config: Config, spec: ResolvedModel) -> PreparedModels:
     # Without refresh, the reference is loaded again instead of saved. Random weights (for tests) count as 0 parameters.
     trained += 0 if critic is None else parameters
     size = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
-    size += refreshed * (2 if config.model.dtype == "bfloat16" else 4)
+    size += refreshed * (4 if config.model.dtype == "float32" else 2)
     return PreparedModels(spec.layout, sequence_cost(hf_config), size, chosen, critic)
 
 

@@ -37,6 +37,8 @@ class Backend:
     lacks: Callable[[Installed, HeadDims], str]
 
 
+SHORT_DTYPES = ("bfloat16", "float16")
+"""Data types of all attention kernels for packed rows on GPUs."""
 FLASH_VERSIONS = ((2, 1, 1), (2, 8, 3))
 """Oldest and newest flash-attn that TransformerEngine 2.11 uses."""
 FLASH_ON_BLACKWELL = (2, 7, 3)
@@ -115,9 +117,10 @@ def pick(installed: Installed, dtype: str, heads: HeadDims, checkpoint_key: str 
 
     Raises: ConfigError naming the key, if no backend supports the rows.
     """
-    if dtype != "bfloat16":
+    if dtype not in SHORT_DTYPES:
         raise ConfigError(
-            f"model.dtype={dtype}: attention on GPUs takes packed rows in bfloat16 only; set model.dtype=bfloat16"
+            f"model.dtype={dtype}: attention on GPUs takes packed rows in {' or '.join(SHORT_DTYPES)} only; set "
+            "model.dtype=bfloat16"
         )
     lacking = {}
     for backend in BACKENDS:
@@ -144,9 +147,10 @@ def check_torch_flash(
 
     Raises: ConfigError naming the key.
     """
-    if dtype != "bfloat16":
+    if dtype not in SHORT_DTYPES:
         raise ConfigError(
-            f"model.dtype={dtype}: {reason}, and torch's flash attention takes bfloat16 only; set model.dtype=bfloat16"
+            f"model.dtype={dtype}: {reason}, and torch's flash attention takes {' or '.join(SHORT_DTYPES)} only; set "
+            "model.dtype=bfloat16"
         )
     capability, head = installed.capability or FLASH_NEEDS, max(heads.keys, heads.values)
     lacks = ""

@@ -330,6 +330,8 @@ def _dispatcher(installed: Installed, request: BuildRequest) -> Component:
         return Component("alltoall", "all experts are on one node")
     if not installed.cuda:
         return Component("alltoall", "deepep needs a CUDA device")
+    if resolved_dtype(request.role.model.dtype, cuda=True) == "float16":
+        return Component("alltoall", "deepep exchanges tokens in bfloat16 only")
     if not installed.deep_ep:
         return Component("alltoall", "experts are spread over nodes, but deep_ep is not installed, or is not DeepEP 1")
     return Component("deepep", "experts are spread over nodes, and deep_ep is installed")

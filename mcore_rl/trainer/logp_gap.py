@@ -16,7 +16,7 @@ from mcore_rl.ports import Actor
 from mcore_rl.types import LogpGap, RolloutResult
 
 KEY, AUTO = "rollout.max_logp_gap", "auto"
-BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05}
+BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 """Limit of the mean absolute difference in nats, by the engine's dtype (model.dtype)."""
 BY_ROUNDING = {FP8: 0.2, INT4: 0.5}
 """Limit in nats if engine or trainer rounds weights, by format: FP8 has a 3-bit mantissa, INT4 15 values per group."""

@@ -65,6 +65,7 @@ SETTINGS: dict[int, list[tuple[str, dict[str, Any], str, dict[str, Any]]]] = {
         ("odd", {}, "bfloat16", OVERLAPPED),
         ("odd", {}, "float32", ON_HOST),
         ("odd", SHARDED, "bfloat16", {}),
+        ("moe", SHARDED, "float16", {}),
         ("odd", FSDP2, "bfloat16", {}),
         ("tied", FSDP2, "float32", {}),
         ("three experts", FSDP2, "bfloat16", {}),
@@ -169,7 +170,7 @@ def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[
     from mcore_rl.config.roles import ModelRole
     from mcore_rl.megatron.model.model import build_model
     from mcore_rl.megatron.model.value_model import ValueModel
-    from mcore_rl.megatron.optim.optimizer import in_bfloat16
+    from mcore_rl.megatron.optim.optimizer import in_16_bits
     from mcore_rl.megatron.roles.critic import MegatronCritic
     from mcore_rl.resolved.model import ResolvedModel
 
@@ -182,7 +183,7 @@ def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[
         _, *sizes = allocated(critic.ddp, critic.optimizer)
         role = ModelRole.reward_model(config.reward_model, config.model)
         chunks = build_model(ResolvedModel(role, critic.hf_config, critic.layout), kind=ValueModel)
-        bare = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
+        bare = [in_16_bits(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
         frozen = sum(tensor.nbytes for chunk in bare for tensor in chunk.parameters())
         found.append((sum(sizes), frozen))
     return found

@@ -1,15 +1,22 @@
-"""Rules for parts of the model that compute in float32 while its weights have a shorter data type."""
+"""Rules of the data type: parts that compute in float32 while the weights have a shorter type, and float16."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mcore_rl.config.algorithm import is_supervised
-from mcore_rl.config.roles import EngineRole
+from mcore_rl.config.fields import reject_unless_default
+from mcore_rl.config.quantization import UNQUANTIZED
+from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.engine_support import EXPERT_COUNTS
 from mcore_rl.config.rules.objective import chosen_objective
 from mcore_rl.config.schema import Config, resolved_dtype
 from mcore_rl.errors import ConfigError
+
+FLOAT16 = "float16"
+NOT_FLOAT16 = ("gemma3_text", "gemma3")
+"""Families that vLLM 0.32 refuses in float16 (_FLOAT16_NOT_SUPPORTED_MODELS)."""
 
 
 def check_precision(config: Config) -> None:
@@ -41,4 +48,52 @@ def check_float32_router(role: EngineRole, hf: dict[str, Any]) -> None:
         raise ConfigError(
             f"model.float32_router=true: {role.key('engine')}=sglang computes the router of gpt_oss in its own kernel; "
             f"set it to false, or {role.key('engine')} to vllm"
+        )
+
+
+def check_float16(role: ModelRole, *, cuda: bool) -> None:
+    """Raise ConfigError for a trained or frozen model on ranks with model.dtype=float16 and a key that does not support
+    it, and for keys of the loss scale that have no effect or no meaning."""
+    section, key = role.section, role.key("optimizer.loss_scale")
+    scale = section.optimizer.loss_scale
+    if resolved_dtype(role.model.dtype, cuda=cuda) != FLOAT16:
+        reject_unless_default(key, scale, f"set model.dtype={FLOAT16}, the only data type whose loss is scaled")
+        return
+    for name in ("initial", "minimum"):
+        value = getattr(scale, name)
+        if math.frexp(value)[0] != 0.5:
+            raise ConfigError(
+                f"{key}.{name}={value:g} must be a power of two, such as 65536: other scales round every gradient"
+            )
+    if scale.minimum > scale.initial:
+        raise ConfigError(
+            f"{key}.minimum={scale.minimum:g} must be at most {key}.initial={scale.initial:g}; lower it, or raise the "
+            "other"
+        )
+    if section.fp8 != UNQUANTIZED:
+        raise ConfigError(
+            f"{role.key('fp8')}={section.fp8} is not supported with model.dtype={FLOAT16}; set it to {UNQUANTIZED}, or "
+            "model.dtype to bfloat16"
+        )
+    if section.moe.dispatcher == "deepep":
+        raise ConfigError(
+            f"{role.key('moe.dispatcher')}=deepep exchanges tokens in bfloat16 only, and model.dtype={FLOAT16}; set it "
+            "to alltoall, or model.dtype to bfloat16"
+        )
+
+
+def check_float16_engine(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> None:
+    """Raise ConfigError for a float16 model that an engine does not start, or whose tokens it cannot exchange."""
+    if resolved_dtype(role.model.dtype, cuda=cuda) != FLOAT16:
+        return
+    family, key = hf.get("model_type"), "model.dtype" if role.prefix == "rollout" else role.key("dtype")
+    if family in NOT_FLOAT16:
+        raise ConfigError(
+            f"{key}={FLOAT16}: activations of {family} exceed the range of {FLOAT16}, and vLLM does not start it; set "
+            f"{key}=bfloat16"
+        )
+    if role.section.data_parallel_attention and cuda:
+        raise ConfigError(
+            f"{role.key('data_parallel_attention')}=true: DeepEP exchanges tokens in bfloat16 only, and "
+            f"{key}={FLOAT16}; set it to false, or {key} to bfloat16"
         )

@@ -32,7 +32,12 @@ from mcore_rl.config.rules.models import (
 )
 from mcore_rl.config.rules.objective import check_objective, check_pairs_per_update, responses_per_prompt
 from mcore_rl.config.rules.observe import check_profile, check_trajectories
-from mcore_rl.config.rules.precision import check_float32_router, check_precision
+from mcore_rl.config.rules.precision import (
+    check_float16,
+    check_float16_engine,
+    check_float32_router,
+    check_precision,
+)
 from mcore_rl.config.rules.quantization import check_quantization
 from mcore_rl.config.rules.rollout import (
     check_draft_layers,
@@ -196,6 +201,7 @@ def _check_sizes(config: Config) -> None:
 def _check_layout(role: ModelRole, config: Config) -> None:
     """Require that the longest sequence fits in one packed row, and that the model's ranks divide the cluster's."""
     check_sharding(role)
+    check_float16(role, cuda=config.cluster.device != "cpu")
     cluster, rollout, parallel = config.cluster, config.rollout, role.section.parallel
     budget, key = role.section.tokens_per_microbatch, role.key("tokens_per_microbatch")
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
@@ -298,6 +304,7 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> N
     check_sglang_model(role, hf, cuda=cuda)
     check_linear_attention(role, hf, cuda=cuda)
     check_float32_router(role, hf)
+    check_float16_engine(role, hf, cuda=cuda)
     check_draft_layers(rollout, hf.get("num_nextn_predict_layers"))
     if rollout.expert_parallel:
         key, experts = role.key("expert_parallel"), max(hf.get(count) or 0 for count in EXPERT_COUNTS)

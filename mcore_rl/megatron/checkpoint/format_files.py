@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.megatron.optim.loss_scale import LossScaleState
 from mcore_rl.types.json import JsonObject
 from model_converters.mapping.layout import TrainLayout
 
@@ -31,12 +32,14 @@ def saved_layout(layout: TrainLayout) -> JsonObject:
 
 
 class CommonState(TypedDict):
-    """State that all ranks share; a converted checkpoint has none. `scheduler`: state of the learning-rate schedule."""
+    """State that all ranks share; a converted checkpoint has none. `scheduler`: state of the learning-rate schedule.
+    `loss_scale`: state of a float16 model's scaler; checkpoints of earlier versions lack it."""
 
     layout: JsonObject
     adapters: dict[str, object] | None
     optimizer_updates: int
     scheduler: dict[str, object]
+    loss_scale: NotRequired[LossScaleState | None]
 
 
 def write_format_files(directory: str | Path, common: CommonState | None = None) -> list[str]:

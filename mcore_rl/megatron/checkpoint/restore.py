@@ -7,7 +7,7 @@ Layouts of saving and loading may differ in tp, pp, vpp, ep, etp, cp, dp and in 
 | `__<rank>_<n>.distcp` | blocks owned by a rank (blocks.py), in the format of torch.distributed.checkpoint |
 | `.metadata` | location of each block of each tensor |
 | `metadata.json` | format and version of Megatron's checkpoint |
-| `common.pt` | layout, number of updates, schedule, adapter settings |
+| `common.pt` | layout, number of updates, schedule, loss scale, adapter settings |
 | `config_and_tokenizer/` | configuration and tokenizer files, for `python -m model_converters to-hf` |
 
 Megatron's `dist_checkpointing.load` can read the model. Optimizer state is saved and loaded by this package, because
@@ -84,6 +84,9 @@ def load_checkpoint(directory: str, model: TrainedModel, files: Sequence[SavedFi
             reference.memory.offload()
         set_updates_done(model.optimizer, common["optimizer_updates"])
         model.scheduler.load_state_dict(common["scheduler"])
+        scale = common.get("loss_scale")
+        if model.loss_scaler is not None and scale is not None:
+            model.loss_scaler.load(scale)
         same_layout = common["layout"] == saved_layout(model.layout)
         restore_random_state(model, reader, same_layout=same_layout, updates_done=common["optimizer_updates"])
     except (ConversionError, KeyError) as error:

@@ -82,6 +82,7 @@ class CheckpointWriter:
             "adapters": adapter_identity(model.role.section.lora, model.hf_config),
             "optimizer_updates": updates_done(model.optimizer),
             "scheduler": model.scheduler.state_dict(),
+            "loss_scale": None if model.loss_scaler is None else model.loss_scaler.state(),
         }
         self._dtype = model.role.model.dtype
 

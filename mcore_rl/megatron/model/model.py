@@ -38,7 +38,7 @@ from model_converters.dcp.blocks import CheckpointChunk
 from model_converters.families.parts.arguments import OWN_ARGUMENTS, ModelArguments
 from model_converters.mapping.layout import TrainLayout
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -167,6 +167,7 @@ def _numeric_arguments(model_config: ModelConfig) -> dict[str, object]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
         # The loss is a sum over tokens. DDP reads this when it is built; otherwise gradients are scaled by 1 / dp.
         "calculate_per_token_loss": True,
         "attention_dropout": 0.0,
@@ -183,7 +184,7 @@ _EXPERT_ARGUMENTS = {
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
     "moe_router_bias_update_rate": 0.0,
-    # bfloat16 logits cause ties and unstable top-k choices. Engines route in float32 with model.float32_router.
+    # 16-bit logits cause ties and unstable top-k choices. Engines route in float32 with model.float32_router.
     "moe_router_dtype": "fp32",
 }
 

@@ -43,6 +43,7 @@ from mcore_rl.types import Max, Mean, Metric
 _LEAST_SUM = 1e-12
 """Least sum of the weights of a token's experts by which softmax scores are divided (ERNIE's moe_norm_min)."""
 _TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+ScaleLoss = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -107,7 +108,9 @@ class PolicyRouter(TopKRouter):
             self.counted = row
         has_loss = self.settings.aux_loss_coefficient or self.settings.z_loss_coefficient
         if row is not None and has_loss and self._trains():
-            logits = _AddLoss.apply(logits, self._auxiliary_loss(logits.flatten(0, 1), row))
+            logits = _AddLoss.apply(
+                logits, self._auxiliary_loss(logits.flatten(0, 1), row), self.config.grad_scale_func
+            )
         routed: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
         return routed
 
@@ -209,16 +212,20 @@ def _weights(scores: torch.Tensor, experts: torch.Tensor, *, normalised: bool) -
 
 
 class _AddLoss(torch.autograd.Function):
-    """Return the first argument and add the second, a scalar, to the loss in the backward pass."""
+    """Return the first argument and add the second, a scalar, to the loss in the backward pass. scale_loss: function
+    that multiplies the loss by the loss scale; None: the loss is not scaled."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = loss.dtype
+    def forward(
+        ctx: FunctionCtx, values: torch.Tensor, loss: torch.Tensor, scale_loss: ScaleLoss | None
+    ) -> torch.Tensor:
+        ctx.dtype, ctx.scale_loss = loss.dtype, scale_loss
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        return grad, torch.ones((), dtype=ctx.dtype, device=grad.device)
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        one = torch.ones((), dtype=ctx.dtype, device=grad.device)
+        return grad, one if ctx.scale_loss is None else ctx.scale_loss(one).reshape(()), None
 
 
 def _squared_log_sum(logits: torch.Tensor, row: RoutingRow, valid: torch.Tensor) -> torch.Tensor:
@@ -274,8 +281,9 @@ class Routers:
             router.reset()
 
     @torch.no_grad()
-    def finish_update(self) -> dict[str, Metric]:
-        """Update the expert biases after an optimizer step and return this rank's part of the metrics.
+    def finish_update(self, *, skipped: bool = False) -> dict[str, Metric]:
+        """Update the expert biases after an optimizer step, unless it was skipped, and return this rank's part of the
+        metrics.
 
         Collective: the tensor-, context- and data-parallel ranks of a stage.
         """
@@ -285,7 +293,7 @@ class Routers:
         load = torch.stack([router.load for router in self.all])
         _sum_over(load, parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         mean = load.sum(1, keepdim=True).double() / load.shape[1]
-        rate = self.settings.bias_update_rate
+        rate = 0.0 if skipped else self.settings.bias_update_rate
         for router, offset in zip(self.all, mean - load, strict=True):
             if rate:
                 # Updates need float32; Megatron restores it if a wrapper changed the dtype.

@@ -9,8 +9,8 @@ because the loss uses the output projection after the forward pass (output.py).
 Experts that other ranks do not hold (marked with allreduce=False) are divided over the expert-data-parallel ranks, all
 other parameters over the data- and context-parallel ranks.
 
-The shards of a bfloat16 model that is trained are float32: they are the optimizer's main parameters, and a layer
-gathers them in bfloat16.
+The shards of a 16-bit model that is trained are float32: they are the optimizer's main parameters, and a layer gathers
+them in 16 bits.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _shard_module(module: torch.nn.Module, model: ModelChunk, whole: set[torch.n
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    low = model.config.params_dtype if model.config.bf16 else None
+    low = None if model.config.params_dtype == torch.float32 else model.config.params_dtype
     fully_shard(
         module,
         ignored_params=whole,
@@ -130,7 +130,7 @@ def _shard_module(module: torch.nn.Module, model: ModelChunk, whole: set[torch.n
         mp_policy=MixedPrecisionPolicy(
             param_dtype=low,
             reduce_dtype=torch.float32 if low else None,
-            # Megatron chooses the dtype of activations; some of a bfloat16 model are float32.
+            # Megatron chooses the dtype of activations; some of a 16-bit model are float32.
             cast_forward_inputs=False,
         ),
     )

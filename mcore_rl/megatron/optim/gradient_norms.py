@@ -43,15 +43,18 @@ def kind_of(name: str) -> str:
     return next((kind for part, kind in _PARTS if part in name), "other")
 
 
-def gradient_norms(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> dict[str, Root]:
-    """Compute this rank's part of the gradient norm of each kind of module, before clipping. Merging the parts of all
-    ranks gives the exact norm. Call it between the gradient reduction and the optimizer step. `chunks` are from
-    wrap_chunks. Not collective."""
+def gradient_norms(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, *, scale: float = 1.0
+) -> dict[str, Root]:
+    """Compute this rank's part of the gradient norm of each kind of module, before clipping, without the loss scale
+    `scale`. Merging the parts of all ranks gives the exact norm. Call it between the gradient reduction and the
+    optimizer step. `chunks` are from wrap_chunks. Not collective."""
     kinds = {id(parameter): kind_of(name) for chunk in chunks for name, parameter in chunk.named_parameters()}
     squares: dict[str, list[torch.Tensor]] = {}
     for part in optimizer_parts(optimizer):
         for gradient, parameter in _counted_on_rank(part):
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            # Divided before it is squared: the square of a scaled norm may exceed float32.
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) / scale
             squares.setdefault(kinds[id(parameter)], []).append(norm.square())
     if not squares:
         return {}

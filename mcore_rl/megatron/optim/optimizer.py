@@ -23,6 +23,7 @@ from mcore_rl.megatron.lora.adapters import has_adapters
 from mcore_rl.megatron.model.output import ModelChunk, output_weight, unwrap
 from mcore_rl.megatron.model.shards import local_shard, replicas_of, shard_parameters
 from mcore_rl.megatron.optim.host_optimizer import HostOptimizer, gradients_released
+from mcore_rl.megatron.optim.loss_scale import LossScaler, share_scaler
 from mcore_rl.megatron.optim.main_params import optimizer_parts
 from mcore_rl.megatron.optim.sharded_parallel import ShardedDataParallel
 
@@ -48,9 +49,9 @@ def broadcast_parameters(chunks: list[ModelChunk]) -> None:
 
 
 def wrap_chunks(chunks: list[ModelChunk], actor: ActorConfig) -> list[DataParallel]:
-    """Wrap every chunk in Float16Module (for bfloat16) and in DistributedDataParallel or ShardedDataParallel. Gradients
-    are float32, accumulate over micro-batches, and are summed, not averaged, over data-parallel ranks. With sharded
-    parameters the adapters of a LoRA run are replicated, and the frozen weights are sharded.
+    """Wrap every chunk in Float16Module (for 16-bit dtypes) and in DistributedDataParallel or ShardedDataParallel.
+    Gradients are float32, accumulate over micro-batches, and are summed, not averaged, over data-parallel ranks. With
+    sharded parameters the adapters of a LoRA run are replicated, and the frozen weights are sharded.
 
     With actor.overlap_param_gather, parameters are complete only after `gather_parameters` or within a forward pass.
 
@@ -74,8 +75,8 @@ def wrap_chunks(chunks: list[ModelChunk], actor: ActorConfig) -> list[DataParall
 
 
 def wrap_frozen(chunks: list[ModelChunk], section: ActorConfig) -> list[torch.nn.Module]:
-    """Wrap chunks that are not trained in Float16Module (for bfloat16), and in ShardedDataParallel if their parameters
-    are sharded.
+    """Wrap chunks that are not trained in Float16Module (for 16-bit dtypes), and in ShardedDataParallel if their
+    parameters are sharded.
 
     Collective: all ranks.
     """
@@ -86,7 +87,7 @@ def wrap_frozen(chunks: list[ModelChunk], section: ActorConfig) -> list[torch.nn
 
 
 def _in_model_dtype(chunks: list[ModelChunk]) -> list[ModelChunk | Float16Module]:
-    return [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
+    return [chunk if chunk.config.params_dtype == torch.float32 else in_16_bits(chunk) for chunk in chunks]
 
 
 def _replicate(
@@ -169,7 +170,7 @@ def _is_gathered(group: _ParamAndGradBucketGroup) -> bool:
     return group.param_gather_dispatched and group.param_gather_handle is None
 
 
-def in_bfloat16(chunk: ModelChunk) -> Float16Module:
+def in_16_bits(chunk: ModelChunk) -> Float16Module:
     """Wrap in Float16Module without rounding the router's expert bias and the rotary frequencies of transformers.
     Float16Module also rounds buffers; megatron-core 0.16.1 restores the bias's dtype in the next forward pass, but not
     its precision."""
@@ -188,10 +189,12 @@ def sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None 
     finalize_model_grads(model, None, **options)
 
 
-def build_optimizer(chunks: list[DataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
+def build_optimizer(
+    chunks: list[DataParallel], settings: OptimizerSettings, scaler: LossScaler | None = None
+) -> MegatronOptimizer:
     """Build AdamW, sharded over data-parallel ranks if the chunks are wrapped for the distributed optimizer or have
-    sharded parameters, with float32 main parameters for bfloat16 models. With settings.cpu_offload its state is in host
-    memory (host_optimizer.py).
+    sharded parameters, with float32 main parameters for 16-bit models. With settings.cpu_offload its state is in host
+    memory (host_optimizer.py). `scaler` scales the loss of float16 models, which need one.
 
     Collective: all ranks. Call it after the weights are loaded, because it copies them.
     """
@@ -208,17 +211,25 @@ def build_optimizer(chunks: list[DataParallel], settings: OptimizerSettings) -> 
         clip_grad=settings.clip_grad,
         # Shards are float32 and need no main parameters.
         bf16=config.bf16 and not sharded,
+        # Megatron's only optimizer that scales the loss of float32 shards is the one for float16.
+        fp16=config.fp16,
         params_dtype=torch.float32 if sharded else config.params_dtype,
         use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
     )
+    optimizer = _new_optimizer(chosen, chunks, offloads=settings.cpu_offload and not sharded)
     if sharded:
-        optimizer = get_megatron_optimizer(chosen, chunks)
         # Every rank has other shards, so the gradient norm is a sum over all ranks, like the distributed optimizer's.
         # Megatron adds only the model-parallel ranks of an optimizer for whole parameters.
         for part in optimizer_parts(optimizer):
             part.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
-        return optimizer
-    if not settings.cpu_offload:
+    if scaler is not None:
+        share_scaler(optimizer, scaler)
+        config.grad_scale_func = scaler.scale_loss
+    return optimizer
+
+
+def _new_optimizer(chosen: OptimizerConfig, chunks: list[DataParallel], *, offloads: bool) -> MegatronOptimizer:
+    if not offloads:
         return get_megatron_optimizer(chosen, chunks)
     with gradients_released(chunks):
         optimizer = get_megatron_optimizer(chosen, chunks)

@@ -22,6 +22,7 @@ from mcore_rl.megatron.model.output import ModelChunk, PolicyModel
 from mcore_rl.megatron.model.routers import Routers, RoutingRow
 from mcore_rl.megatron.model.shards import reshard
 from mcore_rl.megatron.optim.gradient_norms import gradient_norms
+from mcore_rl.megatron.optim.loss_scale import LossScaler
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.optim.optimizer import (
     broadcast_parameters,
@@ -110,7 +111,7 @@ class RankModel:
             vision=spec.arguments.vision,
         )
         # Float16Module would otherwise copy the output to float32 (see output.py).
-        self._forward_options = {"fp32_output": False} if role.model.dtype == "bfloat16" else {}
+        self._forward_options = {"fp32_output": False} if chunks[0].config.params_dtype != torch.float32 else {}
 
     def shutdown(self) -> None:
         """Destroy the process groups."""
@@ -206,7 +207,7 @@ class RankModel:
 class FrozenModel(RankModel):
     """A model that is not trained. `memory` moves its weights between device and host if `offload` is set.
 
-    `modules` are its chunks in Float16Module for bfloat16, and in ShardedDataParallel for sharded parameters.
+    `modules` are its chunks in Float16Module for 16-bit dtypes, and in ShardedDataParallel for sharded parameters.
     """
 
     def __init__(
@@ -223,8 +224,9 @@ class TrainedModel(RankModel):
     """A RankModel in DistributedDataParallel or ShardedDataParallel (`ddp`), with optimizer and scheduler.
 
     A checkpoint contains `chunks` (without the weights under adapters), `optimizer`, `scheduler` and, if set, the
-    `saved_reference`. `memory` offloads state; every method loads the parts that it needs. `num_updates` is the number
-    of optimizer updates of the run. `seed` is run.seed, from which a resumed run may derive random streams.
+    `loss_scaler` (of float16 models) and the `saved_reference`. `memory` offloads state; every method loads the parts
+    that it needs. `num_updates` is the number of optimizer updates of the run. `seed` is run.seed, from which a resumed
+    run may derive random streams.
 
     Collective: every method, over all ranks.
     """
@@ -240,7 +242,10 @@ class TrainedModel(RankModel):
         super().__init__(spec, chunks, self.ddp)
         # Before the optimizer copies the weights.
         gather_parameters(self.ddp)
-        self.optimizer = build_optimizer(self.ddp, role.section.optimizer)
+        settings = role.section.optimizer
+        fp16, key = chunks[0].config.fp16, role.key("optimizer.loss_scale")
+        self.loss_scaler = LossScaler(settings.loss_scale, key) if fp16 else None
+        self.optimizer = build_optimizer(self.ddp, settings, self.loss_scaler)
         self.scheduler = build_scheduler(self.optimizer, role, num_updates)
         self.memory = Offloader(self.ddp, self.optimizer, role.section.offload)
 
@@ -257,7 +262,8 @@ class TrainedModel(RankModel):
 
         The gradient is the sum over all tokens of all ranks, independent of the layout and of the micro-batches. It is
         complete only on the data-parallel rank that owns the slice. `evaluate` returns the loss and a MicroBatchReport;
-        `suspects` names the quantities of its non_finite samples in errors.
+        `suspects` names the quantities of its non_finite samples in errors. In float16 the gradient is multiplied by
+        the loss scale, and may be infinite while the scale can be lowered: `_step` then skips the update.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
@@ -268,8 +274,10 @@ class TrainedModel(RankModel):
         self.routers.reset()
         reports = self.run(batches, rows, evaluate, forward_only=False)
         bad = [sample for report in reports for sample in report.non_finite]
-        problem = describe_samples(suspects, bad, share)
-        require_finite(problem or describe_gradients(self.ddp, share), self.device)
+        scaler, problem = self.loss_scaler, describe_samples(suspects, bad, share)
+        if scaler is None or scaler.is_exhausted:
+            problem = problem or describe_gradients(self.ddp, share)
+        require_finite(problem, self.device, remedy="" if scaler is None else scaler.remedy)
         return reports
 
     def _step(
@@ -277,17 +285,24 @@ class TrainedModel(RankModel):
     ) -> dict[str, Metric]:
         """Run one optimizer step on the accumulated gradients and return this rank's part of the update's metrics.
 
+        Without a finite gradient, in float16, the step is skipped: weights, moments, expert biases and schedule keep
+        their values, the loss scale may be lowered, and metrics of gradients are left out.
+
         Every token counts on exactly one rank, so the metrics of all ranks can be merged exactly.
         """
         rate = float(self.optimizer.param_groups[0]["lr"])
-        norms = gradient_norms(self.ddp, self.optimizer)  # before they are clipped
+        scaler = self.loss_scaler
+        scale = 1.0 if scaler is None else scaler.value
+        norms = gradient_norms(self.ddp, self.optimizer, scale=scale)  # before they are clipped
         successful, grad_norm, _ = self.optimizer.step()
-        # Megatron skips a step only under loss scaling, which float32 and bfloat16 do not use.
-        assert successful, f"update {update_index}: the optimizer skipped its step"
+        assert successful or scaler is not None, f"update {update_index}: the optimizer skipped its step"
         release_gradients(self.ddp)
-        self.scheduler.step(1)
-        metrics: dict[str, Metric] = dict(self.routers.finish_update())
-        metrics |= {f"{self.name}/grad_norm_{kind}": norm for kind, norm in norms.items()}
+        if scaler is not None:
+            scaler.finish_update()
+        metrics: dict[str, Metric] = dict(self.routers.finish_update(skipped=not successful))
+        if successful:
+            self.scheduler.step(1)
+            metrics |= {f"{self.name}/grad_norm_{kind}": norm for kind, norm in norms.items()}
         if self.counts_tokens:
             metrics |= merge_metrics([report.metrics for report in reports])
             loss = sum(report.loss for report in reports)
@@ -296,8 +311,12 @@ class TrainedModel(RankModel):
             metrics[f"{self.name}/trained_tokens"] = Total(sum(len(batch.targets) for batch in batches))
             metrics[f"{self.name}/tokens"] = Total(sum(len(batch.tokens) for batch in batches))
         # The norm covers the gradients of all ranks and is equal on each of them.
-        if self.is_reporting_rank:
+        if self.is_reporting_rank and successful:
             metrics[f"{self.name}/grad_norm"] = Mean(float(grad_norm), 1)
+        if self.is_reporting_rank and scaler is not None:
+            metrics[f"{self.name}/loss_scale"] = Mean(scale, 1)
+            metrics[f"{self.name}/skipped_updates"] = Total(int(not successful))
+        if self.is_reporting_rank:
             metrics[f"{self.name}/lr"] = Mean(rate, 1)
             metrics[f"{self.name}/microbatches"] = Mean(len(batches), 1)
         return metrics

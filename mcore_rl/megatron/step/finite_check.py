@@ -15,8 +15,9 @@ MAX_NAMED = 8
 """Maximum number of samples and parameters listed per rank in an error."""
 
 
-def require_finite(problem: str | None, device: torch.device) -> None:
-    """Raise NonFiniteError on every rank if any rank has a problem; the message contains the problems of all ranks.
+def require_finite(problem: str | None, device: torch.device, *, remedy: str = "") -> None:
+    """Raise NonFiniteError on every rank if any rank has a problem; the message contains the problems of all ranks, and
+    the remedy.
 
     Without a problem it costs one all-reduce of one number.
 
@@ -29,7 +30,8 @@ def require_finite(problem: str | None, device: torch.device) -> None:
         return
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    raise NonFiniteError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
+    listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+    raise NonFiniteError(f"{listed}. {remedy}" if remedy else listed)
 
 
 def describe_samples(what: str, samples: Iterable[int], share: RankShare) -> str | None:

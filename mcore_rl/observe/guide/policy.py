@@ -131,12 +131,29 @@ POLICY = (
         ),
         "grows steadily; 0: no group has a signal",
     ),
+    MetricEntry(
+        "actor/skipped_updates",
+        "0 after the first steps; only with model.dtype=float16",
+        (
+            Remedy(
+                "lower actor.optimizer.loss_scale.initial, for example to 65536, if only the first updates are skipped"
+            ),
+            Remedy("set model.dtype=bfloat16 if updates are skipped again and again"),
+        ),
+        signs="above 0 in many steps while actor/loss_scale falls: gradients grow without limit",
+    ),
+    MetricEntry(
+        "actor/loss_scale",
+        "constant, or doubling from time to time; only with model.dtype=float16",
+        (Remedy("look at actor/grad_norm and at the rollouts of the steps before"),),
+        signs="falls towards actor.optimizer.loss_scale.minimum: the run ends when it is reached",
+    ),
 )
 
 AGREEMENT = (
     MetricEntry(
         "rollout/logp_diff_fresh_mean",
-        "below 0.02 nats in bfloat16, below 0.0001 in float32",
+        "below 0.02 nats in bfloat16, below 0.003 in float16, below 0.0001 in float32",
         DIFFERENCE,
         Warned(
             Above(0.05),

@@ -37,7 +37,7 @@ def judge(base: str) -> str:
         ([GOOD, "judge.parser=mine.py:f", "judge.score_pattern='(x)'"], r"^judge\.score_pattern=\(x\) has no effect"),
         ([GOOD, "judge.samples=2"], r"^judge\.samples=2 greedy answers .* set judge\.temperature above 0"),
         ([GOOD, "judge.min_score=1", "judge.max_score=1"], r"^judge\.min_score=1\.0 must be below judge\.max_score"),
-        ([GOOD, "judge.dtype=float16"], r"^judge\.dtype=float16 must be one of float32, bfloat16, or null"),
+        ([GOOD, "judge.dtype=int8"], r"^judge\.dtype=int8 must be one of float32, bfloat16, float16, or null"),
         ([GOOD, "judge.tp=3"], r"^judge\.tp=3 must divide the model's 4 attention heads"),
         ([GOOD, "judge.max_prompt_tokens=8000"], r"^judge\.max_prompt_tokens \+ judge\.max_response_tokens = 8512 exc"),
         (

@@ -29,7 +29,7 @@ def test_check_linear_attention_unsupported_key_is_rejected(key: str, value: obj
         check_linear_attention(role, HYBRID, cuda=True)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float16"])
 def test_check_linear_attention_other_dtype_on_cpu_is_rejected(dtype: str) -> None:
     config = Config()
     config.model.dtype = dtype

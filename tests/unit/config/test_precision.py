@@ -1,4 +1,4 @@
-"""Rules of model.float32_head and model.float32_router."""
+"""Rules of model.float32_head and model.float32_router, and of model.dtype=float16."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from mcore_rl.config import Config
 from mcore_rl.config.load import load_config, load_text
 from mcore_rl.config.reward import JudgeConfig
-from mcore_rl.config.roles import EngineRole
-from mcore_rl.config.rules.precision import check_float32_router, check_precision
+from mcore_rl.config.roles import EngineRole, ModelRole
+from mcore_rl.config.rules.precision import check_float16, check_float16_engine, check_float32_router, check_precision
+from mcore_rl.config.rules.validation import check_engine_sizes, validate_critic, validate_keys
 from mcore_rl.config.schema import ModelConfig, RolloutConfig
 from mcore_rl.errors import ConfigError
 
@@ -78,3 +79,64 @@ def test_judge_computes_in_its_own_dtype() -> None:
     role = EngineRole.judge(JudgeConfig(hf_path="judge"), RolloutConfig(), model)
     assert not role.model.float32_head
     check_float32_router(role, {"model_type": "qwen3"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["actor.fp8=blockwise"], r"actor\.fp8=blockwise is not supported with model\.dtype=float16; set it to none"),
+        (["actor.moe.dispatcher=deepep"], r"actor\.moe\.dispatcher=deepep exchanges tokens in bfloat16 only"),
+        (["actor.optimizer.loss_scale.initial=1000"], r"loss_scale\.initial=1000 must be a power of two"),
+        (["actor.optimizer.loss_scale.minimum=3"], r"loss_scale\.minimum=3 must be a power of two"),
+        (
+            ["actor.optimizer.loss_scale.initial=16", "actor.optimizer.loss_scale.minimum=32"],
+            r"loss_scale\.minimum=32 must be at most actor\.optimizer\.loss_scale\.initial=16",
+        ),
+        (["rollout.quantization=fp8"], r"rollout\.quantization=fp8 needs model\.dtype=bfloat16"),
+        (["rollout.quantization=int4"], r"rollout\.quantization=int4 needs model\.dtype=bfloat16"),
+    ],
+)
+def test_validate_float16_with_an_unsupported_key_is_rejected(base: str, changes: list[str], message: str) -> None:
+    config = load_config(base, ["model.dtype=float16", *changes])
+    with pytest.raises(ConfigError, match=message):
+        validate_keys(config, run_here=False)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "auto"])
+def test_validate_loss_scale_without_float16_has_no_effect(base: str, dtype: str) -> None:
+    config = load_config(base, [f"model.dtype={dtype}", "actor.optimizer.loss_scale.window=5"])
+    with pytest.raises(ConfigError, match=r"loss_scale\.window=5 has no effect; set model\.dtype=float16"):
+        validate_keys(config, run_here=False)
+
+
+def test_validate_critic_in_float16_names_its_own_keys(base: str) -> None:
+    config = load_config(base, ["model.dtype=float16", "critic.optimizer.loss_scale.initial=3"])
+    with pytest.raises(ConfigError, match=r"^critic\.optimizer\.loss_scale\.initial=3 must be a power of two"):
+        validate_critic(config)
+
+
+def test_check_float16_with_fractional_powers_of_two_is_accepted(base: str) -> None:
+    config = load_config(base, ["model.dtype=float16", "actor.optimizer.loss_scale.minimum=0.25"])
+    check_float16(ModelRole.policy(config.actor, config.model), cuda=False)
+
+
+@pytest.mark.parametrize("prefix", ["rollout", "judge"])
+def test_check_float16_engine_rejects_models_that_overflow(prefix: str) -> None:
+    model = ModelConfig("y", dtype="float16")
+    role = EngineRole(prefix, section=RolloutConfig(), model=model)
+    key = "model.dtype" if prefix == "rollout" else "judge.dtype"
+    sizes = {"model_type": "gemma3_text", "num_attention_heads": 4}
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)}=float16: activations of gemma3_text exceed"):
+        check_engine_sizes(role, sizes, cuda=False)
+    model.dtype = "bfloat16"
+    check_engine_sizes(role, sizes, cuda=False)
+
+
+def test_check_float16_engine_rejects_data_parallel_attention_on_gpus() -> None:
+    section = RolloutConfig(engine="sglang", tp=2, data_parallel_attention=True)
+    role = EngineRole.rollout(section, ModelConfig("y", dtype="float16"))
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.data_parallel_attention=true: DeepEP exchanges tokens in bfloat16"
+    ):
+        check_float16_engine(role, {"model_type": "qwen3_moe"}, cuda=True)
+    check_float16_engine(role, {"model_type": "qwen3_moe"}, cuda=False)

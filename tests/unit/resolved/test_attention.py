@@ -29,7 +29,7 @@ AMPERE = Installed(True, (8, 0), "2.11.0", flash_attention="2.8.3")
     ],
 )
 def test_pick_selects_the_first_supported_backend(installed: Installed, heads: HeadDims, name: str) -> None:
-    assert pick(installed, "bfloat16", heads).name == name
+    assert pick(installed, "bfloat16", heads).name == pick(installed, "float16", heads).name == name
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,9 @@ def test_pick_unsupported_rows_list_all_reasons(installed: Installed, heads: Hea
 
 
 def test_pick_float32_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"model\.dtype=float32: .*set model\.dtype=bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"model\.dtype=float32: .*bfloat16 or float16 only; set model\.dtype=bfloat16"
+    ):
         pick(HOPPER, "float32", HeadDims(128, 128))
     with pytest.raises(ConfigError, match=r"critic\.hf_path: no atte"):
         pick(HOPPER, "bfloat16", HeadDims(4, 4), "critic.hf_path")

@@ -62,6 +62,11 @@ def test_choose_without_gpu_selects_local_layers() -> None:
     assert all(choice.why for _, choice in chosen.choices())
 
 
+def test_choose_float16_exchanges_tokens_without_deepep() -> None:
+    assert choose(EVERYTHING, _request(dtype="float16")).dispatcher.value == "alltoall"
+    assert choose(EVERYTHING, SPREAD).dispatcher.value == "deepep"
+
+
 def test_choose_with_all_packages_selects_all() -> None:
     assert choose(EVERYTHING, _request(fp8="blockwise")).arguments() == {
         "apply_rope_fusion": True,

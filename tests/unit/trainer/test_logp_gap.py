@@ -103,6 +103,7 @@ def test_check_own_routing_compares_the_median() -> None:
     [
         ("float32", "none", "none", "auto", 1e-3),
         ("bfloat16", "none", "none", "auto", 0.05),
+        ("float16", "none", "none", "auto", 0.01),
         ("bfloat16", "blockwise", "none", "auto", 0.2),
         ("bfloat16", "none", "fp8", "auto", 0.2),
         ("bfloat16", "none", "int4", "auto", 0.5),
