@@ -23,6 +23,12 @@ OPTIMIZER = {
     "eps": "adam-eps",
     "clip_grad": "clip-grad",
 }
+LOSS_SCALE = {
+    "initial": "initial-loss-scale",
+    "minimum": "min-loss-scale",
+    "window": "loss-scale-window",
+    "hysteresis": "hysteresis",
+}
 BALANCING = {"none": SKIP, "aux_loss": "aux_loss", "seq_aux_loss": "seq_aux_loss", "global_aux_loss": "global_aux_loss"}
 MOE_ROWS = (
     Row("actor.moe.aux_loss_coefficient", ("moe-aux-loss-coeff",)),
@@ -47,6 +53,10 @@ def translate_ranks(run: SlimeRun) -> None:
         note = "FSDP shards weights, gradients and optimizer state"
         draft.take(source, "actor.parallel.shard_parameters", True, "train-backend", note=note)
     _translate_optimizer(run)
+    if source.flag("fp16"):
+        draft.take(source, "model.dtype", "float16", "fp16")
+        rows = [Row(f"actor.optimizer.loss_scale.{ours}", (theirs,)) for ours, theirs in LOSS_SCALE.items()]
+        draft.apply(source, rows)
     _translate_recompute(run)
     _translate_experts(run)
     draft.apply(source, [Row("actor.fp8", ("fp8-recipe",))] if source.is_set("fp8-format") else [])

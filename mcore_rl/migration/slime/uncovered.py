@@ -18,7 +18,8 @@ REASONS = {
     """,
     "chosen by this project or Megatron": """
         *-fusion *-in-fp32 attention-backend sequence-parallel moe-grouped-gemm moe-token-drop-policy overlap-*
-        use-precision-aware-optimizer transformer-impl bf16 fp16 *-dtype no-* make-* use-distributed-optimizer
+        use-precision-aware-optimizer transformer-impl bf16 *loss-scale* hysteresis *-dtype no-* make-*
+        use-distributed-optimizer
         qwen-gdn-backend use-flash-attn moe-permute* *gemm* distributed-* cross-entropy-* *dist-ckpt* ckpt-format
         deterministic-mode enable-experimental train-backend allgather-cp prefill-num-servers
         attn-implementation megatron-to-hf-mode train-env-vars

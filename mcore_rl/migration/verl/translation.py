@@ -7,7 +7,7 @@ from mcore_rl.migration.source import Setting, Source
 from mcore_rl.migration.verl.algorithm import translate_algorithm
 from mcore_rl.migration.verl.cluster import translate_cluster
 from mcore_rl.migration.verl.data import translate_data
-from mcore_rl.migration.verl.defaults import ACTOR, ASYNCHRONOUS, COMMON, CRITIC, OLD_SUPERVISED, SUPERVISED
+from mcore_rl.migration.verl.defaults import ACTOR, ASYNCHRONOUS, COMMON, CRITIC, OLD_SUPERVISED, ROLLOUT, SUPERVISED
 from mcore_rl.migration.verl.lora import translate_lora
 from mcore_rl.migration.verl.programs import check_program
 from mcore_rl.migration.verl.ranks import POLICY, VALUE_MODEL, translate_budget, translate_ranks
@@ -17,6 +17,11 @@ from mcore_rl.migration.verl.run import VerlRun
 from mcore_rl.migration.verl.schedule import translate_learning_rate, translate_schedule
 from mcore_rl.migration.verl.supervised import translate_supervised
 from mcore_rl.migration.verl.uncovered import block_unsupported, list_uncovered
+
+TRAINER_DTYPES = (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.megatron.dtype")
+ENGINE_DTYPE = f"{ROLLOUT}.dtype"
+HALF = ("float16", "fp16", "half", "16")
+"""Names of float16 in verl and its engines."""
 
 
 def translate(settings: dict[str, Setting], rows: int | None = None, name: str = "imported") -> Translation:
@@ -47,6 +52,7 @@ def _translate_reinforcement(run: VerlRun) -> None:
     translate_schedule(run)
     translate_cluster(run)
     translate_ranks(run, POLICY)
+    _translate_dtype(run)
     translate_drafts(run)
     micro = tuple(f"{ACTOR}.{name}" for name in ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size"))
     tokens, dynamic = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz"
@@ -56,6 +62,22 @@ def _translate_reinforcement(run: VerlRun) -> None:
     if run.draft.values.get("algorithm.advantage") == "gae":
         _translate_critic(run)
     run.source.find("critic.ppo_mini_batch_size", f"{CRITIC}.ppo_epochs", "trainer.critic_warmup")
+
+
+def _translate_dtype(run: VerlRun) -> None:
+    """Translate float16 of trainer and engine, which have one key here; other data types have our default."""
+    source, draft = run.source, run.draft
+    found = {key: setting for key, setting in source.settings.items() if key in (*TRAINER_DTYPES, ENGINE_DTYPE)}
+    half = [key for key, setting in found.items() if str(setting.value) in HALF]
+    if any(key in TRAINER_DTYPES for key in half):
+        draft.take(source, "model.dtype", "float16", *half)
+        if ENGINE_DTYPE not in half:
+            draft.changes.append(
+                f"{half[0]}: engines compute in float16, too (model.dtype); verl's have {ENGINE_DTYPE}"
+            )
+    elif half:
+        shown = source.effective(ENGINE_DTYPE).shown
+        draft.changes.append(f"{shown}: engines compute in the trainer's data type; model.dtype=float16 sets both")
 
 
 def _translate_critic(run: VerlRun) -> None:

@@ -233,6 +233,16 @@ def test_import_engine_with_float32_head(tmp_path: Path) -> None:
     assert "model.float32_head" not in translated("--bf16", tmp_path)[1].values
 
 
+def test_import_float16_with_its_loss_scale(tmp_path: Path) -> None:
+    flags = "--initial-loss-scale 65536 --loss-scale-window 200 --hysteresis 1"
+    _, draft, uncovered = translated(f"--fp16 {flags}", tmp_path)
+    prefix = "actor.optimizer.loss_scale."
+    found = {key.removeprefix(prefix): value for key, value in draft.values.items() if key.startswith(prefix)}
+    assert (draft.values["model.dtype"], found) == ("float16", {"initial": 65536, "window": 200, "hysteresis": 1})
+    assert uncovered == []
+    assert "model.dtype" not in translated(flags, tmp_path)[1].values
+
+
 def test_import_dense_model_has_no_expert_layout(tmp_path: Path) -> None:
     flags = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
     assert "actor.parallel.etp" not in translated(flags, tmp_path)[1].values

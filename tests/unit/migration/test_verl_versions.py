@@ -237,3 +237,22 @@ def test_import_yaml_reads_defaults_of_environment_variables(tmp_path: Path) -> 
     draft = yaml_draft(text, tmp_path)
     assert draft.values["cluster.nodes"] == 3
     assert draft.values["data.train"] == ["${DATA}/a.parquet"]
+
+
+@pytest.mark.parametrize("key", [f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.megatron.dtype"])
+def test_import_float16_of_trainer_and_engine(key: str, tmp_path: Path) -> None:
+    assert values_of(f"+{key}=float16 {ROLLOUT}.dtype=float16", tmp_path)["model.dtype"] == "float16"
+    assert "model.dtype" not in values_of(f"+{key}=bfloat16 {ROLLOUT}.dtype=bfloat16", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "dtype", "change"),
+    [
+        (f"+{ACTOR}.fsdp_config.dtype=fp16", "float16", "engines compute in float16, too (model.dtype)"),
+        (f"{ROLLOUT}.dtype=half", None, "engines compute in the trainer's data type; model.dtype=float16 sets both"),
+    ],
+)
+def test_import_float16_of_one_side_is_a_change(override: str, dtype: str | None, change: str, tmp_path: Path) -> None:
+    _, draft, _ = translated(f"algorithm.adv_estimator=grpo {override}", tmp_path)
+    assert draft.values.get("model.dtype") == dtype
+    assert any(change in line for line in draft.changes)
