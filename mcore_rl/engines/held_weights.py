@@ -8,19 +8,10 @@ import torch
 
 from mcore_rl.config.quantization import BLOCK
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.slices.engine_rows import FUSED_MODULES
 
 SCALES = "weight_scale_inv"
 """Parameter of a linear module with the scales of its FP8 codes."""
-PARTS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "qkv": ("qkv", "qkv", "qkv"),  # one HF module in vision towers
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-    # q, k and v of a gated delta net are one HF module.
-    "in_proj_qkvz": ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z"),
-    "in_proj_ba": ("in_proj_b", "in_proj_a"),
-}
-"""HF modules in the engines' fused modules, in the order of their rows. Parts of one name are one module."""
 
 Held = tuple[str, torch.Tensor]
 """Name of an HF tensor, and the part of it that this rank holds."""
@@ -60,9 +51,9 @@ def linear_parts(
     prefix, _, last = name.rpartition(".")
     # Modules whose rows are not divided have output_size only.
     sizes: Sequence[int] = getattr(module, "output_partition_sizes", None) or [module.output_size]
-    parts: Sequence[str] = PARTS.get(last, ()) if len(sizes) > 1 else (last,)
+    parts: Sequence[str] = FUSED_MODULES.get(last, ()) if len(sizes) > 1 else (last,)
     if len(parts) != len(sizes):
-        raise WeightSyncError(f"{name}: {type(module).__name__} of {len(sizes)} parts has no entry in PARTS")
+        raise WeightSyncError(f"{name}: {type(module).__name__} of {len(sizes)} parts has no entry in FUSED_MODULES")
     parts, sizes = _joined(parts, sizes)
     for key, parameter in module.named_parameters(recurse=False):
         if key not in ("weight", "bias", SCALES):  # the correction bias of a router

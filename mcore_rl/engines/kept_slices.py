@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
@@ -92,6 +92,7 @@ class SliceLoader(ABC):
         self._model = model
         self._modules: dict[str, torch.nn.Module] = {}
         self._kept: dict[str, list[KeptSlice]] = {}
+        self._frozen: frozenset[str] = frozenset()
         self._missing: Counter[KeptSlice] = Counter()
         """Number of elements that the update in progress still lacks of each slice."""
 
@@ -122,12 +123,12 @@ class SliceLoader(ABC):
     def _copy(self, kept: KeptSlice, offset: int, source: torch.Tensor) -> None:
         """Copy a part of a slice to `offset` of its parameter."""
 
-    def keep(self, kept: Sequence[KeptSlice]) -> None:
-        """Expect these slices in every later update.
+    def keep(self, kept: Sequence[KeptSlice], frozen: Collection[str] = ()) -> None:
+        """Expect these slices in every later update, and slices of the HF tensors `frozen` only in whole updates.
 
         Raises: WeightSyncError for parameters that no tensor contains.
         """
-        self._modules, self._kept = dict(self._model.named_modules()), {}
+        self._modules, self._kept, self._frozen = dict(self._model.named_modules()), {}, frozenset(frozen)
         for each in kept:
             self._kept.setdefault(each.name, []).append(each)
         without = self._parameter_names() - {f"{each.module}.{each.parameter}" for each in kept}
@@ -137,9 +138,11 @@ class SliceLoader(ABC):
         if without:
             raise WeightSyncError(f"no tensor of the trainer contains {', '.join(sorted(without))}")
 
-    def begin(self) -> None:
-        """Begin an update, which must contain every slice. Discards an unfinished one."""
-        self._missing = Counter({each: each.numel for kept in self._kept.values() for each in kept})
+    def begin(self, *, whole: bool = True) -> None:
+        """Begin an update, which must contain every slice, or if not `whole` all that are not frozen. Discards an
+        unfinished one."""
+        expected = [each for name, kept in self._kept.items() if whole or name not in self._frozen for each in kept]
+        self._missing = Counter({each: each.numel for each in expected})
 
     def put(self, name: str, start: Shape, box: torch.Tensor) -> None:
         """Copy the kept parts of a box of the HF tensor `name`. The memory of `box` may be reused afterwards.

@@ -66,9 +66,9 @@ class RankEngine(SteppedEngine):
         """Leave the weight sync: unmap the staging buffers of all ranks, so that their owners may free them."""
         self._ranks.call("disconnect_weights")
 
-    def fetch_update(self) -> None:
+    def fetch_update(self, first_round: int = 0) -> None:
         """Begin to fetch the files of the next update into the memory of all ranks, before `begin_update`."""
-        self._ranks.call("fetch_update")
+        self._ranks.call("fetch_update", first_round)
 
     def is_fetched(self) -> bool:
         """Return whether these files have arrived on all ranks.
@@ -77,11 +77,15 @@ class RankEngine(SteppedEngine):
         """
         return all(self._ranks.call("is_fetched"))
 
-    def begin_update(self) -> None:
+    def begin_update(self, first_round: int = 0) -> None:
         """Begin an update; an unfinished one is discarded. The next step after it first returns the results of a pass
-        that was in flight, with the version of the earlier weights."""
+        that was in flight, with the version of the earlier weights.
+
+        first_round: 0, or SyncPlan.first_trained_round if the engine holds the frozen weights, which the update lacks
+        then. It holds them after a complete update from round 0 on, until it sleeps without its weights.
+        """
         self.weights_complete = False
-        self._ranks.call("begin_update")
+        self._ranks.call("begin_update", first_round)
 
     def receive_bucket(self, sync_round: int) -> list[int]:
         """Receive and load one round of the plan, in order. Returns its bytes as the acknowledgement.

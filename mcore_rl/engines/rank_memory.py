@@ -59,7 +59,7 @@ class RankMemory:
         with self._loader.context():
             kept = unstacked(self._loader.record(loaded_tensors(shard_map)), StackedParts(shard_map.rows))
             require_planned(kept_boxes(kept), boxes, self.rank)
-            self._loader.keep(kept)
+            self._loader.keep(kept, plan.frozen_names)
         self._boxes = boxes
 
     def disconnect_weights(self) -> None:
@@ -71,18 +71,19 @@ class RankMemory:
         if hasattr(self, "_receiver"):
             self._receiver.close()
 
-    def fetch_update(self) -> None:
+    def fetch_update(self, first_round: int = 0) -> None:
         """Begin to fetch the next update into host memory, if the transport can; the engine may generate meanwhile."""
-        self._receiver.fetch()
+        self._receiver.fetch(first_round)
 
     def is_fetched(self) -> bool:
         """Return whether the update that `fetch_update` began to fetch has arrived."""
         return self._receiver.is_fetched()
 
-    def begin_update(self) -> None:
-        self._receiver.begin()
+    def begin_update(self, first_round: int = 0) -> None:
+        """Begin an update. first_round: 0, or SyncPlan.first_trained_round if this rank holds the frozen weights."""
+        self._receiver.begin(first_round)
         with self._loader.context():
-            self._loader.begin()
+            self._loader.begin(whole=not first_round)
 
     def receive_bucket(self, sync_round: int) -> int:
         """Receive and load one round of the plan. Returns its bytes."""

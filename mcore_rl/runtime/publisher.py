@@ -95,13 +95,14 @@ class SlicePublisher:
         store = open_store(ray.util.get_node_ip_address())
         recompute = rollout.swap == RECOMPUTE
         publisher = SlicePublisher(trainers, engines, plan, store, recompute=recompute, record=record, files=files)
-        publisher._connect(engines.engines)
+        publisher._connect(engines.engines, engines.engines)
         return publisher
 
     @staged("weight_sync", Phase.SYNC)
     def publish(self, version: int) -> int:
-        """Send every tensor to every engine that is up; returns `version` after they have acknowledged everything. A
-        restarted engine receives the first version after it is up, and its weights are compared then.
+        """Send the weights to every engine that is up; returns `version` after they have acknowledged everything.
+        Engines that hold the frozen weights (weights/frozen.py) receive all others. A restarted engine receives the
+        first version after it is up, and its weights are compared then.
 
         Raises: WeightSyncError if an engine rank received another number of bytes than was sent.
         """
@@ -110,10 +111,13 @@ class SlicePublisher:
     def _publish(self, version: int) -> int:
         def publish() -> None:
             members = self.engines.up()
+            first_round = self._supply_frozen(version, members)
             # A restarted engine is a new process, which has not joined the transfer group.
             if self._broken or members != self._members or _lack_weights(members):
-                self._connect(members)
-            self._send(version)
+                self._connect(members, members)
+            self._send(version, first_round)
+            for engine in members:
+                engine.holds_frozen = True
 
         self._retry(publish)
         self.engines.version = version
@@ -121,6 +125,21 @@ class SlicePublisher:
             self._verify()
             self.engines.mark_supplied(self._members)
         return version
+
+    def _supply_frozen(self, version: int, members: Sequence[FleetEngine]) -> int:
+        """Return the first round of an update of all `members`. If only some lack frozen weights, these first receive a
+        whole update in a transfer group of their own, so that the others need not receive them again."""
+        first_round = self.plan.first_trained_round
+        lacking = [engine for engine in members if not engine.holds_frozen]
+        if not first_round or not lacking:
+            return first_round
+        if len(lacking) == len(members):
+            return 0
+        self._connect(lacking, members)
+        self._send(version, 0)
+        for engine in lacking:
+            engine.holds_frozen = True
+        return first_round
 
     @staged("verify", Phase.SYNC)
     def verify(self) -> int:
@@ -169,13 +188,13 @@ class SlicePublisher:
 
         return self.engines.retry_on_engine_loss(marked)
 
-    def _connect(self, members: Sequence[FleetEngine]) -> None:
-        """Create a transfer group of trainer ranks and engines: create staging buffers, map them in all processes, and
-        remove their names at once, so that no crash leaves them behind. The buffers of the earlier group are freed
-        before."""
+    def _connect(self, members: Sequence[FleetEngine], up: Sequence[FleetEngine]) -> None:
+        """Create a transfer group of trainer ranks and `members`, some of the engines that are `up`: create staging
+        buffers, map them in all processes, and remove their names at once, so that no crash leaves them behind. The
+        buffers of the earlier group are freed before."""
         trainers, watch = self.trainers, self.trainers.watch
         if self._generation:
-            self._disconnect(members)
+            self._disconnect(up)
         # A group that failed may have left keys in the store; the number keeps them apart.
         self._generation += 1
         self._members = list(members)
@@ -205,13 +224,14 @@ class SlicePublisher:
         left = [engine.process.call(EngineProcess.disconnect) for engine in engines]
         self.trainers.watch.get([*ranks.references, *left])
 
-    def _send(self, version: int) -> None:
-        sending = self.trainers.call(TrainerProcess.send_weights)
+    def _send(self, version: int, first_round: int) -> None:
+        sending = self.trainers.call(TrainerProcess.send_weights, first_round)
         if self.files is not None:
-            fetching = [engine.process.call(EngineProcess.fetch_update) for engine in self._members]
+            fetching = [engine.process.call(EngineProcess.fetch_update, first_round) for engine in self._members]
             self.trainers.watch.get([*fetching, *sending.references])
         receiving = [
-            engine.process.call(EngineProcess.receive_update, version, self.recompute) for engine in self._members
+            engine.process.call(EngineProcess.receive_update, version, self.recompute, first_round)
+            for engine in self._members
         ]
         # Wait for both sides together, so that a failure on either side ends the wait.
         results = self.trainers.watch.get([*receiving, *sending.references])

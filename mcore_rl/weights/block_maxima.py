@@ -21,10 +21,13 @@ from mcore_rl.weights.transports.link import MessageKind, MessageTag
 
 
 class BlockMaxima:
-    """Combines the maxima of the groups of trainer rank `rank`. Trainer ranks are the first members of the link."""
+    """Combines the maxima of the groups of trainer rank `rank`. Trainer ranks are the first members of the link.
 
-    def __init__(self, groups: Sequence[BlockGroup], rank: int, channels: Channels) -> None:
-        self._groups, self._rank, self._channels = groups, rank, channels
+    frozen: the groups are of frozen weights, which few updates contain; equal on both ends of a message.
+    """
+
+    def __init__(self, groups: Sequence[BlockGroup], rank: int, channels: Channels, *, frozen: bool = False) -> None:
+        self._groups, self._rank, self._channels, self._frozen = groups, rank, channels, frozen
 
     @property
     def peers(self) -> set[int]:
@@ -92,7 +95,7 @@ class BlockMaxima:
     def _tag(self, group: BlockGroup, peer: int) -> MessageTag:
         # Both ends count the groups in which they exchange messages in the same order: a rank's groups are sorted.
         common = [each.ranks for each in self._groups if each.ranks[0] in (self._rank, peer) and peer in each.ranks]
-        return MessageTag(MessageKind.MAXIMA, common.index(group.ranks), 0)
+        return MessageTag(MessageKind.MAXIMA, common.index(group.ranks), int(self._frozen))
 
 
 def own_maxima(tensor: DividedTensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 States of a receiver:
 
-    attached --begin--> updating --receive(0) ... receive(last)--> updating --finish--> attached
+    attached --begin--> updating --receive(first) ... receive(last)--> updating --finish--> attached
                            |  a call out of order, or any error
                            v
                         broken       (the engine holds half an update and must not generate)
@@ -16,7 +16,8 @@ Order of messages in one round of a mapped staging buffer (transports/mapped_buf
     waits          <------------------------  READY(r)
     loads the slices, then FREE(r + num_slots)
 
-`begin` sends FREE for the first `num_slots` rounds, so the senders run up to `num_slots` rounds ahead of the engine.
+The first round of an update is 0, or the first one with trained weights if the engine holds the frozen weights. `begin`
+sends FREE for the first `num_slots` rounds, so the senders run up to `num_slots` rounds ahead of the engine.
 `receive(r)` returns only after the engine has copied what it keeps: its slot is overwritten soon after. Over the
 network there is no FREE message: a receive is posted for each round, and a send completes only with its receive. Files
 (transports/files/) have no messages besides the weights; `fetch` copies them to memory before `begin`.
@@ -57,24 +58,23 @@ class SliceReceiver:
         self._buffer = buffer
         self._state = "attached"
         self._next = 0
-        self._senders = {message.sender for message in incoming.messages}
-        self._is_fetching = False
-        """True from the fetch of an update to its begin."""
+        self._fetching: int | None = None
+        """First round of an update from its fetch to its begin."""
         self._boxes: dict[int, list[tuple[str, tuple[int, ...], torch.Tensor]]] = {}
         """Arguments of `load` by round. The memory of a slot stays the same for all updates."""
 
     @property
     def num_bytes(self) -> int:
-        """Planned bytes of one update."""
+        """Planned bytes of an update from round 0 on."""
         return self._incoming.num_bytes
 
-    def fetch(self) -> None:
+    def fetch(self, first_round: int = 0) -> None:
         """Begin to fetch the next update into this process, before `begin`, if the transport can. The engine may use
         its weights meanwhile."""
         self._expect("attached", "fetch")
         with self._broken_on_error():
-            self._fetch()
-        self._is_fetching = True
+            self._fetch(first_round)
+        self._fetching = first_round
 
     def is_fetched(self) -> bool:
         """Return whether no later call of the update will wait for a sender.
@@ -84,16 +84,21 @@ class SliceReceiver:
         with self._broken_on_error():
             return self._channels.host.is_fetched()
 
-    def begin(self) -> None:
-        """Begin an update, and fetch it unless `fetch` was called."""
+    def begin(self, first_round: int = 0) -> None:
+        """Begin an update whose first round is `first_round`, and fetch it unless `fetch` was called.
+
+        Raises: WeightSyncError if `fetch` was called with another round.
+        """
         self._expect("attached", "begin")
         self._state = "updating"
-        self._next = 0
+        self._next = first_round
         with self._broken_on_error():
-            if not self._is_fetching:
-                self._fetch()
-            self._is_fetching = False
-            self._messages.begin()
+            if self._fetching not in (None, first_round):
+                raise WeightSyncError(f"the update from round {self._fetching} on was fetched, not from {first_round}")
+            if self._fetching is None:
+                self._fetch(first_round)
+            self._fetching = None
+            self._messages.begin(first_round)
 
     def receive(self, sync_round: int, load: LoadBox) -> int:
         """Receive one round and call `load` for each of its boxes. Returns the bytes received.
@@ -156,11 +161,12 @@ class SliceReceiver:
         self._boxes.clear()
         self._messages.close()
 
-    def _fetch(self) -> None:
-        self._channels.host.fetch(self._buffer, self._senders)
+    def _fetch(self, first_round: int) -> None:
+        messages = self._incoming.since(first_round)
+        self._channels.host.fetch(self._buffer, {message.sender for message in messages})
 
     def _digests(self) -> list[tuple[TensorBox, bytes]]:
-        self._fetch()
+        self._fetch(0)
         by_sender: dict[int, list[TensorBox]] = {}
         for sync_round in sorted(self._incoming.rounds):
             for placed in self._incoming.at(sync_round):

@@ -68,6 +68,7 @@ class WeightSender:
             self._senders |= self._to_network(channel, whole)
         owned = sorted(number for number, each in mapped.items() if each.buffer.owner == rank)
         self._block_maxima = BlockMaxima(plan.divided_blocks(rank), rank, channels)
+        self._frozen_maxima = BlockMaxima(plan.divided_blocks(rank, frozen=True), rank, channels, frozen=True)
         self._relays = [Relay(mapped[number], channels) for number in owned]
 
     def _find_loans(self, channel: Channel, borrowers: Set[int]) -> None:
@@ -97,7 +98,7 @@ class WeightSender:
         """
         incoming = (each.incoming.messages for each in self._mapped.values())
         messages = list(chain.from_iterable((*self._outgoing.values(), *incoming)))
-        peers = self._plan.peers(self._rank, messages) | self._block_maxima.peers
+        peers = self._plan.peers(self._rank, messages) | self._block_maxima.peers | self._frozen_maxima.peers
         self._channels.handshake(peers, *self._plan.gpu_peers(self._rank, messages))
 
     def close(self) -> None:
@@ -113,20 +114,27 @@ class WeightSender:
         self._relays.clear()
 
     @torch.no_grad()
-    def send(self, tensors: Mapping[str, torch.Tensor], span: Span = nullcontext) -> npt.NDArray[np.int64]:
-        """Send one complete update. Returns the bytes that this rank sent to each staging buffer.
+    def send(
+        self, tensors: Mapping[str, torch.Tensor], span: Span = nullcontext, *, first_round: int = 0
+    ) -> npt.NDArray[np.int64]:
+        """Send one update. Returns the bytes that this rank sent to each staging buffer.
 
         tensors: this rank's parameters by canonical mcore name.
+        first_round: 0, or SyncPlan.first_trained_round if all engines hold the frozen weights; equal in all processes.
         Raises: PeerLostError; WeightSyncError for a missing tensor or a shape that differs from the plan.
         """
         with self._channels.closing_on_loss():
             sent = np.zeros(len(self._plan.topology.buffers), np.int64)
             maxima = self._block_maxima.combine(tensors)
-            self._copies.reset()
+            if not first_round:
+                maxima |= self._frozen_maxima.combine(tensors)
+            self._copies.reset(self._plan.first_trained_round if first_round else 0)
             # A relay completes a round `delay` rounds after it posted the receives, so that relayed messages arrive
             # while this rank packs the next rounds.
             delay = self._plan.num_slots - 1
-            for sync_round in range(self._num_rounds + delay):
+            for relay in self._relays:
+                relay.begin(first_round)
+            for sync_round in range(first_round, self._num_rounds + delay):
                 for relay in self._relays:
                     relay.post_receives(sync_round)
                 with span("send bucket"):
@@ -150,7 +158,7 @@ class WeightSender:
         """
         topology, host = self._plan.topology, self._channels.host
         with self._channels.closing_on_loss():
-            maxima = self._block_maxima.combine(tensors)
+            maxima = self._block_maxima.combine(tensors) | self._frozen_maxima.combine(tensors)
         slices: dict[int, list[Slice]] = {}
         for sync_round in sorted(self._outgoing):
             for message in self._outgoing[sync_round]:

@@ -1,6 +1,7 @@
 """Plan of a weight sync. All processes share it; each computes only its own messages.
 
-A sync consists of rounds. In each round every engine receives one bucket.
+A sync consists of rounds. In each round every engine receives one bucket. The first rounds have the frozen weights
+(frozen.py): an update of engines that hold them already starts at `first_trained_round`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import cached_property
 import torch
 
 from mcore_rl.config.quantization import GROUPS, UNQUANTIZED
+from mcore_rl.weights.frozen import ALL_TRAINED, TrainedWeights, frozen_rows
 from mcore_rl.weights.slices.divided_blocks import BlockGroup, divided_blocks
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Message, received_by, sent_by
@@ -45,7 +47,12 @@ class IncomingMessages:
 
     @property
     def messages(self) -> list[Message]:
-        return [each.message for placed in self.rounds.values() for each in placed]
+        return self.since(0)
+
+    def since(self, first_round: int) -> list[Message]:
+        """Return the messages of an update whose first round is `first_round`."""
+        rounds = (placed for sync_round, placed in self.rounds.items() if sync_round >= first_round)
+        return [each.message for placed in rounds for each in placed]
 
     @property
     def num_bytes(self) -> int:
@@ -61,6 +68,7 @@ class SyncPlan:
     round, so up to `num_slots` rounds are in flight. Messages are addressed to staging buffers: `Message.receiver` is
     the number of a buffer in `topology.buffers`.
 
+    trained: weights that training changes.
     quantization, quantization_group: keys of rollout (quantization.py). power_of_two_scales: round the scales of
     FP8 tensors up to powers of two, for engines that would otherwise quantise the weights again.
     """
@@ -75,16 +83,41 @@ class SyncPlan:
     quantization: str = UNQUANTIZED
     power_of_two_scales: bool = False
     quantization_group: int = GROUPS[-1]
+    trained: TrainedWeights = ALL_TRAINED
 
     @cached_property
     def rows(self) -> list[BoundRow]:
         rows = trainer_rows(family_for(self.hf_config).rows(self.hf_config), self.train_layout)
         return bind(rows, self.hf_config, self.dtype)
 
-    @cached_property
+    @property
     def num_rounds(self) -> int:
         """Number of rounds, which is the number of buckets."""
-        return 1 + max((bucket for bucket, _ in self.shard_map.pieces(self.bucket_bytes)))
+        return self._rounds[1]
+
+    @property
+    def first_trained_round(self) -> int:
+        """Number of rounds with frozen weights, which come first."""
+        return self._rounds[0]
+
+    @cached_property
+    def _rounds(self) -> tuple[int, int]:
+        num_frozen = num_rounds = 0
+        for bucket, piece in self.shard_map.pieces(self.bucket_bytes):
+            num_rounds = bucket + 1
+            if self.shard_map.is_frozen(piece.bound):
+                num_frozen = num_rounds
+        return num_frozen, num_rounds
+
+    @cached_property
+    def frozen_names(self) -> frozenset[str]:
+        """Names of the HF tensors that only updates from round 0 on contain."""
+        return frozenset(box.hf_name for box in self.shard_map.tensors(frozen=True))
+
+    @property
+    def frozen_parameters(self) -> set[str]:
+        """Canonical mcore names of the tensors with frozen weights."""
+        return {bound.mcore for bound in self.shard_map.rows if self.shard_map.is_frozen(bound)}
 
     @cached_property
     def num_tensors(self) -> int:
@@ -94,7 +127,10 @@ class SyncPlan:
     # Seconds for a model of 671B: computed once in each process, not sent with the plan.
     @cached_property
     def shard_map(self) -> ShardMap:
-        return ShardMap(self.rows, self.engine_layout, self.quantization, self.quantization_group)
+        family = family_for(self.hf_config).rows(self.hf_config)
+        held = trainer_rows(family, self.train_layout)
+        frozen = frozen_rows(family, self.train_layout, held, self.trained)
+        return ShardMap(self.rows, self.engine_layout, self.quantization, self.quantization_group, frozen)
 
     @cached_property
     def _route_map(self) -> RouteMap:
@@ -129,9 +165,10 @@ class SyncPlan:
             rounds.setdefault(self._round_of(message), []).append(message)
         return rounds
 
-    def divided_blocks(self, rank: int) -> list[BlockGroup]:
-        """Return the blocks of quantised tensors that a trainer rank divides with itself or others."""
-        return divided_blocks(rank, self._route_map.placement, self.shard_map)
+    def divided_blocks(self, rank: int, *, frozen: bool = False) -> list[BlockGroup]:
+        """Return the blocks of `frozen` quantised tensors, or of all others, that a trainer rank divides with itself or
+        others."""
+        return divided_blocks(rank, self._route_map.placement, self.shard_map, frozen=frozen)
 
     def peers(self, member: int, messages: Iterable[Message]) -> set[int]:
         """Return the members of the transfer group that a member exchanges messages with.
@@ -181,4 +218,8 @@ class SyncPlan:
             return message.bucket
         size = self.engine_layout.num_ranks
         group, num_groups = message.receiver // size, len(self.topology.buffers) // size
-        return (message.bucket - group * self.num_rounds // num_groups) % self.num_rounds
+        first, end = 0, self.first_trained_round  # rounds with frozen weights stay before all others
+        if message.bucket >= end:
+            first, end = end, self.num_rounds
+        length = end - first
+        return first + (message.bucket - first - group * length // num_groups) % length

@@ -39,7 +39,7 @@ from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.sglang.weights import ParameterLoader
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.shard_map import model_shard_map
+from mcore_rl.weights.slices.model_map import model_shard_map
 from mcore_rl.weights.slices.stacked_parts import loaded_tensors
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 

@@ -32,6 +32,7 @@ class ParameterLoader(SliceLoader):
         super().__init__(model)
         self._device = device
         self._recorded: list[KeptSlice] | None = None
+        self._whole = True
 
     def record(self, whole: Mapping[str, torch.Tensor]) -> list[KeptSlice]:
         """Implement SliceLoader.record. Only the first call runs SGLang's loaders and accesses parameters, so later
@@ -52,23 +53,35 @@ class ParameterLoader(SliceLoader):
     def held(self, boxes: Mapping[str, Boxes]) -> Iterator[Held]:
         return held_tensors(self._model, boxes)
 
-    def begin(self) -> None:
-        super().begin()
+    def begin(self, *, whole: bool = True) -> None:
+        super().begin(whole=whole)
+        self._whole = whole
         self._restore()
 
     def finish(self) -> None:
         super().finish()
-        # Computes w_kc and w_vc of latent attention. SGLang's loaders would do this, but they have not run.
-        post_load_weights(self._model)
+        # Computes w_kc and w_vc of latent attention from kv_b_proj in the checkpoint format. SGLang's loaders would do
+        # this, but they have not run.
+        if self._whole or any(each.module.endswith("kv_b_proj") for each in self._missing):
+            post_load_weights(self._model)
         self._convert()
 
     def _restore(self) -> None:
         """Restore the checkpoint format of the parameters. Does nothing where they have it already."""
-        DefaultModelLoader.restore_weights_before_loading(self._model, self._device)
+        for module in self._converted():
+            DefaultModelLoader.restore_weights_before_loading(module, self._device)
 
     def _convert(self) -> None:
         """Convert the parameters to the format of the kernels."""
-        DefaultModelLoader.postprocess_weights(self._model, self._device)
+        for module in self._converted():
+            DefaultModelLoader.postprocess_weights(module, self._device)
+
+    def _converted(self) -> list[torch.nn.Module]:
+        """Return the modules that change their format for an update. Modules with frozen weights only keep it: SGLang
+        restores the shapes of some formats but not the values, and would convert converted weights again."""
+        if self._whole:
+            return [self._model]
+        return [self._modules[name] for name in dict.fromkeys(each.module for each in self._missing)]
 
     @torch.no_grad()
     def _clear_padding(self, kept: Sequence[KeptSlice]) -> None:

@@ -9,7 +9,7 @@ When a module is complete, vLLM converts it to the format of its kernels. Not ch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -33,6 +33,7 @@ from mcore_rl.engines.held_weights import Held
 from mcore_rl.engines.kept_slices import KeptSlice, SliceLoader, record, storage_key
 from mcore_rl.engines.vllm.draft_layers import hf_name
 from mcore_rl.engines.vllm.held_weights import derived_parameters, held_tensors, tied_head
+from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.shard_map import Boxes
 
 
@@ -57,6 +58,8 @@ class ReloadingLoader(SliceLoader):
         self._fused: dict[str, str] = {}
         """HF name of each part of a fused module, by the name that the part has beside this module, if they differ."""
         self._updating = False
+        self._frozen_modules: set[str] = set()
+        """Modules whose weights are all frozen."""
 
     def context(self) -> AbstractContextManager[None]:
         return set_current_vllm_config(self._vllm_config)
@@ -85,8 +88,12 @@ class ReloadingLoader(SliceLoader):
                 name = hf_name(name)
                 yield self._fused.get(name, name), tensor
 
-    def keep(self, kept: Sequence[KeptSlice]) -> None:
-        super().keep(kept)
+    def keep(self, kept: Sequence[KeptSlice], frozen: Collection[str] = ()) -> None:
+        super().keep(kept, frozen)
+        modules = [{each.module for each in kept if (each.name in self._frozen) == only} for only in (True, False)]
+        self._frozen_modules = modules[0]
+        if mixed := sorted(modules[0] & modules[1]):
+            raise WeightSyncError(f"vLLM loads whole modules, but only parts of {', '.join(mixed[:8])} are frozen")
         names = Counter(f"{each.module}.{each.parameter}" for each in kept)
         self._only_slice = {
             name: each
@@ -95,26 +102,32 @@ class ReloadingLoader(SliceLoader):
         }
         self._fused = {name: each.name for each in kept if (name := hf_name(_part_name(each))) != each.name}
 
-    def begin(self) -> None:
+    def begin(self, *, whole: bool = True) -> None:
         # vLLM would silently continue an unfinished update with wrong results.
         self._discard()
+        left = set() if whole else {self._modules[name] for name in self._frozen_modules}
         for module in self._modules.values():
+            if module in left:
+                continue
             # vLLM 0.32 packs experts only when it builds their kernel: without this line the second load silently
             # leaves unpacked weights in a kernel that expects packed ones.
             if isinstance(module, RoutedExperts) and current_platform.is_cpu():
                 module.quant_method.moe_kernel = None
-        super().begin()
+        super().begin(whole=whole)
         self._module_missing = Counter()
         for each, numel in self._missing.items():
             self._module_missing[each.module] += numel
         self._updating = True
         initialize_layerwise_reload(self._model)
+        for module in left:
+            _restore(module)
 
     def finish(self) -> None:
         super().finish()
         finalize_layerwise_reload(self._model, self._vllm_config.model_config)
         head = tied_head(self._model)
-        if head is not None:
+        updated = {each.module for each in self._missing}
+        if head is not None and any(getattr(self._modules[name], "weight", None) is head.weight for name in updated):
             # A reload treats a tied head as a layer without tensors and does not update its packed copy.
             head.quant_method.process_weights_after_loading(head)
         self._updating = False
@@ -134,10 +147,7 @@ class ReloadingLoader(SliceLoader):
         """
         self._model._do_torchao_reload = getattr(self._model, "_original_do_torchao_reload", False)
         for layer in self._model.modules():
-            info = get_layerwise_info(layer)
-            if info.kernel_tensors is not None:
-                _place_kernel_tensors(layer, info)
-                info.reset()
+            _restore(layer)
 
     def _parameter_names(self) -> set[str]:
         return {name for name, _ in self._model.named_parameters()} - derived_parameters(self._model)
@@ -157,6 +167,15 @@ class ReloadingLoader(SliceLoader):
         # The module is complete: vLLM converts it and copies it into the memory of its kernels.
         if not self._module_missing[kept.module]:
             _layerwise_process(layer, info)
+
+
+@torch.no_grad()
+def _restore(layer: torch.nn.Module) -> None:
+    """Give a layer its kernels' tensors back, if it has the checkpoint format."""
+    info = get_layerwise_info(layer)
+    if info.kernel_tensors is not None:
+        _place_kernel_tensors(layer, info)
+        info.reset()
 
 
 def _part_name(kept: KeptSlice) -> str:

@@ -78,6 +78,14 @@ def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tens
     return named
 
 
+def trained_names(chunks: Sequence[torch.nn.Module]) -> set[str]:
+    """Return the canonical names of all parameters of this rank that are trained, without adapters."""
+    models = map(unwrap, chunks)
+    weights = ((model, name, tensor) for model in models for name, tensor in named_weights(model))
+    return {part for model, name, tensor in weights if tensor.requires_grad
+            for part in _canonical_parts(model, name, tensor)}  # fmt: skip
+
+
 def named_weights(model: ModelChunk) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and the expert biases of routers, by their names in the model."""
     # Adapters are not weights of the base model; see lora.adapters.adapter_parameters.

@@ -19,8 +19,10 @@ from mcore_rl.config.rules.objective import trains_scores
 from mcore_rl.config.rules.teacher import is_on_ranks
 from mcore_rl.config.schema import Config
 from mcore_rl.data.kept_steps.writers import TrajectoryWriter
-from mcore_rl.megatron.lora.adapters import attach_adapters
+from mcore_rl.errors import McoreRLError
+from mcore_rl.megatron.lora.adapters import adapters, attach_adapters
 from mcore_rl.megatron.model.loading import fill_value_model, load_hf
+from mcore_rl.megatron.model.names import trained_names
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.value_model import ValueModel, train_head
 from mcore_rl.megatron.optim.optimizer import updates_of_run
@@ -53,6 +55,7 @@ from mcore_rl.types import (
     TrajectoryBuffers,
     merge_metrics,
 )
+from mcore_rl.weights.frozen import TrainedWeights
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.topology import Topology
@@ -375,7 +378,19 @@ class MegatronActor(WholeUpdates):
 
     def sync_plan(self, engine: EngineLayout, topology: Topology, bucket_bytes: int, num_slots: int) -> SyncPlan:
         """Plan the transfer of the policy's weights to engines. Not collective."""
-        return SyncPlan(self.hf_config, self._dtype, self.layout, engine, topology, bucket_bytes, num_slots)
+        trained = TrainedWeights.of(self.config.actor)
+        sizes = bucket_bytes, num_slots
+        return SyncPlan(self.hf_config, self._dtype, self.layout, engine, topology, *sizes, trained=trained)
+
+    def require_frozen(self, plan: SyncPlan) -> None:
+        """Check that this rank trains no weight that the plan sends only once. Not collective.
+
+        Raises: McoreRLError naming weights.
+        """
+        trained = trained_names(self.chunks) | {name for name, _ in adapters(self.chunks)}
+        stale = sorted(trained & plan.frozen_parameters)
+        if stale:
+            raise McoreRLError(f"weights are trained, but engines would receive them only once: {', '.join(stale[:8])}")
 
     @property
     def _dtype(self) -> torch.dtype:

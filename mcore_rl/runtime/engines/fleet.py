@@ -54,6 +54,8 @@ class FleetEngine:
     deadline: float = field(default=0.0, init=False)
     """Time limit of the restart, by time.monotonic()."""
     has_weights: bool = field(default=True, init=False)
+    holds_frozen: bool = field(default=False, init=False)
+    """True if the engine has received the weights that training never changes, and has not discarded them."""
     busy_seconds: float = field(default=0.0, init=False)
     """Busy seconds from the engine's last report."""
     _contexts: list[SetUpContext] = field(default_factory=list, init=False)
@@ -207,7 +209,7 @@ class Fleet:
         # A new incarnation gives the process a new name as a producer, so keys of the lost one are never requested from
         # it.
         engine.incarnation += 1
-        engine.busy_seconds, engine.has_weights = 0.0, False
+        engine.busy_seconds, engine.has_weights, engine.holds_frozen = 0.0, False, False
         engine.kill()  # first: ranks that wait for it cannot free their devices
         if self.make_room is not None:
             self.make_room()
@@ -297,6 +299,9 @@ class Fleet:
 
     def sleep(self, keep_weights: bool) -> int:
         """Free the memory of every engine; returns the bytes freed by all of them."""
+        if not keep_weights:  # before the calls: some engines may have slept when one is lost
+            for engine in self.engines:
+                engine.holds_frozen = False
         released = sum(self._on_every_engine(lambda process: process.call(EngineProcess.sleep, keep_weights)))
         self.awake, self._keep_weights = frozenset(), keep_weights
         return released

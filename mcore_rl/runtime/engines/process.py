@@ -269,23 +269,23 @@ class EngineProcess(RunProcess):
             self.loop.between_steps(self.receiver.disconnect)
 
     @remote_method(concurrency_group="engine")
-    def fetch_update(self) -> None:
+    def fetch_update(self, first_round: int) -> None:
         """Fetch the files of the next update while the engine generates; returns when its ranks have them in memory."""
         with self.spans.span("fetch weights"):
-            self.loop.between_steps(self.receiver.fetch_update)
+            self.loop.between_steps(lambda: self.receiver.fetch_update(first_round))
             while not self.loop.between_steps(self.receiver.is_fetched):
                 time.sleep(SECONDS_BETWEEN_LOOKS)
 
     @remote_method(concurrency_group="engine")
-    def receive_update(self, version: int, recompute: bool) -> list[int]:
-        """Receive a whole update and make it visible. Returns the received bytes of each rank. Running requests
-        continue as described in RankEngine.finish_update."""
-        return self.loop.between_steps(lambda: self._receive_update(version, recompute))
+    def receive_update(self, version: int, recompute: bool, first_round: int) -> list[int]:
+        """Receive an update whose first round is `first_round`, and make it visible. Returns the received bytes of each
+        rank. Running requests continue as described in RankEngine.finish_update."""
+        return self.loop.between_steps(lambda: self._receive_update(version, recompute, first_round))
 
-    def _receive_update(self, version: int, recompute: bool) -> list[int]:
-        self.receiver.begin_update()
+    def _receive_update(self, version: int, recompute: bool, first_round: int) -> list[int]:
+        self.receiver.begin_update(first_round)
         received = []
-        for sync_round in range(self._num_rounds):
+        for sync_round in range(first_round, self._num_rounds):
             with self.spans.span("receive bucket"):
                 received.append(self.receiver.receive_bucket(sync_round))
         with self.spans.span("finish weight update"):

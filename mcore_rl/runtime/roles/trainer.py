@@ -188,6 +188,7 @@ class TrainerProcess(TrainedRankProcess):
         earlier connection are freed before: all processes have disconnected from them."""
         from mcore_rl.weights.connection import TrainerSetup
 
+        self.actor.require_frozen(plan)
         if self._setup is not None:
             self._setup.close()
         self._setup = TrainerSetup(plan, self.actor.rank)
@@ -205,9 +206,9 @@ class TrainerProcess(TrainedRankProcess):
         if self._setup is not None:
             self._setup.unlink()
 
-    def send_weights(self) -> npt.NDArray[np.int64]:
-        """Send one update. Returns the bytes that this rank sent to each staging buffer."""
-        return self._sender.send(self.actor.tensors(), self.spans.span)
+    def send_weights(self, first_round: int) -> npt.NDArray[np.int64]:
+        """Send one update, as WeightSender.send. Returns the bytes that this rank sent to each staging buffer."""
+        return self._sender.send(self.actor.tensors(), self.spans.span, first_round=first_round)
 
     def delta_bytes(self) -> FrameBytes:
         """Return the bytes that the last update sent to other hosts with weights.delta."""

@@ -63,9 +63,11 @@ class SentCopies:
         self.bytes = FrameBytes()
         """Bytes since the last `reset`."""
 
-    def reset(self) -> None:
-        """Count the bytes of a new update."""
+    def reset(self, num_frozen: int = 0) -> None:
+        """Count the bytes of a new update. `num_frozen`: the update lacks this many buckets, whose copies are no longer
+        needed."""
         self.bytes = FrameBytes()
+        self._copies = {key: copy for key, copy in self._copies.items() if key[0] >= num_frozen}
 
     def frame(self, message: Message, memory: torch.Tensor) -> torch.Tensor:
         """Encode a message, and remember its bytes. Returns the frame, which does not share memory with others.
@@ -124,6 +126,11 @@ class HeldCopies:
         except WeightSyncError as error:
             raise WeightSyncError(f"{self.name(message.sender)}, bucket {message.bucket}: {error}") from None
         return copy.memory
+
+    def forget_frozen(self, num_frozen: int) -> None:
+        """Free the copies of the first `num_frozen` buckets, which the next update lacks. The sender frees its own, so
+        a later update that has them again sends them whole."""
+        self._copies = {key: copy for key, copy in self._copies.items() if key[0] >= num_frozen}
 
     def _copy_of(self, message: Message) -> _HeldCopy:
         if _key(message) not in self._copies:

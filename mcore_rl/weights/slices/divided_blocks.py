@@ -59,12 +59,13 @@ class _Divided(NamedTuple):
     positions: tuple[IntArray, ...]
 
 
-def divided_blocks(rank: int, placement: Placement, shard_map: ShardMap) -> list[BlockGroup]:
-    """Return the groups of a trainer rank, sorted by their ranks. Groups of one rank need no messages."""
+def divided_blocks(rank: int, placement: Placement, shard_map: ShardMap, *, frozen: bool = False) -> list[BlockGroup]:
+    """Return the groups of a trainer rank, sorted by their ranks, with its `frozen` tensors or with all others. Groups
+    of one rank need no messages."""
     groups: dict[tuple[int, ...], list[tuple[DividedTensor, _Divided]]] = {}
     for bound in shard_map.rows:
         # INT4 groups are never divided: `Encoding` rejects such slices.
-        if shard_map.encoding(bound).quantization != FP8:
+        if shard_map.encoding(bound).quantization != FP8 or shard_map.is_frozen(bound) != frozen:
             continue
         holdings = list(placement.holdings(bound))
         own = next((holding for holding in holdings if rank in holding.ranks), None)

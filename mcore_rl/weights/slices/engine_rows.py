@@ -6,6 +6,17 @@ from mcore_rl.config.quantization import FP8, UNQUANTIZED
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.mapping.table import Row
 
+FUSED_MODULES = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "qkv": ("qkv", "qkv", "qkv"),  # one HF module in vision towers
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    # q, k and v of a gated delta net are one HF module.
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+"""HF modules in the engines' fused modules, in the order of their rows. Parts of one name are one module."""
+
 
 def is_loaded(row: Row, layout: EngineLayout) -> bool:
     """Return whether an engine loads a row.

@@ -112,11 +112,16 @@ class SliceRouter:
         self._shard_map = route_map.shard_map
         self._num_engines = len(locations.engine_hosts) // self._shard_map.layout.num_ranks
         self._sent = np.zeros(len(locations.trainer_hosts), np.int64)
-        """Bytes that each trainer rank has sent so far where there was a choice."""
+        """Bytes that each trainer rank has sent so far where there was a choice, counted separately for frozen pieces
+        and for all others: most updates contain only the latter."""
+        self._is_frozen = False
         self._receivers: dict[tuple[Consumers, bytes], tuple[IntArray, IntArray]] = {}
 
     def routes(self, piece: RowPiece) -> Iterator[Route]:
         """Yield one route per trainer shard that intersects the piece."""
+        if self._is_frozen and not self._shard_map.is_frozen(piece.bound):
+            self._sent[:] = 0
+        self._is_frozen = self._shard_map.is_frozen(piece.bound)
         consumers, encoding = self._shard_map.consumers(piece.bound), self._shard_map.encoding(piece.bound)
         for holding in self._placement.holdings(piece.bound):
             sizes = _overlap_bytes(piece.bound.row, piece.portion, holding.held, consumers.num_shards, encoding)

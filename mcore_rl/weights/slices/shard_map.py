@@ -7,10 +7,9 @@ convolution. No engine is needed to compute this; the engine's own record is com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,14 +17,13 @@ import numpy.typing as npt
 import torch
 
 from mcore_rl.config.quantization import BLOCK, FP8, GROUPS, INT4, UNQUANTIZED
+from mcore_rl.weights.frozen import RowKey, row_key
 from mcore_rl.weights.quantization import Encoding, TensorBox
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.engine_rows import is_divided, is_loaded, row_quantization
 from model_converters.errors import LayoutError
-from model_converters.families import family_for
-from model_converters.families.parts.hf_config import read_hf_config
 from model_converters.mapping.placement import box_shape
-from model_converters.mapping.table import FINAL_NORM, BoundRow, Row, bind
+from model_converters.mapping.table import FINAL_NORM, BoundRow, Row
 from model_converters.mapping.transforms import GroupedQKV, KeyValueHeads, Sections, Segment, Shape, Vocabulary
 
 VOCABULARY_PADDING = 64
@@ -78,6 +76,7 @@ class ShardMap:
 
     quantization: value of rollout.quantization. With "fp8", tensors of rows marked `fp8` travel as codes and scales;
     with "int4", of these the experts' tensors, in groups of `group` elements.
+    frozen: rows that engines need only once; they are transferred first, in buckets of their own.
     Raises: LayoutError listing all sizes that the engine's layout does not divide.
     """
 
@@ -87,8 +86,10 @@ class ShardMap:
         layout: EngineLayout,
         quantization: str = UNQUANTIZED,
         group: int = GROUPS[-1],
+        frozen: Collection[RowKey] = (),
     ) -> None:
         self.layout = layout
+        self._frozen = frozenset(frozen)
         self._quantization, self._group = quantization, group
         self._encodings: dict[tuple[torch.dtype, str], Encoding] = {}
         self.rows = [bound for bound in rows if is_loaded(bound.row, layout)]
@@ -130,6 +131,9 @@ class ShardMap:
             return bound.expert // (each + 1)
         return rest + (bound.expert - larger) // each
 
+    def is_frozen(self, bound: BoundRow) -> bool:
+        return row_key(bound.row) in self._frozen
+
     def encoding(self, bound: BoundRow) -> Encoding:
         """Return the form in which the tensors of a row travel."""
         quantization = row_quantization(bound.row, self._quantization)
@@ -138,9 +142,9 @@ class ShardMap:
             self._encodings[key] = Encoding(*key, self._group if quantization == INT4 else 0)
         return self._encodings[key]
 
-    def tensors(self) -> Iterator[TensorBox]:
-        """Yield each whole tensor that an engine loads; codes and scales are two tensors."""
-        for bound in self.rows:
+    def tensors(self, *, frozen: bool = False) -> Iterator[TensorBox]:
+        """Yield each whole tensor that an engine loads, or the frozen ones only; codes and scales are two tensors."""
+        for bound in (bound for bound in self.rows if self.is_frozen(bound) or not frozen):
             for name, shape in zip(bound.hf, bound.row.shapes, strict=True):
                 yield from self.encoding(bound).boxes(name, (0,) * len(shape), shape)
 
@@ -160,8 +164,11 @@ class ShardMap:
 
         Raises: LayoutError if one index of a tensor is larger than a bucket.
         """
-        bucket, used = 0, np.zeros(self.layout.num_ranks, np.int64)
+        bucket, used, frozen = 0, np.zeros(self.layout.num_ranks, np.int64), False
         for bound in self._in_order():
+            if frozen and not self.is_frozen(bound):
+                bucket, used = bucket + 1, np.zeros_like(used)
+            frozen = self.is_frozen(bound)
             consumers, encoding = self.consumers(bound), self.encoding(bound)
             num_pieces = _num_pieces(bound.row, consumers.num_shards, encoding, bucket_bytes)
             for portion in (Portion(number, num_pieces) for number in range(num_pieces)):
@@ -185,7 +192,7 @@ class ShardMap:
         return max((int(sizes.max()) for sizes in num_bytes.values()), default=0)
 
     def _in_order(self) -> list[BoundRow]:
-        """Interleave pipeline stages and expert owners so that every bucket has data for all ranks.
+        """Interleave pipeline stages and expert owners so that every bucket has data for all ranks; frozen rows first.
 
         The first layer of each stage comes first, tensor by tensor, then the second layer of each. With expert
         parallelism the first expert of every owner precedes the second ones.
@@ -194,7 +201,8 @@ class ShardMap:
         for bound in self.rows:
             # The position in the layer is the last key: the same tensor of all stages follows each other.
             counts[bound.group] += 1
-            keys.append((self._layer_of_stage(bound), self._expert_of_owner(bound), counts[bound.group]))
+            place = (self._layer_of_stage(bound), self._expert_of_owner(bound), counts[bound.group])
+            keys.append((not self.is_frozen(bound), *place))
         order = sorted(range(len(keys)), key=keys.__getitem__)
         return [self.rows[index] for index in order]
 
@@ -255,15 +263,6 @@ class ShardMap:
                 problems.add(f"{row.split_by or row.mcore} {refusal.format(axis=axis)}")
         if problems:
             raise LayoutError("; ".join(sorted(problems)))
-
-
-def model_shard_map(model_dir: str | Path, dtype: torch.dtype, layout: EngineLayout) -> ShardMap:
-    """Return the shard map of an engine that runs the model in `model_dir`.
-
-    Raises: LayoutError if the layout does not divide the model.
-    """
-    hf_config = read_hf_config(model_dir)
-    return ShardMap(bind(family_for(hf_config).rows(hf_config), hf_config, dtype), layout)
 
 
 def _refusal(row: Row, num_shards: int) -> str:

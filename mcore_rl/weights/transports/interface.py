@@ -176,8 +176,8 @@ class MessageSender(Protocol):
 class MessageReceiver(Protocol):
     """Receiving end of messages, on an engine rank."""
 
-    def begin(self) -> None:
-        """Allow the senders to fill the first slots."""
+    def begin(self, first_round: int) -> None:
+        """Begin an update whose first round is `first_round`: allow the senders to fill the first slots."""
 
     def receive(self, sync_round: int) -> list[ReceivedMessage]:
         """Block until all messages of a round have arrived, and return them.

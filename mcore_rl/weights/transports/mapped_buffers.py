@@ -146,6 +146,11 @@ class Relay:
         self._pending: dict[int, list[tuple[PlacedMessage, Transfer]]] = {}
         self._rounds = frozenset(each for each in mapped.incoming.rounds if mapped.relayed(each))
 
+    def begin(self, first_round: int) -> None:
+        """Begin an update whose first round is `first_round`."""
+        if first_round:
+            self._copies.forget_frozen(self._mapped.plan.first_trained_round)
+
     def post_receives(self, sync_round: int) -> None:
         """Wait until the slot is free, then post the receives of a round.
 
@@ -197,8 +202,8 @@ class MappedReceiver:
         self._user = mapped.users.reader(engine_rank)
         self._sources = {sync_round: self._sources_of(sync_round) for sync_round in mapped.incoming.rounds}
 
-    def begin(self) -> None:
-        for sync_round in range(self._mapped.plan.num_slots):
+    def begin(self, first_round: int) -> None:
+        for sync_round in range(first_round, first_round + self._mapped.plan.num_slots):
             self._free(sync_round)
 
     def receive(self, sync_round: int) -> list[ReceivedMessage]:

@@ -89,6 +89,7 @@ class NetworkReceiver:
         self._buffer = buffer
         self._incoming = incoming
         self._num_rounds = plan.num_rounds
+        self._num_frozen = plan.first_trained_round
         self._num_slots = plan.num_slots
         self._pending: dict[int, list[Transfer]] = {}
 
@@ -97,8 +98,10 @@ class NetworkReceiver:
         shape = self._num_slots, self._incoming.slot_bytes
         return torch.zeros(shape, dtype=torch.uint8, device=self._channel.device)
 
-    def begin(self) -> None:
-        for sync_round in range(self._num_slots):
+    def begin(self, first_round: int) -> None:
+        if first_round:
+            self._copies.forget_frozen(self._num_frozen)
+        for sync_round in range(first_round, first_round + self._num_slots):
             self._post(sync_round)
 
     def receive(self, sync_round: int) -> list[ReceivedMessage]:

@@ -29,6 +29,7 @@ STATE = {"params", "grads", "optimizer"}
 class Plan:
     topology: Topology
     num_tensors: int = 1
+    first_trained_round: int = 0
 
 
 class Process(fakes.Process):
@@ -46,6 +47,8 @@ class Process(fakes.Process):
                 machine.watch.dead[id(self)] = f"{self.name} died"
                 if not machine.dies_silently:
                     raise WorkerDiedError("a process died")
+        if event == "receive_update":
+            machine.updates.append((self.number, arguments[2]))
         if event == "sleep":
             self.awake.clear()
         if event == "wake_up":
@@ -79,10 +82,18 @@ class Machine:
     """Trainer ranks and engines on the same devices, through the steps of a run."""
 
     def __init__(
-        self, store: dist.TCPStore, num_engines: int, dies_at: int = 0, *, dies_silently: bool = False
+        self,
+        store: dist.TCPStore,
+        num_engines: int,
+        dies_at: int = 0,
+        *,
+        dies_silently: bool = False,
+        first_trained_round: int = 0,
     ) -> None:
         self.dies_at, self.dies_silently = dies_at, dies_silently
         self.events, self.of_trainer = list[str](), set[str]()
+        self.updates: list[tuple[int, int]] = []
+        """Number of the engine and first round of each update that an engine received."""
         self.watch = Watch(self)
         self.engines = self.watch.engines = [Engine(self, number) for number in range(num_engines)]
         self.fleet = Fleet([*self.engines], cast(Any, self.watch), 1, note=str)
@@ -91,7 +102,7 @@ class Machine:
             cast(Any, self), self.fleet, record=lambda _: None, span=lambda _: nullcontext()
         )
         endpoints = [Endpoint(Host("here", ("", 0)), "127.0.0.1")] * (num_engines + 1)
-        plan = Plan(Topology((endpoints[0],), tuple(endpoints[1:]), 1))
+        plan = Plan(Topology((endpoints[0],), tuple(endpoints[1:]), 1), first_trained_round=first_trained_round)
         self.publisher = SlicePublisher(cast(Any, self), self.fleet, cast(Any, plan), store)
 
     def require_room(self) -> None:
@@ -169,3 +180,26 @@ def test_engine_dies_at_any_call_and_restarts_without_trainer_state(num_engines:
         machine.run()
         assert machine.fleet.num_restarts == 1, f"call {dies_at}, {machine.events[dies_at - 1]}"
         assert all(engine.serves for engine in machine.engines)
+
+
+def test_engines_that_discard_their_weights_receive_frozen_ones_again() -> None:
+    machine = Machine(open_store("127.0.0.1"), 2, first_trained_round=3)
+    machine.run()
+    # publish(version) follows `save`, for which engines keep their weights, and `update`, for which they do not.
+    assert machine.updates == [(0, 0), (1, 0), *[(0, 0), (1, 0), (0, 3), (1, 3)] * 2]
+
+
+def test_frozen_weights_are_sent_again_to_a_restarted_engine_only() -> None:
+    machine = Machine(open_store("127.0.0.1"), 3, first_trained_round=3)
+    machine.stages.phases = machine.fleet.make_room = None
+    for version in (0, 1):
+        machine.publisher.publish(version)
+    assert machine.updates == [(number, first) for first in (0, 3) for number in range(3)]
+    machine.updates.clear()
+    machine.fleet.lose(machine.engines[1], "engine 1 died")
+    machine.engines[1].starting = None
+    machine.publisher.publish(2)
+    assert machine.updates == [(1, 0), (0, 3), (1, 3), (2, 3)]
+    machine.updates.clear()
+    machine.publisher.publish(3)
+    assert machine.updates == [(0, 3), (1, 3), (2, 3)]

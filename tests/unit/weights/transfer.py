@@ -119,8 +119,10 @@ def receive_digests(processes: Processes, held: Sequence[Tensors]) -> list[list[
     return at_once(calls)[: len(processes.receivers)]
 
 
-def update(processes: Processes, held: Sequence[Tensors]) -> tuple[list[Taken], list[int], list[Any]]:
-    """Run one update of the tensors `held` by the trainer ranks.
+def update(
+    processes: Processes, held: Sequence[Tensors], first_round: int = 0
+) -> tuple[list[Taken], list[int], list[Any]]:
+    """Run one update, from `first_round` on, of the tensors `held` by the trainer ranks.
 
     Returns the boxes that each engine rank received, the bytes that it received, and the bytes that each trainer rank
     sent to each buffer.
@@ -135,12 +137,14 @@ def update(processes: Processes, held: Sequence[Tensors]) -> tuple[list[Taken], 
             with lock:
                 taken[rank].setdefault(name, []).append((start, box.clone()))
 
-        receiver.begin()
-        num_bytes = sum(receiver.receive(sync_round, put) for sync_round in range(receiver.num_rounds))
+        receiver.begin(first_round)
+        num_bytes = sum(receiver.receive(sync_round, put) for sync_round in range(first_round, receiver.num_rounds))
         receiver.finish()
         return num_bytes
 
     calls: list[Callable[[], Any]] = [partial(receive, rank) for rank in range(len(taken))]
-    calls += [partial(sender.send, own) for sender, own in zip(processes.senders, held, strict=True)]
+    calls += [
+        partial(sender.send, own, first_round=first_round) for sender, own in zip(processes.senders, held, strict=True)
+    ]
     results = at_once(calls)
     return taken, results[: len(taken)], results[len(taken) :]

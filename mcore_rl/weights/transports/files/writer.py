@@ -64,6 +64,8 @@ class TransferWriter:
 
         Raises: StorageError naming a file that cannot be written or removed in time.
         """
+        if not self._files:  # this rank sends frozen weights only, and the transfer has none
+            self._remove_earlier()
         names = []
         for buffer, files in self._files.items():
             content = encode({name: self._wait(name, written) for name, written in files.items()})

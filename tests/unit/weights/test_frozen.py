@@ -1,0 +1,248 @@
+"""Frozen weights: the rows of each kind of run, and updates without them, whose bytes are the least possible."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_rl.config.models import ActorConfig, LoraConfig
+from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.frozen import ALL_TRAINED, TrainedWeights, frozen_rows
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.files.run_files import RunFiles
+from mcore_rl.weights.verify import compare
+from model_converters.families import family_for
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.separate import trainer_rows
+from tests.tiny_models import tiny_fields
+from tests.unit.weights import transfer
+from tests.unit.weights.delivery import check_taken
+from tests.unit.weights.test_transfer import CASES, checkpoint_of, drain, held_by
+from tests.unit.weights.transfer import Processes, connected, receive_digests, sync_plan, update
+
+LORA = TrainedWeights(adapters=())
+TOWER = TrainedWeights(vision=False)
+
+
+@pytest.fixture(scope="module")
+def store() -> dist.TCPStore:
+    return transfer.store()
+
+
+_generation = iter(range(10**6))
+
+
+def names_of(family: str, trained: TrainedWeights, layout: TrainLayout | None = None) -> tuple[set[str], set[str]]:
+    """Return the HF names of frozen and of trained tensors, with placeholders and without the model's prefix."""
+    layout = layout or TrainLayout(1)
+    config = tiny_fields(family)
+    rows = family_for(config).rows(config)
+    held = trainer_rows(rows, layout)
+    frozen = frozen_rows(rows, layout, held, trained)
+    of_frozen, of_trained = set[str](), set[str]()
+    for row in held:
+        (of_frozen if (row.mcore, row.layers) in frozen else of_trained).update(row.hf)
+    return tuple({name.removeprefix("model.").removeprefix("language_model.layers.{l}.").removeprefix("layers.{l}.")
+                  for name in names} for names in (of_frozen, of_trained))  # type: ignore[return-value]  # fmt: skip
+
+
+def leaves(names: set[str], *wanted: str) -> set[str]:
+    return {name for name in names if any(each in name for each in wanted)}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_vision_tower_is_the_only_frozen_part(family: str) -> None:
+    frozen, trained = names_of(family, TOWER)
+    assert frozen
+    assert all(name.startswith("visual.") for name in frozen)
+    assert not leaves(trained, "visual.")
+    assert names_of(family, ALL_TRAINED)[0] == set()
+
+
+def test_adapters_freeze_all_weights_of_modules_without_one() -> None:
+    frozen, trained = names_of("qwen3_moe", LORA)
+    assert leaves(frozen, "experts", "mlp.gate.", "norm", "embed", "lm_head") == frozen
+    assert leaves(trained, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj") == trained
+
+
+def test_adapters_keep_the_bias_of_a_trained_module_with_its_weight() -> None:
+    _, trained = names_of("qwen2", LORA)
+    assert {f"self_attn.{module}_proj.bias" for module in "qkv"} <= trained
+
+
+def test_adapters_send_modules_that_engines_fuse_together() -> None:
+    frozen, trained = names_of("deepseek_v3", TrainedWeights(adapters=("q_a_proj",)))
+    assert trained == {"self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"}
+    assert "self_attn.kv_b_proj.weight" in frozen
+    separate = TrainLayout(1, shard_parameters=True, hf_tensors=True)
+    frozen, trained = names_of("qwen2", TrainedWeights(adapters=("v_proj", "up_proj")), separate)
+    assert trained == {f"self_attn.{each}_proj.{kind}" for each in "qkv" for kind in ("weight", "bias")} | {
+        "mlp.gate_proj.weight",
+        "mlp.up_proj.weight",
+    }
+    assert "self_attn.o_proj.weight" in frozen
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "minimax_m2"])
+def test_full_training_freezes_nothing_also_no_correction_bias(family: str) -> None:
+    assert names_of(family, TrainedWeights.of(ActorConfig()))[0] == set()
+
+
+def test_indexers_are_frozen_without_adapters_too() -> None:
+    frozen, _ = names_of("deepseek_v32", ALL_TRAINED)
+    assert frozen
+    assert leaves(frozen, "indexer") == frozen
+
+
+def test_trained_weights_follow_the_keys_of_actor() -> None:
+    assert TrainedWeights.of(ActorConfig()) == TOWER
+    assert TrainedWeights.of(ActorConfig(train_vision=True)) == ALL_TRAINED
+    lora = LoraConfig(rank=4, target_modules=["q_proj"])
+    assert TrainedWeights.of(ActorConfig(lora=lora)) == TrainedWeights(vision=False, adapters=("q_proj",))
+
+
+def lora_plan(case: str = "four of everything", **settings: object) -> SyncPlan:
+    return replace(sync_plan(*CASES[case], bucket_bytes=20_000, **settings), trained=LORA)  # type: ignore[arg-type]
+
+
+def slice_bytes(plan: SyncPlan, *, frozen: bool) -> list[int]:
+    """Return the least bytes that each engine rank needs of frozen or of other tensors."""
+    found = []
+    for rank in range(plan.engine_layout.num_ranks):
+        boxes = plan.shard_map.boxes(rank)
+        wanted = {name: parts for name, parts in boxes.items() if (name in plan.frozen_names) == frozen}
+        found.append(sum(4 * int(np.prod(size)) for parts in wanted.values() for _, size in parts))
+    return found * (len(plan.topology.engines) // plan.engine_layout.num_ranks)
+
+
+def check_later_update(processes: Processes, seed: int) -> list[int]:
+    """Run an update without frozen weights. Engines must receive the others, every element once. Returns the bytes
+    that each engine rank received."""
+    plan = processes.plan
+    checkpoint = checkpoint_of(plan, seed)
+    taken, received, sent = update(processes, held_by(plan, checkpoint), plan.first_trained_round)
+    trained = {name: value for name, value in checkpoint.items() if name not in plan.frozen_names}
+    assert all(not plan.frozen_names & boxes.keys() for boxes in taken)
+    check_taken(taken, trained, plan.hf_config, plan.engine_layout)
+    by_buffer = np.sum(sent, axis=0)
+    assert received == [by_buffer[plan.topology.buffer_of(rank)] for rank in range(len(received))]
+    return received
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_versions_one_and_two_have_the_least_bytes(store: dist.TCPStore, case: str, num_slots: int) -> None:
+    plan = lora_plan(case, num_slots=num_slots)
+    assert 0 < plan.first_trained_round < plan.num_rounds
+    padding = 0.02  # alignment of slices
+    with connected(plan, store, next(_generation)) as processes:
+        checkpoint = checkpoint_of(plan, 1)
+        taken, whole, _ = update(processes, held_by(plan, checkpoint))
+        check_taken(taken, checkpoint, plan.hf_config, plan.engine_layout)
+        least = [
+            sum(pair) for pair in zip(slice_bytes(plan, frozen=True), slice_bytes(plan, frozen=False), strict=True)
+        ]
+        assert whole == pytest.approx(least, rel=padding)
+        for seed in (2, 3):
+            assert check_later_update(processes, seed) == pytest.approx(slice_bytes(plan, frozen=False), rel=padding)
+
+
+def test_engines_that_discarded_weights_receive_all_again(store: dist.TCPStore) -> None:
+    plan = lora_plan("all kinds")
+    with connected(plan, store, next(_generation)) as processes:
+        update(processes, held_by(plan, checkpoint_of(plan, 1)))
+        check_later_update(processes, 2)
+        checkpoint = checkpoint_of(plan, 3)
+        taken, _, _ = update(processes, held_by(plan, checkpoint))
+        check_taken(taken, checkpoint, plan.hf_config, plan.engine_layout)
+
+
+def test_deltas_of_trained_weights_keep_no_copies_of_frozen_ones(store: dist.TCPStore) -> None:
+    plan = lora_plan("all kinds", delta=True)
+    with connected(plan, store, next(_generation)) as processes:
+
+        def copied() -> set[int]:
+            relays = [relay._copies._copies for sender in processes.senders for relay in sender._relays]
+            held = [getattr(each._messages, "_copies")._copies for each in processes.receivers  # noqa: B009
+                    if hasattr(each._messages, "_copies")]  # fmt: skip
+            sent = [sender._copies._copies for sender in processes.senders]
+            return {bucket for copies in (*relays, *held, *sent) for bucket, _, _ in copies}
+
+        checkpoint = checkpoint_of(plan, 1)
+        update(processes, held_by(plan, checkpoint))
+        first = sum(sender.delta_bytes.content for sender in processes.senders)
+        assert min(copied()) == 0
+        update(processes, held_by(plan, checkpoint), plan.first_trained_round)
+        assert min(copied()) == plan.first_trained_round
+        later = sum(sender.delta_bytes.content for sender in processes.senders)
+        assert later < 0.5 * first
+        assert sum(sender.delta_bytes.sent for sender in processes.senders) < 0.05 * later
+        check_later_update(processes, 2)
+        taken, _, _ = update(processes, held_by(plan, checkpoint))
+        check_taken(taken, checkpoint, plan.hf_config, plan.engine_layout)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_files_of_later_versions_lack_frozen_weights(store: dist.TCPStore, tmp_path: Path, delta: bool) -> None:
+    plan = lora_plan("all kinds", transport="files", delta=delta)
+    folder = RunFiles(f"{tmp_path}/run").begin_connection(1)
+
+    def num_bytes() -> int:
+        return sum(each.stat().st_size for each in Path(folder).rglob("*.weights.*"))
+
+    with connected(plan, store, next(_generation), folder=folder) as processes:
+        update(processes, held_by(plan, checkpoint_of(plan, 1)))
+        first = num_bytes()
+        for seed in (2, 3, 4):
+            for receiver in processes.receivers:
+                receiver.fetch(plan.first_trained_round)
+            check_later_update(processes, seed)
+        assert num_bytes() < 0.8 * first  # files of two versions
+        processes.receivers[0].fetch(plan.first_trained_round)
+        with pytest.raises(WeightSyncError, match=rf"from round {plan.first_trained_round} on was fetched, not from 0"):
+            drain(processes.receivers[0])
+
+
+def test_digests_cover_frozen_weights_after_later_updates(store: dist.TCPStore) -> None:
+    plan = lora_plan("an engine on each host")
+    with connected(plan, store, next(_generation)) as processes:
+        held = held_by(plan, checkpoint := checkpoint_of(plan, 1))
+        update(processes, held)
+        update(processes, held, plan.first_trained_round)
+        for of_rank in receive_digests(processes, held):
+            whole = {name: value for name, value in checkpoint.items() if "rotary" not in name}
+            boxes = {name: (((0,) * value.dim(), tuple(value.shape)),) for name, value in whole.items()}
+            name = "model.layers.1.mlp.experts.3.up_proj.weight"
+            assert name in plan.frozen_names
+            found = compare(of_rank, (whole | {name: whole[name] + 1}).items(), boxes)
+            assert (found.differing, found.missing) == ({name}, set())
+
+
+def test_plan_staggers_frozen_and_trained_rounds_apart() -> None:
+    """Engines on other hosts start with different buckets, but none of an update without frozen weights is frozen."""
+    plan = lora_plan("an engine on each host")
+    assert plan._staggers
+    for number, incoming in plan.incoming(range(len(plan.topology.buffers))).items():
+        buckets = {sync_round: placed[0].message.bucket for sync_round, placed in incoming.rounds.items()}
+        frozen = {sync_round for sync_round, bucket in buckets.items() if bucket < plan.first_trained_round}
+        assert frozen <= set(range(plan.first_trained_round)), number
+        assert len(buckets) == len(set(buckets.values()))
+
+
+def test_routes_of_later_updates_are_balanced_by_their_own_bytes() -> None:
+    """The tower is on the first stage only. Its senders must not count its bytes when they divide other weights."""
+    fields = tiny_fields("qwen3_vl")
+    plan = sync_plan(fields, TrainLayout(4), EngineLayout(), "AABB", "CD", bucket_bytes=100_000)
+    later = replace(plan, trained=TOWER)
+    sent = np.zeros(4)
+    for rank in range(4):
+        rounds = later.outgoing(rank)
+        sent[rank] = sum(m.num_bytes for at, ms in rounds.items() if at >= later.first_trained_round for m in ms)
+    assert sent.max() < 1.2 * sent.mean()
+    assert torch.float32 == later.dtype
