@@ -39,7 +39,7 @@ from mcore_rl.rollout.validator import RolloutValidator, probe_task
 from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.launch import RunProcesses, launch, launch_engines
-from mcore_rl.runtime.phases import DevicePhases, Phase, StagedCollector, StagedValidator, Stages, shares_device
+from mcore_rl.runtime.phases import DevicePhases, Phase, StagedCollector, StagedValidator, Stages, takes_turns
 from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.runtime.roles.critic import CriticGroup, critic_role
 from mcore_rl.runtime.roles.groups import RankMap, Role, RoleGroup
@@ -195,7 +195,7 @@ class _Site:
         config, engines = self.config, self.processes.engines
         assert engines is not None
         journal = self._journal(signs_for(config))
-        if shares_device(config.cluster, config.actor.offload):
+        if takes_turns(config):
             phases = DevicePhases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
             if config.cluster.uses_cuda:
                 phases.at_point = self._memory_report(engines, journal).at

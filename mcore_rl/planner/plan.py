@@ -35,6 +35,7 @@ from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import planned_machine
 from mcore_rl.resolved.layout import conversion_errors
 from mcore_rl.resolved.model import ResolvedModel, check_policy_engines, trained_model
+from mcore_rl.weights.frozen import TrainedWeights, frozen_rows
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import BoundRow
 
@@ -219,7 +220,8 @@ def make_plan(config: Config) -> Plan:
     # Two independent counts: an error in the built stages or in the weight table must not go into the plan unnoticed.
     _check_counts([planned.state.parameters for planned in ranks], num_parameters)
     size = model_size(job.spec.hf_config, job.rows)
-    sync = weight_sync(config, job.rows, layout, cuda=cuda)
+    frozen = frozen_rows(job.spec.hf_config, layout, TrainedWeights.of(config.actor))
+    sync = weight_sync(config, job.rows, layout, cuda=cuda, frozen=frozen)
     flops = step_flops(
         config.actor,
         config.trainer.update_epochs,

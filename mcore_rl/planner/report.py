@@ -70,7 +70,8 @@ def _summary(plan: Plan) -> Table:
         f"{engine.sequences:.1f} sequences of full length{_all_ranks(engine)}"
     )
     moved = (
-        f"{_gib(sync.bytes_per_engine_rank)} per engine rank (floor {_gib(sync.floor_bytes_per_engine_rank)}), "
+        f"{_gib(sync.bytes_per_engine_rank)} per engine rank (floor {_gib(sync.floor_bytes_per_engine_rank)}"
+        f"{_first(sync)}), "
         f"{sync.buckets} buckets, {sync.transport}, at most {sync.max_peers} peers per rank{_across(sync)}"
     )
     engines = [("engine rank", cache), ("weight sync", moved)]
@@ -91,6 +92,12 @@ def _summary(plan: Plan) -> Table:
 def _all_ranks(engine: EngineRank) -> str:
     """Name the sequences of the whole engine, if its ranks have different ones."""
     return f", {engine.engine_sequences:.1f} on all ranks" if engine.request_ranks > 1 else ""
+
+
+def _first(sync: WeightSync) -> str:
+    """Format the bytes of an engine's first sync, if later ones lack frozen weights."""
+    first = sync.first_bytes_per_engine_rank
+    return f"; first sync {_gib(first)}" if first > sync.bytes_per_engine_rank else ""
 
 
 def _across(sync: WeightSync) -> str:

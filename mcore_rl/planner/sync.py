@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
 
+from mcore_rl.config.device_sharing import shares_device
 from mcore_rl.config.schema import ClusterConfig, Config, WeightsConfig
 from mcore_rl.planner.engine import GIB, MIB
 from mcore_rl.resolved.layout import conversion_errors
 from mcore_rl.resolved.placement import RunPlacement, Slot, place
 from mcore_rl.weights.engine_config import engine_layout
+from mcore_rl.weights.frozen import RowKey
 from mcore_rl.weights.slices.routes import RouteMap
 from mcore_rl.weights.slices.senders import ELSEWHERE, RankLocations
 from mcore_rl.weights.slices.shard_map import IntArray, ShardMap
@@ -30,14 +32,15 @@ ON_HOST = (SHARED_MEMORY, FILES)
 
 @dataclass(frozen=True)
 class WeightSync:
-    """Bytes, buckets and seconds of one weight sync.
+    """Bytes, buckets and seconds of a weight sync after the first one.
 
     `bytes_per_engine_rank`: received by the fullest rank. `floor_bytes_per_engine_rank`: the lower bound, which is the
-    size of its weights. `slots_bytes`: staging buffers in one host's memory. `busiest_sender_bytes`: sent to other
-    devices. `max_peers`: largest number of other GPUs (on CPU: ranks) with which one exchanges weights. `seconds`: time
-    between hosts at plan.network_gib_per_second; None if that is not set or nothing crosses hosts. `directory_bytes`:
-    largest size of the files in weights.directory. `copies_bytes`: memory of the host with most copies of weights that
-    cross hosts, with weights.delta.
+    size of its weights, without those that training never changes and the engine keeps (weights/frozen.py).
+    `first_bytes_per_engine_rank`: received in the first sync after the engine's start. `slots_bytes`: staging buffers
+    in one host's memory. `busiest_sender_bytes`: sent to other devices. `max_peers`: largest number of other GPUs (on
+    CPU: ranks) with which one exchanges weights. `seconds`: time between hosts at plan.network_gib_per_second; None if
+    that is not set or nothing crosses hosts. `directory_bytes`: largest size of the files in weights.directory.
+    `copies_bytes`: memory of the host with most copies of weights that cross hosts, with weights.delta.
     """
 
     bytes_per_engine_rank: int
@@ -52,10 +55,19 @@ class WeightSync:
     seconds: float | None
     directory_bytes: int = 0
     copies_bytes: int = 0
+    first_bytes_per_engine_rank: int = 0
 
 
-def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *, cuda: bool) -> WeightSync:
-    """Count the bytes of one weight sync from the plan that a run would make.
+def weight_sync(
+    config: Config,
+    rows: Sequence[BoundRow],
+    layout: TrainLayout,
+    *,
+    cuda: bool,
+    frozen: Collection[RowKey] = (),
+) -> WeightSync:
+    """Count the bytes of one weight sync from the plan that a run would make. `frozen`: rows that training never
+    changes.
 
     Raises: ConfigError if the ranks do not fit into the cluster, a bucket is too small for a row or the engine's ranks
     do not divide the model; LayoutError.
@@ -71,9 +83,11 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
     readers, routed = (rollout.num_engines, _of_files(locations, rollout.tp)) if kind == FILES else (1, locations)
     copied = _of_buffers(routed, rollout.tp) if shares_host_memory(weights, cuda=cuda) else routed
     with conversion_errors(f"rollout.tp={rollout.tp}, weights.bucket_mib: "):
-        shard_map = ShardMap(rows, engine, rollout.quantization, rollout.quantization_group)
-        totals = count_totals(RouteMap(placement, shard_map, routed), bucket_bytes)
-        of_copies = totals
+        shard_map = ShardMap(rows, engine, rollout.quantization, rollout.quantization_group, frozen)
+        route_map = RouteMap(placement, shard_map, routed)
+        first = totals = of_copies = count_totals(route_map, bucket_bytes)
+        if frozen and not shares_device(cluster, config.actor.offload, cuda=cuda):
+            totals = count_totals(route_map, bucket_bytes, frozen=False)
         if weights.delta and copied is not routed:
             of_copies = count_totals(RouteMap(placement, shard_map, copied), bucket_bytes)
     bandwidth = config.plan.network_gib_per_second
@@ -85,8 +99,8 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
     fetched = 0
     if kind == FILES:  # every engine rank keeps a whole update
         num_buffers = int(np.bincount(locations.engine_hosts).max())
-        fetched = _most_on_a_host((locations.engine_hosts, _of_all_engines(totals.received, locations)))
-    slots_bytes = min(weights.num_buckets, totals.buckets) * bucket_bytes * num_buffers + fetched
+        fetched = _most_on_a_host((locations.engine_hosts, _of_all_engines(first.received, locations)))
+    slots_bytes = min(weights.num_buckets, first.buckets) * bucket_bytes * num_buffers + fetched
     crossing = int(totals.sent_across.sum())
     return WeightSync(
         bytes_per_engine_rank=int(totals.received.max()),
@@ -99,8 +113,10 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
         busiest_sender_bytes=int(totals.sent.max()),
         max_peers=0 if kind == FILES else int(totals.peers.max()),
         seconds=busiest / (bandwidth * GIB) if bandwidth is not None and busiest else None,
-        directory_bytes=KEPT_TRANSFERS * crossing if kind == FILES else 0,
+        # All kept transfers but the first one of the run are later ones.
+        directory_bytes=int(first.sent_across.sum()) + (KEPT_TRANSFERS - 1) * crossing if kind == FILES else 0,
         copies_bytes=copies_bytes(of_copies, locations if kind == FILES else copied) if weights.delta else 0,
+        first_bytes_per_engine_rank=int(first.received.max()),
     )
 
 

@@ -31,7 +31,7 @@ from mcore_rl.runtime.engines.gateway import GatewayActor, GatewayProcess, HostM
 from mcore_rl.runtime.health import Starts, Watch
 from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.output import ray_output_to
-from mcore_rl.runtime.phases import Stages, shares_device
+from mcore_rl.runtime.phases import Stages, takes_turns
 from mcore_rl.runtime.progress.polls import shown_set_up
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import RankMap, Role, RoleGroup
@@ -191,8 +191,8 @@ def _set_up(
         visible = [visible_devices(placement, slot, devices) for slot in slots]
         starting[engine.set_up(context, visible)] = engine.processes
     begun(starting)
-    takes_turns = processes.engines is not None and shares_device(config.cluster, config.actor.offload)
-    if processes.engines is not None and takes_turns:
+    in_turns = processes.engines is not None and takes_turns(config)
+    if processes.engines is not None and in_turns:
         # Rollout engines measure the free memory when they start: ranks and other engines start after they sleep.
         watch.get_started(starting)
         processes.engines.sleep(keep_weights=False)
@@ -203,7 +203,7 @@ def _set_up(
         visible = [visible_devices(placement, slot, devices) for slot in placement.guests[section]]
         set_ups = processes.groups[section].set_up(context, visible)
         begun(set_ups)
-        if (takes_turns or devices) and role.guests.tp is not None:
+        if (in_turns or devices) and role.guests.tp is not None:
             # These engines share the ranks' GPUs even if rollout engines do not.
             watch.get_started(set_ups)
         starting |= set_ups

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from mcore_rl.config.models import OffloadConfig
-from mcore_rl.config.schema import ClusterConfig
+from mcore_rl.config.device_sharing import shares_device
+from mcore_rl.config.schema import Config
 from mcore_rl.ports import Collector, Validator, WorkBoard
 from mcore_rl.types import Groups, Metric, RolloutScalars, Total
 
@@ -50,11 +50,9 @@ class Phase(Enum):
     GENERATE = "generate"
 
 
-def shares_device(cluster: ClusterConfig, offload: OffloadConfig) -> bool:
-    """Return whether engines and trainer ranks use the device in turns: colocated on GPUs, or with offloading."""
-    if cluster.placement != "colocated":
-        return False
-    return cluster.uses_cuda or offload.params or offload.grads or offload.optimizer
+def takes_turns(config: Config) -> bool:
+    """Return whether the run needs DevicePhases."""
+    return shares_device(config.cluster, config.actor.offload, cuda=config.cluster.uses_cuda)
 
 
 @dataclass

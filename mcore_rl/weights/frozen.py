@@ -14,14 +14,17 @@ update. Example, an adapter of q_a_proj only: engines fuse it with kv_a_proj_wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mcore_rl.weights.slices.engine_rows import FUSED_MODULES
+from model_converters.families import family_for
 from model_converters.families.parts.adapter_rows import A, adapter_rows
+from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.parts.vision import MCORE_PREFIX
 from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.separate import trainer_rows
 from model_converters.mapping.table import Row
 
 if TYPE_CHECKING:
@@ -53,14 +56,13 @@ def row_key(row: Row) -> RowKey:
     return row.mcore, row.layers
 
 
-def frozen_rows(
-    family: Sequence[Row], layout: TrainLayout, held: Sequence[Row], trained: TrainedWeights
-) -> set[RowKey]:
-    """Return the rows of `held` that engines need only once.
+def frozen_rows(hf_config: HFConfig, layout: TrainLayout, trained: TrainedWeights) -> frozenset[RowKey]:
+    """Return the rows that engines need only once, of the weight table of the ranks of `layout`.
 
-    family: the family's weight table; held: the rows of the tensors that the ranks of `layout` hold.
     Raises: ConversionError for a target without a module.
     """
+    family = family_for(hf_config).rows(hf_config)
+    held = trainer_rows(family, layout)
     adapted = None
     if trained.adapters is not None:
         adapters = adapter_rows(family, trained.adapters, 1, layout)
@@ -72,7 +74,7 @@ def frozen_rows(
         modules = {module for row in sent for module in _modules(row)}
         sent = [row for row in frozen if not modules.isdisjoint(_modules(row))]
         frozen = [row for row in frozen if modules.isdisjoint(_modules(row))]
-    return {row_key(row) for row in frozen}
+    return frozenset(row_key(row) for row in frozen)
 
 
 def _changes(row: Row, layout: TrainLayout, trained: TrainedWeights, adapted: set[RowKey] | None) -> bool:

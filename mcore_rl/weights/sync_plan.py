@@ -127,9 +127,7 @@ class SyncPlan:
     # Seconds for a model of 671B: computed once in each process, not sent with the plan.
     @cached_property
     def shard_map(self) -> ShardMap:
-        family = family_for(self.hf_config).rows(self.hf_config)
-        held = trainer_rows(family, self.train_layout)
-        frozen = frozen_rows(family, self.train_layout, held, self.trained)
+        frozen = frozen_rows(self.hf_config, self.train_layout, self.trained)
         return ShardMap(self.rows, self.engine_layout, self.quantization, self.quantization_group, frozen)
 
     @cached_property

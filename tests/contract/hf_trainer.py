@@ -19,6 +19,7 @@ import torch
 
 from mcore_rl.weights.connection import Connection, TrainerSetup
 from mcore_rl.weights.engine_config import engine_layout
+from mcore_rl.weights.frozen import ALL_TRAINED, TrainedWeights
 from mcore_rl.weights.send import WeightSender
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.arrival import Rendezvous
@@ -63,8 +64,10 @@ class HFTrainer:
         *,
         delta: bool = False,
         files: RunFiles | None = None,
+        trained: TrainedWeights = ALL_TRAINED,
     ) -> None:
-        """files: folder of the weights if transport is files."""
+        """files: folder of the weights if transport is files. trained: weights that `perturb` changes; all others are
+        frozen."""
         self.model, self.files = model, files
         self._engine = engine
         self._pool = ThreadPoolExecutor(32)  # threads of a broken update wait until the engine has disconnected
@@ -78,6 +81,7 @@ class HFTrainer:
         self.plan = replace(
             SyncPlan(hf_config, dtype, LAYOUT, layout, topology, bucket_bytes, num_slots, quantization),
             quantization_group=rollout.quantization_group,
+            trained=trained,
         )
         self.connect()
 
@@ -102,18 +106,18 @@ class HFTrainer:
                 setup.unlink()
 
     @contextmanager
-    def sending(self, *, complete: bool = True) -> Iterator[None]:
+    def sending(self, *, complete: bool = True, first_round: int = 0) -> Iterator[None]:
         """Send one update during the block. The end of the block waits for it, unless it is going to break."""
-        sending = self._on_ranks(WeightSender.send)
+        sending = self._on_ranks(partial(WeightSender.send, first_round=first_round))
         yield
         if complete:
             for each in sending:
                 each.result()
 
-    def publish(self, version: int) -> None:
-        with self.sending():
-            self._engine.call("begin_update")
-            self.receive(range(self.plan.num_rounds))
+    def publish(self, version: int, first_round: int = 0) -> None:
+        with self.sending(first_round=first_round):
+            self._engine.call("begin_update", first_round)
+            self.receive(range(first_round, self.plan.num_rounds))
             self._engine.call("finish_update", version)
 
     def receive(self, rounds: range) -> None:
@@ -139,9 +143,11 @@ class HFTrainer:
     def perturb(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in self.model.parameters():
+            for name, parameter in self.model.named_parameters():
                 noise = torch.randn(parameter.shape, generator=generator) * 0.05
-                parameter.add_(noise.to(parameter.dtype))
+                module = name.rpartition(".")[0] + "."  # frozen experts have names of their own
+                if not any(each.startswith(module) for each in self.plan.frozen_names):
+                    parameter.add_(noise.to(parameter.dtype))
 
     def overwrite_buffers(self) -> None:
         for setup in self.setups:

@@ -15,6 +15,7 @@ from mcore_rl.types import GenerationRequest, SamplingOptions
 from mcore_rl.vision.placeholders import expanded
 from mcore_rl.vision.positions import placeholders
 from mcore_rl.vision.processor import ImageProcessor
+from mcore_rl.weights.frozen import TrainedWeights
 from model_converters.mapping.layout import TrainLayout
 from tests.contract.engines import RemoteEngine
 from tests.contract.hf_trainer import HFTrainer
@@ -138,4 +139,10 @@ def test_vision_model_from_export_and_after_update_is_exact(
     trainer.perturb(1)
     trainer.publish(1)
     check_images(engine, model, 1)
+    assert trainer.certify() > 10
+    # The engine holds the tower now, and the next update lacks it.
+    trainer = HFTrainer(model, engine, 40 << 10, 2, trained=TrainedWeights(vision=False))
+    trainer.perturb(2)
+    trainer.publish(2, trainer.plan.first_trained_round)
+    check_images(engine, model, 2)
     assert trainer.certify() > 10

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.frozen import ALL_TRAINED, TrainedWeights
 from tests.contract.engines import MARKS, RemoteEngine
 from tests.contract.expert_layouts import layouts_read_wrongly
 from tests.contract.hf_trainer import HFTrainer
@@ -43,8 +44,8 @@ class Session:
     def model(self, seed: int) -> Any:
         return tiny_model(self.family, head_dim=32, seed=seed, **self.changes).to(getattr(torch, self.dtype))
 
-    def trainer(self, seed: int, bucket_bytes: int, num_slots: int) -> HFTrainer:
-        return HFTrainer(self.model(seed), self.engine, bucket_bytes, num_slots)
+    def trainer(self, seed: int, bucket_bytes: int, num_slots: int, trained: TrainedWeights = ALL_TRAINED) -> HFTrainer:
+        return HFTrainer(self.model(seed), self.engine, bucket_bytes, num_slots, trained=trained)
 
 
 TESTED = {"vllm": ("moe", "dense_bf16"), "sglang": ("moe",)}
@@ -81,6 +82,48 @@ def test_update_three_in_a_row_are_exact(session: Session, bucket_bytes: int, nu
         trainer.perturb(version)
         with pytest.raises(WeightSyncError, match="differ"):
             trainer.certify()
+
+
+def test_update_without_frozen_weights_is_exact(session: Session) -> None:
+    """Adapters train all projections of attention and dense MLPs; the engine keeps its experts, head and embedding."""
+    trainer = session.trainer(4, 40 << 10, 2, TrainedWeights(adapters=()))
+    first_round = trainer.plan.first_trained_round
+    assert 0 < first_round < trainer.plan.num_rounds
+    trainer.publish(1)
+    for version in (2, 3):
+        trainer.perturb(version)
+        trainer.publish(version, first_round)
+        trainer.overwrite_buffers()
+        if session.dtype == "float32":
+            check_greedy(session.engine, trainer.model, version)
+        assert trainer.certify() > 10
+    with trainer.sending(complete=False, first_round=first_round):
+        session.engine.call("begin_update", first_round)
+        session.engine.call("receive_bucket", first_round)
+    trainer.connect()  # after a broken update, the engine still holds the frozen weights
+    trainer.publish(4, first_round)
+    trainer.certify()
+    with torch.no_grad():
+        trainer.model.model.norm.weight += 1
+    with pytest.raises(WeightSyncError, match=r"1 differ: model\.norm\.weight$"):
+        trainer.certify()
+
+
+def _freeze_keys(engine: Any) -> None:
+    """Expect updates without the keys of one layer, which vLLM fuses with queries and values."""
+    loader = engine._engine.model_executor.driver_worker.worker._loader
+    with loader.context():
+        loader.keep(
+            [each for kept in loader._kept.values() for each in kept], ["model.layers.1.self_attn.k_proj.weight"]
+        )
+
+
+def test_frozen_part_of_a_fused_module_is_refused(session: Session) -> None:
+    if session.engine.kind != "vllm":
+        pytest.skip("SGLang loads parts of modules")
+    session.trainer(4, 1 << 20, 2).publish(1)
+    with pytest.raises(WeightSyncError, match=r"only parts of model\.layers\.1\.self_attn\.qkv_proj are frozen"):
+        session.engine.call(_freeze_keys)
 
 
 def _corrupt_linear(engine: Any) -> None:

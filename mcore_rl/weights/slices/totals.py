@@ -32,8 +32,8 @@ class Totals:
     buckets: int
 
 
-def count(route_map: RouteMap, bucket_bytes: int) -> Totals:
-    """Count the bytes of one sync.
+def count(route_map: RouteMap, bucket_bytes: int, *, frozen: bool = True) -> Totals:
+    """Count the bytes of one sync; without `frozen` weights if engines hold them already.
 
     Raises: LayoutError if one index of a tensor is larger than a bucket.
     """
@@ -42,9 +42,11 @@ def count(route_map: RouteMap, bucket_bytes: int) -> Totals:
     received, received_across = np.zeros((2, num_engine_ranks), np.int64)
     sent, sent_across = np.zeros((2, num_trainer_ranks), np.int64)
     pairs = np.zeros((num_trainer_ranks, num_engine_ranks), bool)
-    buckets = 0
+    buckets = set()
     for bucket, piece in shard_map.pieces(bucket_bytes):
-        buckets = bucket + 1
+        if shard_map.is_frozen(piece.bound) and not frozen:
+            continue
+        buckets.add(bucket)
         for route in router.routes(piece):
             received[route.receivers] += route.num_bytes  # receivers of a route are distinct, so += is safe
             devices = locations.trainer_devices[route.senders]
@@ -55,7 +57,7 @@ def count(route_map: RouteMap, bucket_bytes: int) -> Totals:
             sent_across += _by_rank(route.senders[apart], route.num_bytes[apart], num_trainer_ranks)
             received_across[route.receivers[apart]] += route.num_bytes[apart]
     peers = _num_peers(pairs, locations)
-    return Totals(received, received_across, sent, sent_across, _needed(shard_map), peers, buckets)
+    return Totals(received, received_across, sent, sent_across, _needed(shard_map, frozen=frozen), peers, len(buckets))
 
 
 def _num_peers(pairs: BoolArray, locations: RankLocations) -> IntArray:
@@ -72,9 +74,9 @@ def _num_peers(pairs: BoolArray, locations: RankLocations) -> IntArray:
     return (together | together.T).sum(axis=1)
 
 
-def _needed(shard_map: ShardMap) -> IntArray:
+def _needed(shard_map: ShardMap, *, frozen: bool) -> IntArray:
     needed = np.zeros(shard_map.layout.num_ranks, np.int64)
-    for bound in shard_map.rows:
+    for bound in (bound for bound in shard_map.rows if frozen or not shard_map.is_frozen(bound)):
         consumers = shard_map.consumers(bound)
         of_shards = piece_bytes(bound.row, WHOLE, consumers.num_shards, shard_map.encoding(bound))
         needed[consumers.ranks] += of_shards[consumers.shards]

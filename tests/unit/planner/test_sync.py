@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.sync import WeightSync, weight_sync
+from mcore_rl.weights.frozen import TrainedWeights, frozen_rows
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.families import family_for
 from model_converters.mapping.layout import TrainLayout
@@ -80,3 +82,32 @@ def test_copies_are_those_of_the_messages_that_a_run_sends(transport: str, tp: i
     assert max(copies.values()) > 0
     # Messages also have padding between tensors, which the plan does not count.
     assert weight_sync(config, rows, layout, cuda=False).copies_bytes == pytest.approx(max(copies.values()), rel=0.02)
+
+
+@pytest.mark.parametrize("transport", ["network", "files"])
+def test_later_syncs_lack_frozen_weights_unless_engines_discard_them(transport: str) -> None:
+    fields = tiny_fields("qwen3_moe", vocab_size=97)
+    rows, layout = bind(family_for(fields).rows(fields), fields, torch.float32), TrainLayout(2)
+    frozen = frozen_rows(fields, layout, TrainedWeights(adapters=()))
+    attention = sum(4 * math.prod(shape) for row in rows for shape in row.row.shapes
+                    if row.mcore.endswith(("linear_qkv.weight", "linear_proj.weight")))  # fmt: skip
+    config = Config()
+    config.cluster = replace(config.cluster, nodes=2, gpus_per_node=2, placement="disaggregated")
+    config.rollout = replace(config.rollout, nodes=1, num_engines=2, tp=1)
+    config.weights = replace(config.weights, transport=transport, bucket_mib=0.05)
+    whole = weight_sync(config, rows, layout, cuda=True)
+    later = weight_sync(config, rows, layout, cuda=True, frozen=frozen)
+    assert later.bytes_per_engine_rank == later.floor_bytes_per_engine_rank == attention
+    assert later.first_bytes_per_engine_rank == whole.bytes_per_engine_rank > 2 * attention
+    assert later.total_bytes == 2 * attention
+    assert later.buckets < whole.buckets / 2
+    files = transport == "files"
+    assert later.bytes_crossing_hosts == (3 if files else 2) * attention
+    assert later.directory_bytes == (whole.bytes_per_engine_rank + attention if files else 0)
+    assert later.slots_bytes == whole.slots_bytes
+    config.cluster = replace(config.cluster, placement="colocated")
+    config.rollout = replace(config.rollout, nodes=None, num_engines=4)
+    config.weights = replace(config.weights, transport="auto")
+    assert weight_sync(config, rows, TrainLayout(4), cuda=True, frozen=frozen).bytes_per_engine_rank == (
+        whole.bytes_per_engine_rank
+    )

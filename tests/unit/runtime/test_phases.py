@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from mcore_rl.config.device_sharing import shares_device
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import WorkerDiedError
-from mcore_rl.runtime.phases import DevicePhases, Phase, Stages, shares_device, staged
+from mcore_rl.runtime.phases import DevicePhases, Phase, Stages, staged
 from mcore_rl.types import Total
 
 
@@ -174,12 +175,9 @@ def test_interrupted_phase_is_entered_again(phase: Phase) -> None:
 @pytest.mark.parametrize("part", ["params", "grads", "optimizer"])
 def test_shares_device_depends_on_placement_and_offload(part: str) -> None:
     config = Config()
-    config.cluster.device = "cpu"
-    assert not shares_device(config.cluster, config.actor.offload)
+    assert not shares_device(config.cluster, config.actor.offload, cuda=False)
+    assert shares_device(config.cluster, config.actor.offload, cuda=True)
     setattr(config.actor.offload, part, True)
-    assert shares_device(config.cluster, config.actor.offload)
-    config = Config()
-    config.cluster.device = "cuda"
-    assert shares_device(config.cluster, config.actor.offload)
+    assert shares_device(config.cluster, config.actor.offload, cuda=False)
     config.cluster.placement = "disaggregated"
-    assert not shares_device(config.cluster, config.actor.offload)
+    assert not shares_device(config.cluster, config.actor.offload, cuda=True)

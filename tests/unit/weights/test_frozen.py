@@ -42,11 +42,9 @@ def names_of(family: str, trained: TrainedWeights, layout: TrainLayout | None = 
     """Return the HF names of frozen and of trained tensors, with placeholders and without the model's prefix."""
     layout = layout or TrainLayout(1)
     config = tiny_fields(family)
-    rows = family_for(config).rows(config)
-    held = trainer_rows(rows, layout)
-    frozen = frozen_rows(rows, layout, held, trained)
+    frozen = frozen_rows(config, layout, trained)
     of_frozen, of_trained = set[str](), set[str]()
-    for row in held:
+    for row in trainer_rows(family_for(config).rows(config), layout):
         (of_frozen if (row.mcore, row.layers) in frozen else of_trained).update(row.hf)
     return tuple({name.removeprefix("model.").removeprefix("language_model.layers.{l}.").removeprefix("layers.{l}.")
                   for name in names} for names in (of_frozen, of_trained))  # type: ignore[return-value]  # fmt: skip
