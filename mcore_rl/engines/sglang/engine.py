@@ -18,9 +18,9 @@ from mcore_rl.engines.sglang.request_ranks import RequestRanks
 from mcore_rl.engines.sglang.settings import GpuMemory, NewRequest, RankSettings
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.processes.child import kill_all
-from mcore_rl.weights.engine_config import engine_layout
+from mcore_rl.weights.engine_config import engine_layout, has_vision_tower
 
 
 class SglangEngine(RankEngine):
@@ -35,6 +35,7 @@ class SglangEngine(RankEngine):
         super().__init__(settings)
         config, device = settings.rollout_config, _device()
         self._discards_weights = device == "cuda"
+        self._reads_images = has_vision_tower(settings.model_dir)
         self._request_ranks = RequestRanks(engine_layout(config))
         ranks = RankSettings(
             server_arguments(settings, device),
@@ -59,9 +60,9 @@ class SglangEngine(RankEngine):
     def shutdown(self) -> None:
         self._ranks.end()
 
-    def begin_update(self) -> None:
+    def begin_update(self, first_round: int = 0) -> None:
         self._hold(self._outputs(self._ranks.call("drain")))
-        super().begin_update()
+        super().begin_update(first_round)
 
     def _memory_arguments(self, memory: Sequence[GpuMemory]) -> dict[str, object]:
         """Return the server arguments that depend on the memory of the ranks' GPUs, the same for all ranks: SGLang
@@ -96,8 +97,10 @@ class SglangEngine(RankEngine):
     def _new(self, engine_id: str, entry: ActiveRequest) -> NewRequest:
         parameters = sampling_arguments(entry.request, len(entry.token_ids), self._settings.eos_token_ids)
         token_ids = entry.request.token_ids.tolist() + entry.token_ids
-        salt, keep = f"version {self.weight_version}", entry.request.sampling.keeps_sets
-        return NewRequest(engine_id, token_ids, parameters, salt, keep)
+        salt, keep, images = f"version {self.weight_version}", entry.request.sampling.keeps_sets, entry.request.images
+        if images is not None and not self._reads_images:
+            raise DataError(f"prompt {entry.request.request_id} has images, but the model reads text only")
+        return NewRequest(engine_id, token_ids, parameters, salt, keep, images)
 
     def _run_step(self, limit: int) -> list[StepOutput]:
         return self._outputs(self._ranks.call("steps", limit))

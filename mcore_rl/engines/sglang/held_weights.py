@@ -33,6 +33,8 @@ from mcore_rl.weights.slices.shard_map import Boxes
 
 EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of an expert's gate, up and down projection: in most families, and in Mixtral."""
+_TOWER = "model.visual."
+"""Prefix of the HF names of a vision tower."""
 LATENT_PROJECTION = "fused_qkv_a_proj_with_mqa"
 """Down-projections q_a_proj and kv_a_proj_with_mqa of latent attention, in this order of rows."""
 
@@ -47,7 +49,8 @@ def held_tensors(model: torch.nn.Module, boxes: Mapping[str, Boxes]) -> Iterator
         (LinearBase, UnquantizedLinearMethod, partial(_linear, boxes=boxes)),
         (FusedMoE, UnquantizedFusedMoEMethod, partial(_experts, boxes=boxes)),
     ]
-    for name, module in modules_with_parameters(model):
+    named = _hf_name if any(name.startswith(_TOWER) for name in boxes) else str
+    for name, module in ((named(name), module) for name, module in modules_with_parameters(model)):
         if getattr(module, "use_intel_amx_backend", False):
             raise WeightSyncError(f"{name}: weights packed for AMX cannot be read back; set weights.verify_every to 0")
         for hf_name, tensor in read_module(module, name, readers):
@@ -55,6 +58,13 @@ def held_tensors(model: torch.nn.Module, boxes: Mapping[str, Boxes]) -> Iterator
     for name, module in model.named_modules():
         if hasattr(module, "w_kc"):
             yield _absorbed(module, f"{name}.kv_b_proj")
+
+
+def _hf_name(name: str) -> str:
+    """Return the HF name of a module of a model with a vision tower."""
+    if name.startswith("visual."):
+        return f"model.{name}".replace(".attn.qkv_proj", ".attn.qkv")
+    return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
 
 
 def _without_padding(name: str, tensor: torch.Tensor, boxes: Mapping[str, Boxes]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
     TokenizedGenerateReqInput,
 )
+from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -30,6 +31,7 @@ from mcore_rl.engines.sglang import float32_routers
 from mcore_rl.engines.sglang.devices.interface import Device
 from mcore_rl.engines.sglang.devices.memory import kv_caches
 from mcore_rl.engines.sglang.finish_signal import FinishSignal
+from mcore_rl.engines.sglang.images import ImageInputs, accept_current_names, forget_features
 from mcore_rl.engines.sglang.internals import check_scheduler, check_signatures
 from mcore_rl.engines.sglang.routing import Routing
 from mcore_rl.engines.sglang.sampler import install
@@ -43,7 +45,7 @@ from mcore_rl.weights.slices.model_map import model_shard_map
 from mcore_rl.weights.slices.stacked_parts import loaded_tensors
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 
-_UNUSED = ("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")
+_UNUSED = ("input_text", "input_embeds", "token_type_ids", "token_ids_logprob")
 """Fields that SGLang's request class requires and that stay None."""
 
 
@@ -75,6 +77,7 @@ class SteppedScheduler(RankMemory):
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = settings.init_method
         arguments = ServerArgs(**settings.server_arguments)
         device.complete(arguments)
+        accept_current_names()
         arguments.resolve_once()
         arguments.check_server_args()
         self.rank = rank = settings.rank
@@ -106,6 +109,7 @@ class SteppedScheduler(RankMemory):
         schedule = BatchSchedule if arguments.disable_overlap_schedule else OverlapSchedule
         self._schedule = schedule(self._scheduler, self._sets)
         install(self._scheduler.tp_worker.model_runner, self._sets)
+        self._images = ImageInputs.of(self._scheduler.model_config)
         self._finish = FinishSignal()
         if self._layout.dp > 1:
             self._finish.install()
@@ -144,6 +148,7 @@ class SteppedScheduler(RankMemory):
         if recompute:
             with self._schedule.drained():
                 self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        forget_features()
         try:
             # empty_cache=True would add 0.4 s of garbage collection.
             return bool(self._scheduler.flush_cache(empty_cache=False))
@@ -173,10 +178,18 @@ class SteppedScheduler(RankMemory):
                         stream=True,
                         return_routed_experts=self._routing is not None,
                         extra_key=request.salt,
+                        mm_inputs=self._images_of(request),
                         **dict.fromkeys(_UNUSED),
                     )
                 ]
             )
+
+    def _images_of(self, request: NewRequest) -> MultimodalProcessorOutput | None:
+        if request.images is None:
+            return None
+        assert self._images is not None
+        num_tokens = len(request.token_ids) + int(str(request.sampling["max_new_tokens"]))
+        return self._images.of_request(request.images, num_tokens, request.salt)
 
     def abort(self, engine_ids: Sequence[str]) -> None:
         """Abort requests. Running requests take part in one more step."""

@@ -7,6 +7,8 @@ import socket
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from mcore_rl.types import PromptImages
+
 
 @dataclass(frozen=True)
 class RankSettings:
@@ -49,7 +51,8 @@ class GpuMemory:
 class NewRequest:
     """Request for a rank. Requests share cached prefixes only if their `salt` is equal.
 
-    sampling: fields of SGLang's SamplingParams. keep_sets: record the sets of its tokens.
+    sampling: fields of SGLang's SamplingParams. keep_sets: record the sets of its tokens. images: of the prompt and of
+    the answers of tools in it.
     """
 
     engine_id: str
@@ -57,6 +60,7 @@ class NewRequest:
     sampling: dict[str, object]
     salt: str
     keep_sets: bool = False
+    images: PromptImages | None = None
 
 
 def disable_nagle(pipe: Connection) -> None:

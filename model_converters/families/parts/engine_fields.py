@@ -120,8 +120,8 @@ def refuse_for_engine(family: Family, config: HFConfig, engine: str) -> None:
             f"config.json: model_type {family.model_type} is not supported by {engine}: "
             f"{family.refused_by_engines[engine]}; {remedy}"
         )
-    if engine == "vllm":
-        family.check_vllm(ConfigWithDefaults(config, family.defaults, family.nullable))
+    check = {"vllm": family.check_vllm, "sglang": family.check_sglang}[engine]
+    check(ConfigWithDefaults(config, family.defaults, family.nullable))
     _refuse_unread(family, config, engine)
     refuse_rotation(family, config, engine)
     for key in SUBMODELS:

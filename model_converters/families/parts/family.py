@@ -71,8 +71,8 @@ class Family:
     ignored_tensors: prefixes of tensors in published checkpoints that transformers' class does not read.
     refused_by_engines: engine -> reason why it cannot compute this family like transformers.
     engine_values: function from config.json to the fields that engines must read with another value.
-    check_vllm: function that raises ConversionError for a config.json from which vLLM's implementation, which has
-    constants in place of some fields, builds another model.
+    check_vllm, check_sglang: functions that raise ConversionError for a config.json from which the engine's
+    implementation, which has constants in place of some fields, builds another model.
     vllm_imports: optional packages that vLLM's implementation imports.
     """
 
@@ -92,6 +92,7 @@ class Family:
     refused_by_engines: Mapping[str, str] = field(default_factory=dict)
     engine_values: Callable[[HFConfig], dict[str, object]] = lambda config: {}
     check_vllm: Callable[[HFConfig], None] = lambda config: None
+    check_sglang: Callable[[HFConfig], None] = lambda config: None
     vllm_imports: tuple[str, ...] = ()
 
     def rows(self, config: HFConfig) -> list[Row]:

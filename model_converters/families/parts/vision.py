@@ -48,6 +48,11 @@ class VisionArguments:
     intermediate_size: int
 
 
+def deepstack_indexes(config: HFConfig) -> list[int]:
+    """Return the blocks of the tower whose outputs are further features."""
+    return whole_numbers(_vision_config(config), "deepstack_visual_indexes")
+
+
 def read_vision(config: HFConfig) -> VisionArguments:
     """Read the tower's arguments.
 
@@ -59,7 +64,7 @@ def read_vision(config: HFConfig) -> VisionArguments:
         raise ConversionError(
             f"config.json: vision_config.out_hidden_size {width} differs from the text model's hidden_size {hidden}"
         )
-    indexes, depth = whole_numbers(vision, "deepstack_visual_indexes"), integer(vision, "depth")
+    indexes, depth = deepstack_indexes(config), integer(vision, "depth")
     if len(set(indexes)) < len(indexes) or max(indexes, default=0) >= depth:
         raise ConversionError(
             f"config.json: vision_config.deepstack_visual_indexes {indexes} must be different blocks of the {depth}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 from model_converters.families.parts.arguments import ModelArguments, TransformerArguments
 from model_converters.families.parts.family import Family
@@ -18,8 +19,6 @@ from model_converters.families.parts.vision import (
 )
 from model_converters.mapping.table import Row
 
-REFUSED_BY_ENGINES = {"sglang": "its images and weight updates are not tested for models with a vision tower"}
-
 
 def with_tower(
     text: Family,
@@ -32,6 +31,8 @@ def with_tower(
     models: str,
     covers: str,
     vllm_cpu: str,
+    refused_by_engines: Mapping[str, str] = MappingProxyType({}),
+    check_sglang: Callable[[HFConfig], None] = lambda config: None,
 ) -> Family:
     """Return the family of `text` with a vision tower.
 
@@ -46,7 +47,8 @@ def with_tower(
         architecture=architecture,
         own_fields=text.own_fields | OWN_FIELDS,
         vllm_imports=("torchvision",),
-        refused_by_engines=REFUSED_BY_ENGINES,
+        refused_by_engines=refused_by_engines,
+        check_sglang=check_sglang,
         description=replace(text.description, models=models, covers=covers, vllm_cpu=vllm_cpu),
     )
 

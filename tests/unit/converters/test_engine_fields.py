@@ -13,6 +13,7 @@ from model_converters.families.parts.engine_fields import NEUTRAL, SUBMODELS
 from model_converters.families.parts.engine_rotation import ROTATION_INSIDE
 from tests.engine_fields import OTHER_VALUES
 from tests.tiny_models import LONGROPE, OSS, YARN, tiny_fields
+from tests.vision_models import SGLANG_TOWERS
 
 HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
 
@@ -22,6 +23,8 @@ def fields_of(name: str, **changes: object) -> dict[str, object]:
     fields = tiny_fields(family.transformers_type or name) | {"model_type": name}
     if name == "gpt_oss":
         fields |= OSS
+    if name in SGLANG_TOWERS:
+        fields["vision_config"] = {**fields["vision_config"], **SGLANG_TOWERS[name]}
     if "head_dim" in family.unread_by_engines:
         fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
     return fields | changes
@@ -148,6 +151,22 @@ def test_check_for_engine_scaling_that_sglang_does_not_read_is_rejected() -> Non
     with pytest.raises(ConversionError, match="rope type 'linear' is not supported by sglang, which computes mixtral"):
         check_for_engine(fields, "sglang")
     check_for_engine(fields_of("mixtral", rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "sglang")
+
+
+@pytest.mark.parametrize(
+    ("name", "tower", "message"),
+    [
+        ("qwen2_5_vl", {"patch_size": 16}, "patches of 1536 numbers .* but SGLang 0.5.23 reads patches of 1176 only"),
+        ("qwen3_vl", {"deepstack_visual_indexes": [2, 0]}, r"deepstack_visual_indexes \[2, 0\] do not ascend"),
+        ("qwen3_vl_moe", {"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes has 1 entries, .* of 3 blocks"),
+    ],
+)
+def test_check_for_engine_tower_of_other_sizes_is_rejected(name: str, tower: dict[str, object], message: str) -> None:
+    fields = fields_of(name)
+    fields["vision_config"] = {**SGLANG_TOWERS.get(name, {}), **dict(fields["vision_config"]), **tower}  # type: ignore[call-overload]
+    check_for_engine(fields, "vllm")
+    with pytest.raises(ConversionError, match=f"{message}.*set rollout.engine to vllm"):
+        check_for_engine(fields, "sglang")
 
 
 @pytest.mark.skipif(not HUB.is_dir(), reason="needs the hub's own config.json files")

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from mcore_rl.config.device_sharing import shares_device
+from mcore_rl.config.rules.device_sharing import shares_device
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.runtime.phases import DevicePhases, Phase, Stages, staged

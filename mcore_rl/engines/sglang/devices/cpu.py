@@ -60,7 +60,8 @@ def _cache_tokens(arguments: ServerArgs, num_bytes: int) -> int:
     """Return the number of tokens that fit in the KV cache."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(arguments.model_path)
+    # Of a model with a vision tower, only the text model has a KV cache.
+    config = AutoConfig.from_pretrained(arguments.model_path).get_text_config()
     size = torch.finfo(getattr(torch, arguments.dtype)).bits // 8
     if getattr(config, "kv_lora_rank", None):  # every rank keeps the latents of all heads
         width = config.kv_lora_rank + config.qk_rope_head_dim
