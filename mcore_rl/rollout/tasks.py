@@ -20,8 +20,9 @@ calls."""
 TASKS_PER_BATCH = 2
 """Minimum number of tasks in the requests that an engine decodes concurrently."""
 ROOM = 2
-"""Maximum requests that an engine holds, in multiples of the requests that it decodes concurrently. It reports when one
-multiple is left. Until the driver sends more, it starts queued requests in place of finished ones."""
+"""Requests that an engine may hold in any case, in multiples of the requests that it decodes concurrently, and its
+maximum number of tasks. It reports when one multiple is left. Until the driver sends more, it starts queued requests in
+place of finished ones."""
 
 
 def cut(num_groups: int, samples: int, num_engines: int, num_concurrent: int) -> list[np.ndarray]:

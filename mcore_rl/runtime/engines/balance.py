@@ -4,6 +4,7 @@ have started everything take requests from the engine with the most unstarted on
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -55,9 +56,10 @@ class LoadBalancer:
     """Queue of pieces and loads of engines. An operation takes at most logarithmic time in the number of engines, plus
     linear time in the number of idle ones.
 
-    With `room`, an engine is given up to `room` requests, and one piece in any case if it has none. It is given more
-    only after it reported that it has started everything and has free slots. While other engines may have unstarted
-    requests, engines that got nothing stay candidates, and `steal` returns the engines to take requests from.
+    With `room`, an engine is given up to `room` requests, and one piece in any case if it has none. If idle engines may
+    steal, it is given up to its even share of all requests, which takes fewer calls. It is given more only after it
+    reported that it has started everything and has free slots. While other engines may have unstarted requests, engines
+    that got nothing stay candidates, and `steal` returns the engines to take requests from.
     Without `room`, engines take pieces at any time and nothing is stolen.
     """
 
@@ -168,11 +170,12 @@ class LoadBalancer:
         has no room or the queue is empty. Such an engine is not a candidate until its next report.
         """
         given: dict[EngineKey, list[int]] = {}
+        most = self._max_requests()
         while self.queue and (engine := self._least_loaded()) is not None:
             number = self.queue[0]
             requests = self.pieces[number].num_requests
             numbers = given.setdefault(engine, [])
-            if self._room is not None and self.given[engine] and self._loads[engine] + requests > self._room:
+            if self.given[engine] and (self._loads[engine] + requests > most or self._is_out_of_threads(engine)):
                 # The entry in the heap stays; `_least_loaded` drops entries of engines that are no candidates.
                 self.candidates.discard(engine)
                 continue
@@ -212,6 +215,18 @@ class LoadBalancer:
         # Requests given since the steal began are not in the engine's count and may be unstarted too.
         self._set_unstarted(engine, unstarted + self._asked.pop(engine))
         return sum(self.pieces[rest].num_requests for rest in rests)
+
+    def _max_requests(self) -> float:
+        """Return the maximum number of requests of an engine with several pieces."""
+        if self._room is None:
+            return math.inf
+        even_share = -(-self.running_requests // max(1, len(self.given)))
+        return max(self._room, even_share) if self._steals else self._room
+
+    def _is_out_of_threads(self, engine: EngineKey) -> bool:
+        # An engine has `room` threads and one piece per thread (TaskRunner). It would not start the requests of further
+        # pieces, and could not give them up either.
+        return self._room is not None and len(self.given[engine]) >= self._room
 
     def _split(self, number: int, end: int) -> int:
         """End a piece before response `end`, which may leave it empty; returns the number of the new piece with the

@@ -127,7 +127,7 @@ class EngineProcess(RunProcess):
             def run(task: RolloutTask, progress: RequestCallbacks) -> tuple[TrajectoryBuffers, RolloutScalars] | None:
                 return (probe if task.prompt_set == PROBE else worker).run(task, progress)
 
-            # A task has at least one request, so with one thread per request no task waits for a thread.
+            # An engine is given at most as many tasks (LoadBalancer), so no task waits for a thread.
             threads = ROOM * low if config.rollout.replay_schedule is None else MAX_REPLAY_THREADS
             self._runner = TaskRunner(run, player.withdraw, num_threads=threads, low=low)
             rewarder.wait_ready()

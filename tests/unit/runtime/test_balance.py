@@ -26,9 +26,9 @@ class Reports:
         self.balance.report(engine, self.received[engine], left)
 
 
-def reports(num_engines: int, room: int | None, sizes: list[int]) -> Reports:
+def reports(num_engines: int, room: int | None, sizes: list[int], *, steals: bool = True) -> Reports:
     """One task per size; all engines are candidates without work."""
-    made = LoadBalancer(room)
+    made = LoadBalancer(room, steals=steals)
     for task, size in enumerate(sizes):
         made.add(task, 0, size)
     for engine in ENGINES[:num_engines]:
@@ -40,8 +40,22 @@ def test_assign_prefers_the_engine_with_fewest_requests() -> None:
     assert reports(2, 100, [50, 20, 20, 20, 5]).assign() == {FIRST: [0, 4], SECOND: [1, 2, 3]}
 
 
-def test_assign_fills_engines_evenly_and_again_after_reports() -> None:
+def test_assign_gives_an_even_share_at_once_if_engines_may_steal() -> None:
     made = reports(2, 4, [2] * 7)
+    assert made.assign() == {FIRST: [0, 2, 4], SECOND: [1, 3, 5]}
+    made.report(SECOND, 1, 1, 3)
+    assert made.assign() == {SECOND: [6]}
+
+
+def test_assign_gives_an_engine_no_more_pieces_than_threads() -> None:
+    made = reports(2, 2, [1] * 9)
+    assert made.assign() == {FIRST: [0, 2], SECOND: [1, 3]}
+    made.report(FIRST, 0, 0, 2)
+    assert made.assign() == {FIRST: [4, 5]}
+
+
+def test_assign_without_steals_fills_the_room_again_after_reports() -> None:
+    made = reports(2, 4, [2] * 7, steals=False)
     assert made.assign() == {FIRST: [0, 2], SECOND: [1, 3]}
     assert made.assign() == {}
     made.report(SECOND, 1, 3)  # one of task 1
@@ -61,14 +75,14 @@ def test_candidates_with_work_are_released_and_idle_ones_stay() -> None:
 
 
 def test_piece_larger_than_the_room_gets_an_idle_engine() -> None:
-    made = reports(1, 4, [9, 1])
+    made = reports(1, 4, [9, 1], steals=False)
     assert made.assign() == {FIRST: [0]}
     made.report(FIRST, 0, 0)
     assert made.assign() == {FIRST: [1]}
 
 
 def test_pieces_of_a_lost_engine_come_first() -> None:
-    made = reports(2, 4, [2] * 5)
+    made = reports(2, 4, [2] * 5, steals=False)
     assert made.assign() == {FIRST: [0, 2], SECOND: [1, 3]}
     assert made.balance.leave([FIRST]) == [0, 2]
     made.report(SECOND, 0, 1, 3)

@@ -243,7 +243,7 @@ def test_steals_delay_the_last_response_by_at_most_one_response(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_slow_engines_give_up_unstarted_requests(seed: int) -> None:
-    """One of four engines is five times slower. Engines are given twice as many requests as they have slots."""
+    """One of four engines is five times slower."""
     speeds = [1.0, 1.0, 1.0, 0.2]
     lengths = lengths_of(seed, 32, 8, spread=0.2)
     with_, without = (Model(lengths, speeds, slots=32, steals=steals) for steals in (True, False))
