@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -26,7 +27,9 @@ def part_path(directory: Path, name: str, batch: int, task: int) -> str:
 
 def join_parts(parts: Sequence[str], directory: Path, name: str) -> None:
     """Concatenate the parts, in order, into `<name>.jsonl` atomically, and remove them."""
-    _join(parts, directory / f"{name}.jsonl")
+    with durable_write(directory / f"{name}.jsonl") as target:
+        _append(parts, target)
+    _remove(parts)
 
 
 def piece_path(part: str, first: int) -> str:
@@ -35,19 +38,26 @@ def piece_path(part: str, first: int) -> str:
 
 
 def join_pieces(part: str, firsts: Sequence[int]) -> None:
-    """Concatenate the pieces of a task that several engines wrote into its part atomically, and remove the pieces."""
-    _join([piece_path(part, first) for first in firsts], Path(part))
+    """Append the pieces of a task that several engines wrote to its first piece, which has the part's name, and remove
+    them."""
+    assert firsts[0] == 0, f"the pieces {firsts} of {part} do not begin with the first response"
+    pieces = [piece_path(part, first) for first in firsts[1:]]
+    # Neither atomic nor durable: after a crash the step is generated again. A step of 64 engines has at least as many
+    # tasks in pieces, and waiting for the disk takes several milliseconds.
+    with open(part, "ab") as target:
+        _append(pieces, target)
+    _remove(pieces)
 
 
-def _join(sources: Sequence[str], path: Path) -> None:
-    with durable_write(path) as target:
-        for name in sources:
-            with open(name, "rb") as source:
-                shutil.copyfileobj(source, target)
+def _append(sources: Sequence[str], target: BinaryIO) -> None:
     for name in sources:
-        # The first piece has the name of the part itself (piece_path) and was replaced by the result.
-        if name != str(path):
-            os.unlink(name)
+        with open(name, "rb") as source:
+            shutil.copyfileobj(source, target)
+
+
+def _remove(paths: Sequence[str]) -> None:
+    for path in paths:
+        os.unlink(path)
 
 
 def add_fields(part: str, lines: Sequence[int], fields: Sequence[Mapping[str, object]]) -> None:
