@@ -14,6 +14,7 @@ import torch
 from mcore_rl.engines.routing_cache import RoutingCache
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
+from tests.contract import gateway_session
 from tests.contract.engines import PASS_TOKENS, RemoteEngine
 from tests.contract.vllm_internals import profile_sampler, rows_with_generators, run_norms
 from tests.tiny_models import VOCABULARY
@@ -377,3 +378,19 @@ def test_vllm_profiling_pass_draws_noise(engine: RemoteEngine) -> None:
 def test_vllm_unfinished_prompts_keep_generators_out(engine: RemoteEngine) -> None:
     require_vllm(engine, rank=True)
     assert engine.call(rows_with_generators) == ([0, 2], [0, 1, 2])
+
+
+def test_gateway_trains_the_sampled_tokens_with_logp_of_the_model(engine: RemoteEngine, model: Any) -> None:
+    """A program continues, retries, edits and branches a conversation; played again, it gets the same replies."""
+    played, again = (engine.call(gateway_session.play) for _ in range(2))
+    assert [reply.text for reply in played.replies] == [reply.text for reply in again.replies]
+    gateway_session.assert_continues_sampled_tokens(played)
+    gateway_session.assert_trains_each_sampled_token_once(played)
+    for trajectory in played.outcome.trajectories:
+        ids = np.concatenate([trajectory.prompt_ids, trajectory.token_ids]).astype(np.int64)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(ids)[None]).logits[0, len(trajectory.prompt_ids) - 1 : -1]
+        logp = logits.double().log_softmax(-1).gather(1, torch.from_numpy(ids[len(trajectory.prompt_ids) :])[:, None])
+        trained = trajectory.trained > 0
+        # float32 on both sides, with another order of sums
+        np.testing.assert_allclose(trajectory.logp[trained], logp[:, 0].numpy()[trained], atol=1e-4)
