@@ -84,7 +84,7 @@ class _NoText:
 
 def _with_context(player: EpisodePlayer) -> EpisodePlayer:
     from mcore_rl.data.chat.conversation import Conversation
-    from mcore_rl.rollout.episodes.session import EpisodeContext
+    from mcore_rl.rollout.episodes.context import EpisodeContext
 
     conversation = Conversation.__new__(Conversation)
     conversation.tools = []

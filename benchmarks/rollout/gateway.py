@@ -116,8 +116,8 @@ class _Cost:
 
 def _player(episode: Episode, loop: EngineLoop, config: RolloutConfig) -> EpisodePlayer:
     from mcore_rl.data.chat.conversation import Conversation
+    from mcore_rl.rollout.episodes.context import EpisodeContext
     from mcore_rl.rollout.episodes.player import EpisodePlayer
-    from mcore_rl.rollout.episodes.session import EpisodeContext
 
     tokenizer = _tokenizer()
     player = EpisodePlayer(episode, loop, config)

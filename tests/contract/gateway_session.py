@@ -12,8 +12,8 @@ import openai
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.chat.conversation import Conversation
+from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.player import EpisodePlayer
-from mcore_rl.rollout.episodes.session import EpisodeContext
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch
 from mcore_rl.rollout.gateway.episode import GatewayEpisode
 from mcore_rl.rollout.gateway.link import GatewayLink

@@ -17,9 +17,10 @@ from mcore_rl.data.chat.conversation import Conversation
 from mcore_rl.data.chat.template import TemplateFacts, examine, image_fault
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes.builtin import EnvironmentEpisode, Episode, ToolEpisode
+from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.images import ToolImages
 from mcore_rl.rollout.episodes.player import EpisodePlayer
-from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Session
+from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.episodes.trace import Record
 from mcore_rl.rollout.gateway.episode import GatewayEpisode
 from mcore_rl.rollout.gateway.link import GatewayLink

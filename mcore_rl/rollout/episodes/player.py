@@ -18,10 +18,11 @@ from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import DataError, WorkerDiedError
 from mcore_rl.rollout.episodes.builtin import Episode
+from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError, EpisodeLimits
 from mcore_rl.rollout.episodes.outcome import ended as outcome_of
 from mcore_rl.rollout.episodes.outcome import failed
-from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Session
+from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch
 from mcore_rl.rollout.episodes.trace import COMPLETED, FAILED, RUNNING, EpisodeTrace, Record
 from mcore_rl.rollout.journal import JournaledResponse
@@ -271,9 +272,10 @@ class EpisodePlayer:
             if not (isinstance(error, TimeoutError) and deadline.expired()):
                 return self._failed(session, error)
             reason, text = "seconds", f"rollout.max_episode_seconds={seconds:g} passed"
+        result = session.at_limit()
         if not session.book.sequences:
             return self._failed(session, DataError(f"{text} before anything was sampled"))
-        return outcome_of(session, session.at_limit(), reason=reason)
+        return outcome_of(session, result, reason=reason)
 
     def _failed(self, session: Session, error: BaseException) -> EpisodeOutcome:
         shown = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]

@@ -11,26 +11,57 @@ sequence sampled are trained only there. Example (s: sampled, t: token of a tool
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from mcore_rl.types import NOT_SAMPLED, Completion, PromptImages, TokenSets, Trajectory
 
 
-class TokenSequence:
-    """One sequence; `number` counts sequences in the order in which they started."""
+@dataclass
+class _Piece:
+    """Tokens of a completion, or the tokens before it that were not sampled.
 
-    def __init__(self, number: int, prompt_ids: np.ndarray) -> None:
-        self.number = number
+    Shapes: logp, temperatures float32 [T]; versions int32 [T]; sampled uint8 [T].
+    """
+
+    logp: np.ndarray
+    versions: np.ndarray
+    temperatures: np.ndarray
+    sampled: np.ndarray
+    kept: TokenSets | None
+
+    @classmethod
+    def said(cls, count: int) -> _Piece:
+        """Return a piece of tokens that were not sampled."""
+        zeros, unknown = np.zeros(count, np.uint8), np.full(count, np.nan, np.float32)
+        return cls(zeros, np.full(count, NOT_SAMPLED), unknown, zeros, TokenSets.empty(count))
+
+
+@dataclass(frozen=True)
+class _Before:
+    """State of a sequence before a turn."""
+
+    num_tokens: int
+    num_pieces: int
+    num_experts: int
+    images: PromptImages | None
+
+
+class TokenSequence:
+    """One sequence."""
+
+    def __init__(self, prompt_ids: np.ndarray) -> None:
         self.prompt_ids = prompt_ids
         self.images: PromptImages | None = None
         """Images in `tokens`."""
         self.tokens = prompt_ids
         """All tokens including the prompt, int32 [S]."""
-        self._pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-        """Log-probabilities, versions, temperatures, and 1 for sampled tokens, in the order of the response."""
+        self._pieces: list[_Piece] = []
+        """Pieces in the order of the response."""
         self._experts: np.ndarray | None = None
-        self._kept: list[TokenSets | None] = []
-        """Sets of the tokens of each piece."""
+        self._turns: dict[int, _Before] = {}
+        """State before each turn, by the length at its end."""
         self._rewards: dict[int, float] = {}
         """Rewards of turns, by the position of the turn's last token in the response."""
 
@@ -38,24 +69,45 @@ class TokenSequence:
         """Return True if `token_ids` start with this sequence."""
         return len(token_ids) >= len(self.tokens) and np.array_equal(token_ids[: len(self.tokens)], self.tokens)
 
-    def extend(self, token_ids: np.ndarray, completion: Completion, temperature: float) -> None:
+    def extend(
+        self, token_ids: np.ndarray, completion: Completion, temperature: float, images: PromptImages | None = None
+    ) -> None:
         """Append the part of `token_ids` that follows this sequence (not sampled), and the completion, sampled at
-        `temperature`. `token_ids` start with this sequence."""
+        `temperature`. `token_ids` start with this sequence. `images`: images in `token_ids`."""
+        experts = 0 if self._experts is None else len(self._experts)
+        before = _Before(len(self.tokens), len(self._pieces), experts, self.images)
         # Tokens between the last sampled one and the new completion: tool results, user messages, template tokens.
-        said = token_ids[len(self.tokens) :]
-        if len(said):
-            zeros, unknown = np.zeros(len(said), np.uint8), np.full(len(said), np.nan, np.float32)
-            self._pieces.append((zeros, np.full(len(said), NOT_SAMPLED), unknown, zeros))
-            self._kept.append(TokenSets.empty(len(said)))
+        if num_said := len(token_ids) - len(self.tokens):
+            self._pieces.append(_Piece.said(num_said))
         ones, temperatures = np.ones(len(completion.logp), np.uint8), completion.sampled_at(temperature)
-        self._pieces.append((completion.logp, completion.versions, temperatures, ones))
-        self._kept.append(completion.kept)
+        self._pieces.append(_Piece(completion.logp, completion.versions, temperatures, ones, completion.kept))
         if completion.routed_experts is not None:
             # Keep the experts recorded when a token was sampled: the prefix may have been computed again with newer
             # weights.
             known = self._experts if self._experts is not None else completion.routed_experts[:0]
             self._experts = np.concatenate([known, completion.routed_experts[len(known) :]])
         self.tokens = np.concatenate([token_ids, completion.token_ids]).astype(np.int32, copy=False)
+        self.images = images
+        self._turns[len(self.tokens)] = before
+
+    def drop(self, end: int) -> None:
+        """Remove the turn that ended at length `end`. If later turns continue it, its tokens stay, but are not
+        trained."""
+        before = self._turns.pop(end)
+        if end < len(self.tokens):
+            piece = self._pieces[before.num_pieces + (self._pieces[before.num_pieces].versions[0] == NOT_SAMPLED)]
+            piece.sampled = np.zeros_like(piece.sampled)
+            return
+        self.tokens, self.images = self.tokens[: before.num_tokens], before.images
+        del self._pieces[before.num_pieces :]
+        if self._experts is not None:
+            self._experts = self._experts[: before.num_experts]
+        self._rewards.pop(end - len(self.prompt_ids) - 1, None)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is sampled."""
+        return not self._pieces
 
     def reward(self, value: float, end: int | None = None) -> None:
         """Add to the reward of a sampled turn: the last one, or the turn that ended at length `end` of the sequence."""
@@ -64,18 +116,21 @@ class TokenSequence:
 
     def trajectory(self, *, trained: bool = True) -> Trajectory:
         """Return the trajectory. With `trained` False, no token is trained, and turns have no rewards."""
-        logp, versions, temperatures, sampled = (np.concatenate(column) for column in zip(*self._pieces, strict=True))
+        logp, versions, temperatures, sampled = (
+            np.concatenate([getattr(piece, name) for piece in self._pieces])
+            for name in ("logp", "versions", "temperatures", "sampled")
+        )
         rewards = np.zeros(len(sampled), np.float32)
         if trained:
             rewards[list(self._rewards)] = list(self._rewards.values())
         response = self.tokens[len(self.prompt_ids) :]
         logp, versions = logp.astype(np.float32, copy=False), versions.astype(np.int32, copy=False)
         mask = sampled if trained else np.zeros_like(sampled)
-        kept = [sets for sets in self._kept if sets is not None]
+        kept = [piece.kept for piece in self._pieces if piece.kept is not None]
         return Trajectory(
             *(self.prompt_ids, response, logp, versions, mask, rewards, self._experts, temperatures, self.images),
             # All calls of an episode keep their sets, or none does.
-            kept=TokenSets.joined(kept) if len(kept) == len(self._kept) else None,
+            kept=TokenSets.joined(kept) if len(kept) == len(self._pieces) else None,
         )
 
 
@@ -98,8 +153,13 @@ class SequenceBook:
         images in `token_ids`."""
         sequence = self.find(token_ids)
         if sequence is None:
-            sequence = TokenSequence(len(self.sequences), token_ids)
+            sequence = TokenSequence(token_ids)
             self.sequences.append(sequence)
-        sequence.images = images
-        sequence.extend(token_ids, completion, temperature)
+        sequence.extend(token_ids, completion, temperature, images)
         return sequence
+
+    def drop(self, sequence: TokenSequence, end: int) -> None:
+        """Remove the turn of a sequence that ended at length `end`, and the sequence if nothing else was sampled."""
+        sequence.drop(end)
+        if sequence.is_empty:
+            self.sequences.remove(sequence)

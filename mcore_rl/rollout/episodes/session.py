@@ -14,23 +14,23 @@ from itertools import takewhile
 
 import numpy as np
 
-from mcore_rl.data.chat.conversation import Conversation, with_answer_ids
+from mcore_rl.data.chat.conversation import with_answer_ids
 from mcore_rl.data.chat.messages import text_of, with_answer
 from mcore_rl.data.chat.style import opens_thought
 from mcore_rl.data.seeds import turn_seed
 from mcore_rl.data.sources.row_options import check_sampling, with_overrides
-from mcore_rl.data.transcripts import TextDecoder, response_text
+from mcore_rl.data.transcripts import response_text
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes import trace as states
+from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.history import turn_message
-from mcore_rl.rollout.episodes.images import EpisodeImages, ToolImages, image_digests
+from mcore_rl.rollout.episodes.images import EpisodeImages, image_digests
 from mcore_rl.rollout.episodes.limits import EpisodeLimits
 from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.episodes.trace import EpisodeTrace
 from mcore_rl.rollout.tools.interface import ToolResult
-from mcore_rl.rollout.tools.parsers import ParsedMessage, ToolCallParser
-from mcore_rl.rollout.tools.toolbox import ToolBox
+from mcore_rl.rollout.tools.parsers import ParsedMessage
 from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions
 from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_function
 
@@ -76,31 +76,6 @@ class Sampled:
     """Length of the sequence at the end of the turn; later turns extend it."""
     messages: list[ChatMessage] = field(default_factory=list, repr=False)
     """Message of the model, followed by the answers; empty until the turn is answered."""
-
-
-@dataclass
-class EpisodeContext:
-    """Objects and settings shared by all episodes of an engine."""
-
-    decoder: TextDecoder
-    conversation: Conversation
-    tools: ToolBox | None = None
-    parallel_calls: bool = True
-    """False if the chat template supports only one call per turn."""
-    stop_ids: frozenset[int] = frozenset()
-    parser_of: Callable[[Sequence[ToolSchema]], ToolCallParser] | None = None
-    """Function that builds a parser for the calls of tools; None if the run has no tools."""
-    images: ToolImages = field(default_factory=ToolImages)
-    parser: ToolCallParser | None = field(init=False)
-    """Parser for the conversation's tools. Without tools, a turn that looks like a call is text."""
-
-    def __post_init__(self) -> None:
-        tools = self.conversation.tools
-        self.parser = self.parser_of(tools) if tools and self.parser_of is not None else None
-
-    def offering(self, tools: Sequence[ToolSchema] | None) -> EpisodeContext:
-        """Return a context with the tools of a row; None: the run's tools."""
-        return self if tools is None else replace(self, conversation=self.conversation.with_tools(tools))
 
 
 Sample = Callable[[GenerationRequest], Awaitable[Completion]]
@@ -196,6 +171,12 @@ class Session:
         """Count a call of `generate` without making it: equal later calls then get the seeds that they got before, when
         that call was cancelled."""
         self._requests[np.asarray(token_ids, np.int32).tobytes()] += 1
+
+    def drop(self, sampled: Sampled) -> None:
+        """Remove a turn that nobody has seen: it is not trained. Equal later calls of `generate` get other seeds."""
+        self.book.drop(sampled.sequence, sampled.end)
+        self._turns = [turn for turn in self._turns if turn is not sampled]
+        self.num_turns -= 1
 
     async def call(self, tool_name: str, arguments: Mapping[str, object]) -> ToolResult:
         """Call a tool. Errors of the tool are returned as text for the model and counted.

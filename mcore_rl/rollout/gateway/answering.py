@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
@@ -17,6 +16,8 @@ T = TypeVar("T")
 
 PING_SECONDS = 5.0
 """Time between bytes of a stream while the model samples. Proxies close connections that are silent for 30 to 60 s."""
+LOOP_PASSES = 4
+"""Passes of the event loop from the end of a connection to the end of the task that waits for it."""
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -49,20 +50,27 @@ class Answering(Response):
     ping have their own status, later ones are events.
 
     answer: function that samples the reply. It is cancelled if the client closes the connection.
+    missed: called with a complete reply whose client left before all of it was sent.
     """
 
     def __init__(
-        self, dialect: Dialect, call: Call, answer: Callable[[], Coroutine[object, object, ChatReply]]
+        self,
+        dialect: Dialect,
+        call: Call,
+        answer: Callable[[], Coroutine[object, object, ChatReply]],
+        missed: Callable[[ChatReply], Coroutine[object, object, None]],
     ) -> None:
         super().__init__()
-        self._dialect, self._call, self._answer = dialect, call, answer
+        self._dialect, self._call, self._answer, self._missed = dialect, call, answer, missed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self._answer())
         left = asyncio.create_task(_disconnection(receive))
         try:
-            with contextlib.suppress(ClientLeftError):
-                await self._respond(answer, left, scope, receive, send)
+            await self._respond(answer, left, scope, receive, send)
+        except ClientLeftError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                await self._missed(answer.result())
         finally:
             await _cancelled(answer, left)
 
@@ -78,6 +86,7 @@ class Answering(Response):
                 await send(_chunk(self._dialect.ping))
         try:
             reply = answer.result()
+            await _settled()
         except RefusedError as error:
             if in_time:
                 await refusal(self._dialect, error)(scope, receive, send)
@@ -85,12 +94,16 @@ class Answering(Response):
                 await send(_chunk(self._dialect.error_event(error).encoded(), last=True))
             return
         if not self._call.stream:
-            await json_response(200, json_bytes(self._call.body(reply)))(scope, receive, send)
+            body = json_bytes(self._call.body(reply))
+            _check_connection(left)
+            await json_response(200, body)(scope, receive, send)
             return
         if in_time:
             await _start_events(send)
         for event in self._call.events(reply):
+            _check_connection(left)
             await send(_chunk(event.encoded()))
+        _check_connection(left)
         await send(_chunk(b"", last=True))
 
 
@@ -119,6 +132,18 @@ async def _answered(answer: asyncio.Future[T], left: asyncio.Task[None], seconds
     if not answer.done() and left.done():
         raise ClientLeftError
     return answer.done()
+
+
+async def _settled() -> None:
+    """Let the event loop report a connection that was closed while the reply was made."""
+    for _ in range(LOOP_PASSES):
+        await asyncio.sleep(0)
+
+
+def _check_connection(left: asyncio.Task[None]) -> None:
+    """Raise ClientLeftError if the client has closed the connection. uvicorn drops the bytes for it silently."""
+    if left.done():
+        raise ClientLeftError
 
 
 async def _disconnection(receive: Receive) -> None:

@@ -14,8 +14,9 @@ import numpy as np
 from mcore_rl.data.chat.messages import chat_call, text_of
 from mcore_rl.data.tokenizer import PLAIN
 from mcore_rl.errors import DataError
+from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError
-from mcore_rl.rollout.episodes.session import EpisodeContext, Sampled, Session
+from mcore_rl.rollout.episodes.session import Sampled, Session
 from mcore_rl.rollout.gateway.exchange import (
     ChatReply,
     ChatRequest,
@@ -46,11 +47,13 @@ ContextOf = Callable[[Sequence[ToolSchema] | None], EpisodeContext]
 @dataclass
 class Counts:
     """Counts of a session's requests. rewritten: requests whose history has a message of the model that was not sampled
-    in this session, or stands behind an edited message, so that their tokens are rendered from text."""
+    in this session, or stands behind an edited message, so that their tokens are rendered from text. missed: complete
+    replies that no client has received."""
 
     requests: int = 0
     rewritten: int = 0
     refused: int = 0
+    missed: int = 0
 
 
 @dataclass
@@ -74,6 +77,8 @@ class Answers:
     rewarded: list[Turn] = field(default_factory=list)
     """Turns with a reward of their own."""
     counts: Counts = field(default_factory=Counts)
+    _missed: set[str] = field(default_factory=set)
+    """Ids of replies that no client has received."""
     _tree: TurnTree = field(default_factory=TurnTree)
     _texts: dict[tuple[int, bytes], tuple[Turn, str | None]] = field(default_factory=dict)
     """Turns of prompts without messages, with the stop string that ended them, by the length and the digest of prompt
@@ -113,6 +118,25 @@ class Answers:
         turn.sampled.sequence.reward(reward.value, turn.sampled.end)
         self.rewarded.append(turn)
 
+    def mark(self, reply: str, *, is_seen: bool) -> None:
+        """Note whether a client has received a reply."""
+        if is_seen:
+            self._missed.discard(reply)
+        elif reply in self.turns:
+            self._missed.add(reply)
+
+    def drop_missed(self) -> None:
+        """Remove the replies that no client has received from the episode, at its end."""
+        self.counts.missed = len(self._missed)
+        missed = [turn for reply in self._missed for turn in self.turns.pop(reply)]
+        for turn in missed:
+            self.session.drop(turn.sampled)
+        seen = [turn for choices in self.turns.values() for turn in choices]
+        self.last = seen[-1] if seen else None
+        self.rewarded = [turn for turn in self.rewarded if turn not in missed]
+        if self.last is not None:
+            self.session.messages = self.last.conversation()
+
     async def _answer(self, request: ChatRequest) -> ChatReply:
         context = self.context_of(request.tools)
         ids = self._prompt_ids(request, context)
@@ -129,8 +153,7 @@ class Answers:
             self._keep(request, context.conversation.tools, turn, choice.content)
             self.turns.setdefault(reply_id, []).append(turn)
             self.last = turn
-            sampled.messages[:] = [message]
-            self.session.messages = [*request.messages, message]
+            sampled.messages[:] = [message]  # the conversation is complete up to here
             choices.append(choice)
         return ChatReply(reply_id, choices, len(ids), int(time.time()))
 
@@ -147,7 +170,9 @@ class Answers:
         except BaseException:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Sampled):  # nobody sees it
+                    session.drop(result)
             raise
 
     def _keep(self, request: ChatRequest, tools: Sequence[ToolSchema], turn: Turn, text: str) -> None:

@@ -47,6 +47,8 @@ DIALECTS = (chat_completions.DIALECT, completions.DIALECT, responses.DIALECT, me
 MAX_WAIT_SECONDS = 60.0
 """Maximum time for which a request for a session waits; clients ask again."""
 NO_SESSION = ""
+RETRIES = "x-stainless-retry-count"
+"""Header of the clients of OpenAI and Anthropic: how often they have repeated the request after an error."""
 _Seconds = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)]
 
 
@@ -93,7 +95,8 @@ class _Server:
 
         async def handle(session: str, request: Request) -> Response:
             self._check_key(request, self._sessions.key_of(session))
-            return await self._answering(dialect, request, session, partial(self._sessions.answer, session))
+            ask = partial(self._sessions.answer, session, retried=_is_retried(request))
+            return await self._answering(dialect, request, session, ask)
 
         return handle
 
@@ -119,7 +122,11 @@ class _Server:
                 self._histories.keep(session, reply.id, conversation)
             return reply
 
-        return Answering(dialect, call, answer)
+        async def missed(reply: ChatReply) -> None:
+            if session != NO_SESSION:
+                await self._sessions.missed(session, reply.id)
+
+        return Answering(dialect, call, answer, missed)
 
     async def served_models(self, request: Request) -> Response:
         """Same as `models`, without a session."""
@@ -205,6 +212,11 @@ class _Server:
                 "no such session, or a wrong key: send the session's key as `Authorization: Bearer KEY` or `x-api-key`"
             )
             raise RefusedError(401, text, "invalid_api_key")
+
+
+def _is_retried(request: Request) -> bool:
+    """Return True if a client repeats a request by itself, which the clients of both vendors announce."""
+    return request.headers.get(RETRIES, "0") not in ("", "0")
 
 
 async def _health() -> Response:

@@ -10,9 +10,10 @@ from mcore_rl.config.episodes import BY_HARNESS, LAST
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.chat.template import examine
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError
 from mcore_rl.rollout.episodes.outcome import EpisodeResult
-from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Sampled, Session
+from mcore_rl.rollout.episodes.session import EpisodePrompt, Sampled, Session
 from mcore_rl.rollout.gateway.answers import Answers, ContextOf
 from mcore_rl.rollout.gateway.exchange import RefusedError
 from mcore_rl.rollout.gateway.link import GatewayLink
@@ -75,8 +76,13 @@ class GatewayEpisode:
 
     def _result(self, answers: Answers) -> EpisodeResult:
         """Return the reward and the trained sequences, by rollout.gateway_branches."""
+        answers.drop_missed()
         counts = answers.counts
-        parts = {"gateway_requests": float(counts.requests), "gateway_rewritten": float(counts.rewritten)}
+        parts = {
+            "gateway_requests": float(counts.requests),
+            "gateway_rewritten": float(counts.rewritten),
+            "gateway_missed": float(counts.missed),
+        }
         return EpisodeResult(answers.session_reward, parts=parts, sampled=self._trained(answers))
 
     def _trained(self, answers: Answers) -> list[Sampled] | None:

@@ -130,8 +130,15 @@ class HarnessEnd:
 class Sessions(Protocol):
     """Sessions behind the server. Every method raises RefusedError."""
 
-    async def answer(self, session: str, request: ChatRequest) -> ChatReply:
-        """Answer a request of a session. Cancelling the call aborts the sampling."""
+    async def answer(self, session: str, request: ChatRequest, *, retried: bool = False) -> ChatReply:
+        """Answer a request of a session. Cancelling the call aborts the sampling, or marks the reply as missed.
+
+        A request that equals one whose client left gets its reply, and with `retried` any equal one that is among the
+        last of the session.
+        """
+
+    async def missed(self, session: str, reply: str) -> None:
+        """Note that the client left before a reply was sent. Unless an equal request gets it, it is not trained."""
 
     async def serve(self, request: ChatRequest) -> ChatReply:
         """Answer a request without a session. Cancelling the call aborts the sampling."""

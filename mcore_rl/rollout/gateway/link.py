@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.answers import Answers
-from mcore_rl.rollout.gateway.exchange import ChatRequest, HarnessEnd, RefusedError
+from mcore_rl.rollout.gateway.exchange import ChatRequest, HarnessEnd, RefusedError, Reward
 from mcore_rl.rollout.gateway.wire import GatewayAddress
 
 
@@ -78,19 +78,28 @@ class GatewayLink:
                         await self._call(key, self._sessions[session], request)
                     case (wire.SERVE, int(key), request):
                         await self._call(key, _Open(self._serving()), request)
-                    case (wire.SKIP, str(session), request) if session in self._sessions:
-                        self._sessions[session].answers.skip(request)
                     case (wire.CANCEL, int(key)) if key in self._session_of:
                         self._session_of[key].running[key].cancel()
-                    case (wire.REWARD, str(session), reward) if session in self._sessions:
-                        self._sessions[session].answers.reward(reward)
                     case (wire.ENDED, str(session), end) if session in self._sessions:
                         self._settle(self._sessions[session], end)
+                    case (str(kind), str(session), *fields) if session in self._sessions:
+                        self._note(kind, self._sessions[session].answers, fields)
         except (EOFError, ConnectionError):
             self._lose(WorkerDiedError("the gateway of this host has ended"))
         except Exception as error:  # otherwise all sessions would wait for their time limits
             self._lose(error)
             raise
+
+    @staticmethod
+    def _note(kind: str, answers: Answers, fields: Sequence[object]) -> None:
+        """Handle a message that has no reply."""
+        match kind, *fields:
+            case wire.SKIP, ChatRequest() as request:
+                answers.skip(request)
+            case wire.REWARD, Reward() as reward:
+                answers.reward(reward)
+            case wire.SEEN, str(reply), bool(is_seen):
+                answers.mark(reply, is_seen=is_seen)
 
     def _lose(self, error: Exception) -> None:
         self._lost = error
@@ -115,6 +124,8 @@ class GatewayLink:
             else:
                 frames.write(self._writer, (wire.REPLY, key, reply))
         except asyncio.CancelledError:
+            if self._lost is None:
+                frames.write(self._writer, (wire.REPLY, key, None))
             raise
         # Errors of the engine, and the withdrawal of the episode, end the episode and not only the request.
         except BaseException as error:

@@ -29,12 +29,22 @@ IGNORED = frozenset({"tool_call_id", "id", "refusal", "annotations", "audio", "p
 """Fields that clients add, change or drop without changing what was said."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Turn:
     """Turn of the model. `message`: as it was sent to the client."""
 
     sampled: Sampled
     message: ChatMessage
+    node: _Node | None = None
+    """Place in the tree; None for a prompt without messages."""
+
+    def conversation(self) -> list[ChatMessage]:
+        """Return the messages up to the end of the turn."""
+        messages, node = [self.message], None if self.node is None else self.node.parent
+        while node is not None and node.message is not None:
+            messages.append(node.message)
+            node = node.parent
+        return messages[::-1]
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -43,8 +53,12 @@ class Turn:
         return self.sampled.sequence.tokens[: self.sampled.end]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Node:
+    """A message. The roots, one per set of tools, have none."""
+
+    parent: _Node | None = None
+    message: ChatMessage | None = None
     following: dict[bytes, _Node] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
     """Turns that end at this node: several if equal messages were sampled from the same conversation."""
@@ -72,8 +86,12 @@ class TurnTree:
         """Add the turn that answered `messages`."""
         node = self._roots.setdefault(digest_of(list(tools)), _Node())
         for message in (*messages, turn.message):
-            node = node.following.setdefault(key_of(message), _Node())
+            key = key_of(message)
+            if key not in node.following:
+                node.following[key] = _Node(node, message)
+            node = node.following[key]
         node.turns.append(turn)
+        turn.node = node
 
 
 def key_of(message: ChatMessage) -> bytes:

@@ -3,12 +3,13 @@
 An engine connects and sends its token; then, as tuples (kind, ...):
 
     engine  -> gateway    open session row     the session may be taken by a program
-                          reply key reply      ChatReply, or Refusal
+                          reply key reply      ChatReply, Refusal, or None if the request was cancelled
                           close session        the episode has ended
     gateway -> engine     call key session request
                           skip session request  a request that was dropped, when a session is played again
                           cancel key
                           reward session reward
+                          seen session reply is_seen   whether a client has received a reply
                           ended session end    HarnessEnd
                           serve key request    a request without a session
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 FILE = "gateways.json"
 """File in the run directory with the addresses and tokens, for programs that take sessions by themselves."""
 OPEN, REPLY, CLOSE = "open", "reply", "close"
-CALL, SKIP, CANCEL, REWARD, ENDED, SERVE = "call", "skip", "cancel", "reward", "ended", "serve"
+CALL, SKIP, CANCEL, REWARD, SEEN, ENDED, SERVE = "call", "skip", "cancel", "reward", "seen", "ended", "serve"
 
 
 @dataclass(frozen=True)

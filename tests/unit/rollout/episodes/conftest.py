@@ -14,9 +14,9 @@ import pytest
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.chat.conversation import Conversation
 from mcore_rl.rollout.episodes.builtin import Episode
+from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.load import FunctionEpisode
 from mcore_rl.rollout.episodes.player import EpisodePlayer
-from mcore_rl.rollout.episodes.session import EpisodeContext
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal
 from mcore_rl.rollout.tools.interface import ClosedEpisode, ToolResult

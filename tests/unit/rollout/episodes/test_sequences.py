@@ -115,3 +115,36 @@ def test_sequence_tokens_have_temperatures_of_their_call() -> None:
     book.add(ids(1, 2, 3, 4, 9), resumed, 2.0)
     (trajectory,) = trajectories(book)
     np.testing.assert_array_equal(trajectory.temperatures, np.float32([0.5, 0.5, np.nan, 0.25, 2.0]))
+
+
+def test_dropped_turn_leaves_the_sequence_as_before_it() -> None:
+    book, expected = SequenceBook(), SequenceBook()
+    for each in (book, expected):
+        each.add(ids(1, 2), sampled(3, 4, experts=7, before=2), 1.0).reward(0.5)
+    before = book.sequences[0]
+    book.add(ids(1, 2, 3, 4, 9), sampled(5, 6, experts=8, before=5), 0.5).reward(1.0)
+    book.drop(before, 7)
+    for each in (book, expected):  # the next turn continues what was there before
+        each.add(ids(1, 2, 3, 4, 8), sampled(7, experts=9, before=5), 1.0)
+    (found,), (wanted,) = trajectories(book), trajectories(expected)
+    for name in vars(wanted):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), name)
+
+
+def test_dropped_only_turn_removes_the_sequence() -> None:
+    book = SequenceBook()
+    sequence = book.add(ids(1, 2), sampled(3, 4), 1.0)
+    book.add(ids(1, 2), sampled(5), 1.0)
+    book.drop(sequence, 4)
+    assert [trajectory.token_ids.tolist() for trajectory in trajectories(book)] == [[5]]
+
+
+def test_dropped_turn_with_a_later_turn_is_not_trained() -> None:
+    book = SequenceBook()
+    sequence = book.add(ids(1, 2), sampled(3, 4), 1.0)
+    book.add(ids(1, 2, 3, 4, 9), sampled(5), 1.0)
+    book.add(ids(1, 2, 3, 4, 9, 5, 9), sampled(6), 1.0)
+    book.drop(sequence, 6)
+    (trajectory,) = trajectories(book)
+    assert trajectory.trained is not None
+    assert trajectory.trained.tolist() == [1, 1, 0, 0, 0, 1]

@@ -88,10 +88,13 @@ class ScriptedSessions:
     failure: Exception | None = None
     seconds: float = 0.0
     num_cancelled: int = 0
+    retried: list[bool] = field(default_factory=list)
+    missed_replies: list[tuple[str, str]] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=lambda: {"s1": KEY, "s2": "key-of-s2"})
 
-    async def answer(self, session: str, request: ChatRequest) -> ChatReply:
+    async def answer(self, session: str, request: ChatRequest, *, retried: bool = False) -> ChatReply:
         self.requests.append(request)
+        self.retried.append(retried)
         try:
             await asyncio.sleep(self.seconds)
         except asyncio.CancelledError:
@@ -112,6 +115,9 @@ class ScriptedSessions:
         if request.tools:
             return choice("Let me see.", "I need the tool.", (adding(0), adding(1)), logps=logps)
         return choice("Good day — to you!", "Be polite.", logps=logps)
+
+    async def missed(self, session: str, reply: str) -> None:
+        self.missed_replies.append((session, reply))
 
     async def reward(self, session: str, reward: Reward) -> None:
         self.rewards.append((session, reward))

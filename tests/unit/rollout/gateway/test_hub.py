@@ -232,7 +232,7 @@ def test_refused_requests_are_not_repeated(tmp_path: Path) -> None:
 
 
 def test_a_session_has_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_rl.rollout.gateway.hub.MAX_BYTES", 1000)
+    monkeypatch.setattr("mcore_rl.rollout.gateway.sessions.MAX_BYTES", 1000)
 
     async def test(site: Site) -> None:
         engine = await site.engine()

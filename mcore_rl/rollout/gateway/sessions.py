@@ -1,0 +1,200 @@
+"""State of the hub: sessions with their requests, and connections of engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from mcore_rl.processes import frames
+from mcore_rl.rollout.gateway import wire
+from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, RefusedError, Reward, choice_of
+from mcore_rl.rollout.gateway.turns import canonical, hashed
+from mcore_rl.types.chat import ChatMessage, ToolSchema
+
+Part = TypeVar("Part")
+MAX_BYTES = 64 << 20
+"""Maximum size of the messages of a session: a conversation of ten million tokens."""
+KEPT_REPLIES = 4
+"""Number of replies per session that a repeated request can get. A client repeats a request within seconds."""
+
+
+@dataclass(eq=False)
+class AskedRequest:
+    """A request of a session, and its reply for the client. `reply_id` is known once an engine has answered."""
+
+    request: ChatRequest
+    digest: bytes
+    """Equal for equal requests."""
+    answer: asyncio.Future[ChatReply]
+    reply_id: str | None = None
+    reply: ChatReply | None = None
+    """Kept for a client that repeats the request, while it is among the last KEPT_REPLIES."""
+    replied: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the current engine has answered or aborted the request."""
+    sent: tuple[EngineConnection, int] | None = None
+    """Engine that has the request, and its key there."""
+    num_clients: int = 1
+    """Number of clients that wait for the reply."""
+    is_seen: bool = True
+    """False if the reply is complete, but its client left before it was sent."""
+    is_refused: bool = False
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if its clients have gone before the reply was complete."""
+        return not self.num_clients and self.reply_id is None and not self.is_refused
+
+    def settle(self, result: ChatReply | RefusedError | None) -> None:
+        """Give the clients a reply or an error; None: nobody waits."""
+        self.replied.set()
+        if self.answer.done():  # the clients have this reply from an engine that was lost, or the session has ended
+            return
+        if isinstance(result, ChatReply):
+            self.answer.set_result(result)
+        elif result is None:
+            self.answer.cancel()
+        else:
+            self.answer.set_exception(result)
+            self.answer.exception()  # asyncio warns about errors that nobody has read
+
+    def refuse(self) -> None:
+        """Keep a mark only: an engine does not count refused requests, and a program may send many large ones."""
+        self.is_refused, self.request = True, ChatRequest()
+
+
+@dataclass(eq=False)
+class OpenSession:
+    """A session of the hub."""
+
+    id: str
+    key: str
+    owner_key: str
+    row: Mapping[str, object]
+    owner: EngineConnection | None
+    """Engine that has opened the session; None while it waits for one."""
+    engine: EngineConnection | None
+    """Engine that receives new requests: `owner`, or None while the session is played again."""
+    history: list[AskedRequest | Reward] = field(default_factory=list)
+    """Requests and rewards in the order in which they arrived, for another engine."""
+    answered: dict[str, AskedRequest] = field(default_factory=dict)
+    """Answered requests by the ids of their replies."""
+    replies: deque[AskedRequest] = field(default_factory=deque)
+    """Last answered requests, whose replies are kept."""
+    open: list[AskedRequest] = field(default_factory=list)
+    """Unanswered requests."""
+    messages: dict[bytes, ChatMessage] = field(default_factory=dict)
+    """Messages of all requests: each request repeats the conversation, and equal ones are stored once."""
+    tools: dict[bytes, Sequence[ToolSchema]] = field(default_factory=dict)
+    num_bytes: int = 0
+    """Size of messages and tools as JSON."""
+    num_open: int = 0
+    """Number of unanswered requests."""
+    is_taken: bool = False
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    end: HarnessEnd | None = None
+    abandoned: asyncio.TimerHandle | None = None
+    replay: asyncio.Task[None] | None = None
+
+    def asked(self, request: ChatRequest) -> AskedRequest:
+        """Return a new request, with messages and tools of earlier requests where they are equal.
+
+        Raises: RefusedError if the session becomes too large.
+        """
+        digests = [self._keep(self.messages, each, each) for each in request.messages]
+        tools = None if request.tools is None else self._keep(self.tools, request.tools, list(request.tools))
+        options = [request.prompt, dict(request.sampling), request.num_choices, request.top_logprobs]
+        digest = hashed(b"".join([*digests, b"|", tools or b"", canonical(options)]))
+        messages = [self.messages[each] for each in digests]
+        stored = replace(request, messages=messages, tools=None if tools is None else self.tools[tools])
+        return AskedRequest(stored, digest, asyncio.get_running_loop().create_future())
+
+    def earlier(self, digest: bytes, *, retried: bool) -> AskedRequest | None:
+        """Return the last equal request that a new one repeats: one whose client has left, or with `retried` any whose
+        reply is open or kept."""
+        waiting = (each for each in self.open if not each.answer.done())
+        equal = [each for each in (*self.replies, *waiting) if each.digest == digest]
+        left = [each for each in equal if not each.is_seen or not (each.num_clients or each.reply_id)]
+        found = left or (equal if retried else [])
+        return found[-1] if found else None
+
+    def keep_reply(self, asked: AskedRequest, reply: ChatReply) -> None:
+        """Keep the reply of a request for clients that repeat it."""
+        asked.reply, asked.reply_id = reply, reply.id
+        self.answered[reply.id] = asked
+        self.replies.append(asked)
+        if len(self.replies) > KEPT_REPLIES:
+            self.replies.popleft().reply = None
+
+    def check_call(self, reward: Reward) -> None:
+        """Raise RefusedError unless a reward's call is a reply of the session, with the number of one of its
+        choices."""
+        if reward.call is None:
+            return
+        try:
+            name, number = choice_of(reward.call)
+        except ValueError:
+            name, number = "", 0
+        if name not in self.answered:
+            raise RefusedError(404, f"the session has no reply {reward.call}")
+        choices = self.answered[name].request.num_choices
+        if not 0 <= number < choices or (choices > 1 and ":" not in reward.call):
+            raise RefusedError(400, f"reply {name} has {choices} choices; name one as {name}:NUMBER, from 0")
+
+    def refuse_open(self, error: RefusedError) -> None:
+        """Refuse all unanswered requests."""
+        for each in self.open:
+            each.settle(error)
+
+    def _keep(self, kept: dict[bytes, Part], part: Part, value: object) -> bytes:
+        """Keep a part unless an equal one is kept, and return its digest. value: the part as JSON."""
+        text = canonical(value)
+        digest = hashed(text)
+        if digest not in kept:
+            if self.num_bytes + len(text) > MAX_BYTES:
+                raise RefusedError(413, f"the session's messages have more than {MAX_BYTES >> 20} MiB")
+            self.num_bytes += len(text)
+            kept[digest] = part
+        return digest
+
+
+class EngineConnection:
+    """Connection of an engine."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._keys = itertools.count()
+        self.asked: dict[int, tuple[OpenSession | None, AskedRequest]] = {}
+        """Open requests by their key; those without a session are served."""
+
+    def call(self, session: OpenSession, asked: AskedRequest) -> None:
+        """Send a request of a session."""
+        self.send(wire.CALL, self._key_of(session, asked), session.id, asked.request)
+
+    def serve(self, asked: AskedRequest) -> None:
+        """Send a request without a session."""
+        self.send(wire.SERVE, self._key_of(None, asked), asked.request)
+
+    def cancel(self, key: int) -> bool:
+        """Abort a request; False if this engine does not have it. The engine replies with None, or with the reply if
+        it is complete already."""
+        if key not in self.asked:
+            return False
+        self.send(wire.CANCEL, key)
+        return True
+
+    def forget(self, session: OpenSession) -> None:
+        """Forget the requests of a session that has ended."""
+        self.asked = {key: entry for key, entry in self.asked.items() if entry[0] is not session}
+
+    def _key_of(self, session: OpenSession | None, asked: AskedRequest) -> int:
+        key = next(self._keys)
+        self.asked[key] = session, asked
+        asked.sent = self, key
+        return key
+
+    def send(self, *message: object) -> None:
+        frames.write(self._writer, message)

@@ -1,0 +1,216 @@
+"""Replies whose clients left: equal requests get them, and others are not trained."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mcore_rl.rollout.gateway import wire
+from mcore_rl.rollout.gateway.answers import Answers
+from mcore_rl.rollout.gateway.exchange import ChatReply, Reward
+from tests.unit.rollout.episodes.conftest import QUESTION
+from tests.unit.rollout.gateway.scripted import KEY, ScriptedSessions
+from tests.unit.rollout.gateway.test_answers import Play, ask, counts_up, played, said, user
+from tests.unit.rollout.gateway.test_hub import ROW, Engine, Site, request, with_site
+
+__all__ = ["played"]
+
+BODY = {"messages": QUESTION}
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+async def opened(site: Site) -> Engine:
+    engine = await site.engine()
+    engine.send(wire.OPEN, "a", ROW)
+    await site.taken()
+    return engine
+
+
+async def left_at(site: Site, engine: Engine, reply: ChatReply | None) -> None:
+    """Ask "one" and leave. The engine has completed the reply at this time, or (None) aborts it."""
+    asked = site.ask("a", "one")
+    _, key, *_ = await engine.next()
+    asked.cancel()
+    assert await engine.next() == (wire.CANCEL, key)
+    engine.send(wire.REPLY, key, reply)
+
+
+def test_an_equal_request_gets_the_reply_that_its_client_missed(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        engine = await opened(site)
+        await left_at(site, engine, ChatReply("r1", (), 1, 0))
+        assert await engine.next() == (wire.SEEN, "a", "r1", False)
+        assert (await site.ask("a", "one")).id == "r1"
+        assert await engine.next() == (wire.SEEN, "a", "r1", True)
+        site.ask("a", "one")  # the program asks for another sample
+        assert (await engine.next())[0] == wire.CALL
+
+    with_site(test, tmp_path)
+
+
+def test_an_equal_request_waits_until_the_first_is_aborted(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        engine = await opened(site)
+        first = site.ask("a", "one")
+        _, key, *_ = await engine.next()
+        first.cancel()
+        again = site.ask("a", "one")
+        assert await engine.next() == (wire.CANCEL, key)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(again), 0.1)
+        engine.send(wire.REPLY, key, None)
+        kind, key, *_ = await engine.next()
+        assert kind == wire.CALL
+        engine.reply(key, "r2")
+        assert (await again).id == "r2"
+
+    with_site(test, tmp_path)
+
+
+def test_a_retry_of_a_client_gets_the_reply_of_its_first_attempt(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        engine = await opened(site)
+        first = site.ask("a", "one")
+        _, key, *_ = await engine.next()
+        # The server has not noticed yet that the first connection is closed.
+        retried = asyncio.create_task(site.hub.answer("a", request("one"), retried=True))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.sleep(0)
+        engine.reply(key, "r1")
+        assert (await retried).id == "r1"
+        assert (await site.hub.answer("a", request("one"), retried=True)).id == "r1"
+        other = asyncio.create_task(site.hub.answer("a", request("other"), retried=True))
+        kind, key, *_ = await engine.next()
+        assert kind == wire.CALL, "a retry without a first attempt is sampled"
+        engine.reply(key, "r2")
+        assert (await other).id == "r2"
+
+    with_site(test, tmp_path)
+
+
+def test_another_engine_is_told_which_replies_were_missed(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        engine = await opened(site)
+        await left_at(site, engine, ChatReply("r1", (), 1, 0))
+        assert await engine.next() == (wire.SEEN, "a", "r1", False)
+        await site.hub.reward("a", Reward(1.0))
+        await engine.lose()
+        other = await site.engine()
+        other.send(wire.OPEN, "a", ROW)
+        kind, key, *_ = await other.next()
+        assert kind == wire.CALL
+        other.reply(key, "r1")
+        assert await other.next() == (wire.REWARD, "a", Reward(1.0))
+        assert await other.next() == (wire.SEEN, "a", "r1", False)
+
+    with_site(test, tmp_path)
+
+
+def test_a_request_left_while_its_engine_is_lost_is_skipped(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        engine = await opened(site)
+        first = site.ask("a", "one")
+        await engine.next()
+        first.cancel()
+        await asyncio.sleep(0)
+        await engine.lose()
+        again = site.ask("a", "one")
+        other = await site.engine()
+        other.send(wire.OPEN, "a", ROW)
+        assert await other.next() == (wire.SKIP, "a", request("one"))
+        kind, key, *_ = await other.next()
+        assert kind == wire.CALL
+        other.reply(key, "r2")
+        assert (await again).id == "r2"
+
+    with_site(test, tmp_path)
+
+
+def test_missed_replies_are_not_trained(played: Play) -> None:
+    async def client(answers: Answers) -> None:
+        first = await ask(answers, *QUESTION)
+        history = [*QUESTION, said(first.choices[0])]
+        extended = await ask(answers, *history, user("missed"))
+        answers.mark(extended.id, is_seen=False)
+        alone = await ask(answers, user("also missed"))
+        answers.mark(alone.id, is_seen=False)
+        seen = await ask(answers, user("late"))
+        answers.mark(seen.id, is_seen=False)
+        answers.mark(seen.id, is_seen=True)
+        await ask(answers, *history, user("and?"))
+        answers.drop_missed()
+        assert answers.counts.missed == 2
+
+    done = played(client, counts_up)
+    assert not any("missed" in text for text in done.texts())
+    assert done.trained() == ["reply 0<|im_end|>", "reply 0<|im_end|>", "reply 1<|im_end|>"]
+    assert done.outcome.turns == 3
+    assert done.outcome.text == "reply 0\nreply 0\nreply 1"
+    assert [message["content"] for message in done.outcome.messages or ()] == ["q", "reply 0", "and?", "reply 1"]
+
+
+def test_choices_of_a_request_that_is_aborted_are_not_trained(played: Play) -> None:
+    async def client(answers: Answers) -> None:
+        generate, ended = answers.session.generate, asyncio.Event()
+
+        async def second_hangs(*arguments: Any) -> Any:
+            is_second = ended.is_set()
+            sampled = await generate(*arguments)
+            ended.set()
+            if is_second:
+                await asyncio.sleep(60)
+            return sampled
+
+        answers.session.generate = second_hangs  # type: ignore[method-assign]
+        both = asyncio.create_task(ask(answers, *QUESTION, num_choices=2))
+        await ended.wait()
+        await asyncio.sleep(0)
+        both.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await both
+        answers.session.generate = generate  # type: ignore[method-assign]
+        await ask(answers, user("other"))
+
+    done = played(client)
+    assert len(done.texts()) == 1
+    assert "other" in done.texts()[0]
+
+
+def test_server_reports_a_reply_whose_client_left(
+    address: str, sessions: ScriptedSessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = False
+
+    async def answer(session: str, request: object, *, retried: bool = False) -> ChatReply:
+        while not left:
+            await asyncio.sleep(0.005)
+        time.sleep(0.2)  # the connection ends meanwhile, and the event loop learns it later than the reply
+        return ChatReply("r1", (), 1, 0)
+
+    monkeypatch.setattr(sessions, "answer", answer)
+    url = httpx.URL(address)
+    content = httpx.Request("POST", f"{address}/sessions/s1/v1/completions", json={"prompt": "x"}).read()
+    with socket.create_connection((url.host, url.port or 0)) as connection:
+        head = f"POST /sessions/s1/v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+        connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        time.sleep(0.1)
+        left = True
+        time.sleep(0.05)
+    deadline = time.monotonic() + 5
+    while not sessions.missed_replies and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert sessions.missed_replies == [("s1", "r1")]
+
+
+def test_clients_announce_their_retries(address: str, sessions: ScriptedSessions) -> None:
+    for retries, expected in ((None, False), ("0", False), ("1", True)):
+        header = {} if retries is None else {"x-stainless-retry-count": retries}
+        httpx.post(f"{address}/sessions/s1/v1/chat/completions", json=BODY, headers=HEADERS | header).raise_for_status()
+        assert sessions.retried[-1] is expected
