@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from tests.e2e.runs import ENGINE, ONE_RANK, TrainProcess, metrics, records_of, train
-from tests.e2e.test_engine_loss import suspend_in_midst_of_responses
+from tests.e2e.test_engine_loss import engine_of, suspend_in_midst_of_responses
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +70,7 @@ def keys(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...
         "algorithm.dynamic_sampling.enable=false",
         "reward.overlong.enable=false",
         "trainer.steps=2",
+        "checkpoint.every_steps=1",
         "trainer.validate_every_steps=0",
         "trainer.validate_before=false",
     )
@@ -80,37 +82,57 @@ def programs(keys: tuple[str, ...]) -> str:
     return str(Path(path).parent / "mine.py")
 
 
+def kill_driver_amid_programs(run: TrainProcess, step: int, engine: psutil.Process) -> None:
+    """Kill the driver when the checkpoint of `step` is complete and programs of the next step wait for replies."""
+    run.wait_until((run.run_dir / "checkpoints" / f"step_{step}" / "complete.json").exists)
+    suspend_in_midst_of_responses(run, engine)
+    assert not (run.run_dir / "rollouts" / f"step_{step + 1}.jsonl").exists()
+    run.process.kill()
+    run.process.wait()
+    engine.resume()
+    assert not run.left_after(30)
+
+
 @pytest.fixture(scope="module")
 def gateway_run(task: Path, keys: tuple[str, ...], programs: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run directory of a run whose engine is killed while programs wait for its replies."""
+    """Run directory of a run whose engine is killed in step 1 and whose driver is killed in step 2, both while programs
+    wait for replies."""
     run_dir = tmp_path_factory.mktemp("run") / "run"
-    with TrainProcess(task, run_dir, (*keys, "rollout.episode=gateway", f"rollout.harness={programs}:agent")) as run:
-        (engine,) = run.wait_until(lambda: run.processes(ENGINE))
+    overrides = (*keys, "rollout.episode=gateway", f"rollout.harness={programs}:agent")
+    with TrainProcess(task, run_dir, overrides) as run:
+        engine = engine_of(run)
         run.wait_until((run_dir / "gateways.json").exists)
         assert (run_dir / "gateways.json").stat().st_mode & 0o77 == 0
         suspend_in_midst_of_responses(run, engine, step=1)
         engine.kill()
-        assert run.finish() == 0, run.text()[-4000:]
-        assert not run.left_after(30)
+        (other,) = run.wait_until(lambda: [found for found in run.processes(ENGINE) if found.pid != engine.pid])
+        kill_driver_amid_programs(run, 1, other)
+    train(task, run_dir, *overrides)
     assert not (run_dir / "gateways.json").exists()
     return run_dir
+
+
+def assert_equal_records(gateway_run: Path, native: Path, step: int) -> None:
+    """Check that the records of a step are equal, except for fields of the gateway."""
+    found, expected = (records_of(run_dir, f"step_{step}") for run_dir in (gateway_run, native))
+    for record, other in zip(found, expected, strict=True):
+        assert record.pop("gateway_rewritten") == record.pop("gateway_missed") == 0
+        assert record.pop("gateway_requests") == record["turns"]
+        if record["turns"] > 2:  # the gateway records the conversation of the last request, which is a branch
+            record["messages"] = other["messages"]
+    assert found == expected
 
 
 def test_programs_are_trained_as_the_same_coroutines(
     task: Path, keys: tuple[str, ...], programs: str, gateway_run: Path, tmp_path: Path
 ) -> None:
-    """Tokens, masks, log-probabilities, versions and rewards are equal, though the gateway's engine was lost."""
+    """Tokens, masks, log-probabilities, versions and rewards are equal, though the engine and then the driver were
+    killed."""
     native = tmp_path / "native"
     train(task, native, *keys, f"rollout.episode={programs}:Solver")
     assert sum(row["engine/restarts"] for row in metrics(gateway_run).values()) == 1
     for step, row in metrics(native).items():
-        found, expected = (records_of(run_dir, f"step_{step}") for run_dir in (gateway_run, native))
-        for record, other in zip(found, expected, strict=True):
-            assert record.pop("gateway_rewritten") == 0
-            assert record.pop("gateway_requests") == record["turns"]
-            if record["turns"] > 2:  # the gateway records the conversation of the last request, which is a branch
-                record["messages"] = other["messages"]
-        assert found == expected
+        assert_equal_records(gateway_run, native, step)
         assert metrics(gateway_run)[step]["actor/grad_norm"] == row["actor/grad_norm"]
         assert row["rollout/logp_diff_max"] < 1e-4
 
@@ -125,3 +147,33 @@ def test_records_of_programs_have_their_branches(gateway_run: Path) -> None:
         assert all(record["reward"] == sequences[0]["reward"] for record in sequences)
     shown = json.dumps(records_of(gateway_run, "step_1")[0]["messages"])
     assert '"assistant"' in shown
+
+
+@pytest.mark.on_demand  # gateway_run resumes too
+@pytest.mark.parametrize("swap", ["finish", "recompute"])
+def test_asynchronous_programs_resume_amid_their_sessions(
+    task: Path, keys: tuple[str, ...], programs: str, tmp_path: Path, swap: str
+) -> None:
+    """With swap=finish, results do not depend on timing: the resumed run equals the run of coroutines. Otherwise, each
+    response is trained once."""
+    ahead = (
+        *("cluster.placement=disaggregated", "actor.num_ranks=1", "cluster.gpus_per_node=2", "trainer.steps=4"),
+        *("rollout.max_staleness=1", f"rollout.swap={swap}", "rollout.max_response_tokens=24"),
+        *(("rollout.max_staleness_hard=1",) if swap == "finish" else ("algorithm.policy_loss.name=decoupled_ppo",)),
+    )
+    run_dir, native = tmp_path / "run", tmp_path / "native"
+    overrides = (*keys, *ahead, "rollout.episode=gateway", f"rollout.harness={programs}:agent")
+    with TrainProcess(task, run_dir, overrides) as run:
+        kill_driver_amid_programs(run, 2, engine_of(run))
+    train(task, run_dir, *overrides)
+    assert sorted(step for step in metrics(run_dir) if step) == [1, 2, 3, 4]
+    if swap == "recompute":
+        responses = [
+            {(record["group"], record["sample"]) for record in records_of(run_dir, f"step_{step}")}
+            for step in range(1, 5)
+        ]
+        assert sum(map(len, responses)) == len(set().union(*responses)) == 4 * 4 * 8
+        return
+    train(task, native, *keys, *ahead, f"rollout.episode={programs}:Solver")
+    for step in range(1, 5):
+        assert_equal_records(run_dir, native, step)
