@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_rl.algorithms.configured import configured_corrections, configured_losses
 from mcore_rl.algorithms.corrections import Correction
 from mcore_rl.algorithms.interface import PolicyLoss
-from mcore_rl.algorithms.registry import advantage_options, configured_corrections, configured_loss, estimator
+from mcore_rl.algorithms.registry import advantage_options, estimator
 from mcore_rl.algorithms.terms import terms_need_old_logp
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.rules.models import has_reference
@@ -35,19 +36,27 @@ class StepPasses:
 
     @classmethod
     def of(cls, config: Config) -> StepPasses:
-        """Return the passes of the configured run. Raises: ConfigError like configured_loss."""
-        algorithm, loss = config.algorithm, configured_loss(config.algorithm)
-        corrections = configured_corrections(config, loss)
+        """Return the passes of the configured run. Raises: ConfigError like configured_losses."""
+        algorithm, losses = config.algorithm, configured_losses(config.algorithm)
         has_teacher = uses_teacher(config.teacher)
         distils = has_teacher and config.teacher.in_advantage > 0
         needs = estimator(algorithm.advantage, **advantage_options(algorithm)).needs
-        reads = needs_old_logp(algorithm, loss, corrections, distils=distils)
+        # A pass covers the samples of all sources if the loss of one source needs it.
+        by_source = [
+            (settings, loss, configured_corrections(config, loss))
+            for settings, loss in zip(algorithm.loss_settings, losses, strict=True)
+        ]
+        reads = any(needs_old_logp(*each, distils=distils) for each in by_source)
+        before_first, before_later = (
+            any(passes_before_update(*each, is_first=is_first, has_teacher=has_teacher) for each in by_source)
+            for is_first in (True, False)
+        )
         return cls(
             later_updates=passes_over_later_updates(config, needs_old_logp=reads),
             first_update=algorithm.kl.in_reward > 0,
-            score_norms=loss.needs.advantages and needs.score_norms,
-            before_first=passes_before_update(algorithm, loss, corrections, is_first=True, has_teacher=has_teacher),
-            before_later=passes_before_update(algorithm, loss, corrections, is_first=False, has_teacher=has_teacher),
+            score_norms=losses[0].needs.advantages and needs.score_norms,
+            before_first=before_first,
+            before_later=before_later,
             reference=has_reference(config),
         )
 

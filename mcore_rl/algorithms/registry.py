@@ -26,7 +26,6 @@ from mcore_rl.algorithms.advantages.per_token import GAE, ReinforcePlusPlus
 from mcore_rl.algorithms.advantages.reward_parts import GDPO
 from mcore_rl.algorithms.advantages.token_baseline import OptimalTokenBaseline
 from mcore_rl.algorithms.advantages.user import UserEstimator
-from mcore_rl.algorithms.corrections import Correction
 from mcore_rl.algorithms.interface import (
     AdvantageInputs,
     AdvantageResult,
@@ -48,21 +47,12 @@ from mcore_rl.algorithms.losses.ratio import CISPO, DecoupledPPO, PPOClip
 from mcore_rl.algorithms.losses.sequences import GMPO, GSPO
 from mcore_rl.algorithms.losses.soft import SAPO, VESPO
 from mcore_rl.algorithms.losses.user import UserLoss
-from mcore_rl.algorithms.terms import terms_need_old_logp
 from mcore_rl.algorithms.whitening import whiten_batch
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from mcore_rl.config.functions import FORM, names_function
-from mcore_rl.config.quantization import UNQUANTIZED
-from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 Entry = TypeVar("Entry")
-
-ACTOR_INPUTS = {
-    *("advantages", "old_logp", "rollout_logp", "staleness"),
-    *("whole_sequence", "whole_group", "selection", "pairs", "scores"),
-}
-"""Fields of Needs that the actor can provide to a loss."""
 
 ADVANTAGES: dict[str, type[Estimator]] = {
     "gae": GAE,
@@ -142,50 +132,6 @@ def policy_loss_options(config: PolicyLossConfig) -> dict[str, object]:
     named = {name: value for name, value in vars(config).items() if name not in ("name", "kwargs")}
     chosen = f"algorithm.policy_loss.name={config.name}"
     return _with_user_options(named, config.kwargs, "algorithm.policy_loss.kwargs", chosen)
-
-
-def configured_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
-    """Build the configured policy loss and check that the actor can provide its inputs.
-
-    Raises: ConfigError for an unknown loss or option, for a loss that needs an unavailable input, or for a correction
-    that the loss does not support.
-    """
-    section = algorithm.policy_loss
-    loss = policy_loss(section.name, **policy_loss_options(section))
-    missing = [name for name, needed in vars(loss.needs).items() if needed and name not in ACTOR_INPUTS]
-    if missing:
-        raise ConfigError(f"algorithm.policy_loss.name={section.name} needs {', '.join(missing)}: not available")
-    kind = algorithm.correction.kind
-    given = "algorithm.corrections" if algorithm.corrections else f"algorithm.correction.kind={kind}"
-    if (algorithm.corrections or kind not in ("auto", "none")) and not _supports_corrections(loss):
-        remedy = "remove the list" if algorithm.corrections else "set it to none"
-        raise ConfigError(f"{given}: algorithm.policy_loss.name={section.name} does not support corrections; {remedy}")
-    reads_old = loss.needs.old_logp or terms_need_old_logp(algorithm)
-    if algorithm.old_logp == "rollout" and (not reads_old or (loss.needs.rollout_logp and loss.needs.old_logp)):
-        raise ConfigError(
-            f"algorithm.old_logp=rollout has no effect: algorithm.policy_loss.name={section.name} "
-            f"{'reads the log-probabilities of both' if loss.needs.old_logp else 'reads no old policy'}; set it to "
-            "trainer"
-        )
-    return loss
-
-
-def configured_corrections(config: Config, loss: PolicyLoss) -> tuple[Correction, ...]:
-    """Build the configured corrections for `loss`, the configured loss."""
-    if config.algorithm.corrections:
-        return tuple(Correction(entry) for entry in config.algorithm.corrections)
-    section = config.algorithm.correction
-    if section.kind == "auto":
-        # With the engine's log-probabilities as the old policy, the loss's ratio contains the weight.
-        weighs = config.algorithm.old_logp == "trainer" and _supports_corrections(loss)
-        corrected = config.rollout.quantization != UNQUANTIZED and weighs
-        section = replace(section, kind="truncate" if corrected else "none")
-    return () if section.kind == "none" else (Correction(section),)
-
-
-def _supports_corrections(loss: PolicyLoss) -> bool:
-    # A loss that reads rollout_logp applies an importance weight itself; a loss without advantages uses no rollouts.
-    return loss.needs.advantages and not loss.needs.rollout_logp
 
 
 def compute_advantages(

@@ -140,6 +140,7 @@ def build_batch(
     weights_of: LossWeights | None = None,
     trained: np.ndarray | None = None,
     loss_factors: np.ndarray | None = None,
+    losses: np.ndarray | None = None,
     version: int = 0,
 ) -> Batch:
     """Build the batch of one training step.
@@ -150,7 +151,8 @@ def build_batch(
 
     Shapes: advantages float32 [B] in the order of `kept`, None: 0.
     weights_of: computes the loss weights of one update; None: 0, for a batch that is not trained.
-    loss_factors: float32 [B], multiply the loss weights; None: 1.
+    loss_factors: float32 [B], multiply the loss weights and the observation weights; None: 1.
+    losses: int32 [B], see Batch.
     trained: bool [B]; other responses have weight 0 and do not count in the weights of the others.
     version: weight version at the start of the step.
     Raises: ConfigError if no response is kept or prompts_per_update does not divide the number of groups.
@@ -161,14 +163,17 @@ def build_batch(
     first_epoch = _cut(kept.group_ids, schedule.prompts_per_update)
     # Responses that are not trained have no tokens for the denominators of the loss weights.
     counted = kept.trained_tokens if trained is None else np.where(trained, kept.trained_tokens, 0)
-    loss_weights = np.zeros(len(kept), np.float32)
+    loss_weights, observation_weights = np.zeros((2, len(kept)), np.float32)
     dp_ranks = np.empty(len(kept), np.int32)
     for samples in first_epoch:
         if weights_of is not None:
             loss_weights[samples] = weights_of(counted[samples], kept.group_ids[samples])
+            is_counted = counted[samples] > 0
+            observation_weights[samples] = is_counted / max(is_counted.sum(), 1)
         dp_ranks[samples] = balance(schedule.cost.of(kept.total_tokens[samples]), schedule.num_dp_ranks)
     if loss_factors is not None:
         loss_weights *= loss_factors
+        observation_weights *= loss_factors
     return Batch(
         chunks=tuple(chunks),
         chunk_ids=kept.chunk_ids,
@@ -182,6 +187,8 @@ def build_batch(
         dp_ranks=dp_ranks,
         updates=_repeat(first_epoch, schedule),
         version=version,
+        observation_weights=observation_weights,
+        losses=losses,
     )
 
 

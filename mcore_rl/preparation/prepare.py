@@ -11,7 +11,7 @@ import torch
 
 from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
 from mcore_rl.algorithms.aggregation import check_mode
-from mcore_rl.algorithms.registry import configured_loss
+from mcore_rl.algorithms.configured import configured_loss
 from mcore_rl.config import Config
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.episodes import harness_is_function

@@ -107,6 +107,7 @@ def batch_builder(
             schedule=schedule,
             trained=trained,
             loss_factors=rules.loss_weights(kept.prompt_rows),
+            losses=rules.losses(kept.prompt_rows),
             version=version,
         )
         if sources is None or not config.teacher.by_source:

@@ -70,7 +70,7 @@ def build_reference(
     """Return the reference policy, None without KL terms, and the KL controller whose state checkpoints contain, by its
     name there. `record` receives metrics of the advantages of penalized rewards; `sources`: of the training prompts."""
     kl = config.algorithm.kl
-    if not uses_reference(kl):
+    if not uses_reference(config.algorithm):
         return None, {}
     controller, advantages_of = KLController.from_config(kl), response_advantages(config.algorithm, sources)
 

@@ -1,4 +1,4 @@
-"""Estimators and loss weights by the data_source of a response: algorithm.per_source, algorithm.baseline."""
+"""Estimators, losses and loss weights by the data_source of a response: algorithm.per_source, algorithm.baseline."""
 
 from __future__ import annotations
 
@@ -52,6 +52,14 @@ class SourceRules:
             return None
         weights = [self._entries[name].weight if name in self._entries else 1.0 for name in self.sources.names]
         return np.array(weights, np.float32)[self.numbers(prompt_rows)]
+
+    def losses(self, prompt_rows: np.ndarray) -> np.ndarray | None:
+        """Return the number of the loss of each response in AlgorithmConfig.loss_settings, int32 [B]; None if all have
+        the same."""
+        if self.sources is None or not (own := self.algorithm.loss_sources):
+            return None
+        numbers = {name: number for number, name in enumerate(own, start=1)}
+        return np.array([numbers.get(name, 0) for name in self.sources.names], np.int32)[self.numbers(prompt_rows)]
 
     def estimators(self) -> list[tuple[AlgorithmConfig, np.ndarray | None]]:
         """Return the settings of each estimator with the numbers of its sources; None: of all sources.

@@ -1,15 +1,13 @@
 """Data types shared by the packages: rollout data, batches, checkpoints, metrics."""
 
+from mcore_rl.types.batch import Batch, RankShare, RankShares
 from mcore_rl.types.data import (
-    Batch,
     BuffersRef,
     Completion,
     Delta,
     GenerationRequest,
     Grades,
     Prompt,
-    RankShare,
-    RankShares,
     RolloutScalars,
     SamplingOptions,
     SamplingOverrides,

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mcore_rl.types.batch import Batch
 from mcore_rl.types.chat import ChatMessage
-from mcore_rl.types.data import Batch, BuffersRef, RolloutScalars, SamplingOptions, Spans
+from mcore_rl.types.data import BuffersRef, RolloutScalars, SamplingOptions, Spans
 from mcore_rl.types.metrics import Metric
 from mcore_rl.types.token_sets import TokenSets
 from mcore_rl.types.vision import PromptImages

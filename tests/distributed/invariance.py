@@ -60,7 +60,7 @@ def measure(rank: int, directories: dict[str, str], checkpoints: dict[str, str],
 
 
 def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str, Any]:
-    from mcore_rl.megatron.step.objective import RankBatch
+    from mcore_rl.megatron.step.loss.rank_batch import RankBatch
 
     actor = build_actor(directory, case)
     if not actor.layout.shard_parameters:

@@ -129,7 +129,7 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
 
 
 def _reference(actor: Any) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any]]:
-    from mcore_rl.megatron.step.objective import RankBatch
+    from mcore_rl.megatron.step.loss.rank_batch import RankBatch
 
     shares, chunks = policy_batch.shares(actor), policy_batch.chunks()
 

@@ -88,6 +88,11 @@ def loss_weights(samples: list[int]) -> np.ndarray:
     return weights
 
 
+def observation_weights(samples: list[int]) -> np.ndarray:
+    """Weights of the observations of one update, with factors of sources from 0 to 2."""
+    return (np.arange(len(PROMPTS)) % 3 / len(samples)).astype(np.float32)
+
+
 def drift(sample: int) -> np.ndarray:
     """Old minus current log-probability of each trained token; the ratios are on both sides of every clip bound."""
     return np.random.default_rng(300 + sample).normal(0, 0.35, int(trained(sample).sum())).astype(np.float32)
@@ -120,6 +125,7 @@ def share(samples: list[int], dp_rank: int, num_dp_ranks: int) -> RankShare:
         loss_weights=loss_weights(samples)[index],
         version=VERSION,
         groups=GROUPS[index],
+        observation_weights=observation_weights(samples)[index],
     )
 
 

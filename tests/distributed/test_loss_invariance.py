@@ -160,7 +160,8 @@ def measure(
 ) -> dict[str, Any]:
     """Compute the gradient of update `index`; before a later one than the first, old and current log-probabilities
     differ by `drift`."""
-    from mcore_rl.megatron.step.objective import Objective, RankBatch
+    from mcore_rl.megatron.step.loss.rank_batch import RankBatch
+    from mcore_rl.megatron.step.objective import Objective
 
     config = configure(actor.config, objective)
     actor.objective = Objective.from_config(config, actor.group, actor.context)

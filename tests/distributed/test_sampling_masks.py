@@ -141,7 +141,7 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
             for found in (batch.old_logp, batch.ref_logp)
         ]
         actor.config.algorithm.kl.in_loss = 0.0
-        actor.objective.algorithm.kl.in_loss = 0.0
+        actor.objective.losses[0].algorithm.kl.in_loss = 0.0
         loss, _ = accumulate(actor)
         found[name] = loss, policy_batch.gradient_pieces(actor), passes, metrics
     return found

@@ -78,8 +78,8 @@ def _whole(sample: int, logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _observed(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the mean over responses of the mean cross-entropy of their tokens that were not sampled, and all cross
-    entropies. Tokens after the last sampled one do not count."""
+    """Compute the weighted sum over responses of the mean cross-entropy of their tokens that were not sampled, and the
+    cross entropies of responses with a weight. Tokens after the last sampled one do not count."""
     samples, found = policy_batch.UPDATES[0], {}
     for sample in samples:
         sampled = np.flatnonzero(policy_batch.trained(sample))
@@ -89,8 +89,10 @@ def _observed(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         log_p = torch.log_softmax(model(tokens[None]).logits[0][places - 1], -1)
         found[sample] = -log_p.gather(1, tokens[places][:, None])[:, 0]
     assert sorted(map(len, found.values()))[::4] == [0, 2]  # a response without an observation, too
-    means = torch.stack([losses.mean() for losses in found.values() if len(losses)])
-    return COEFFICIENT * means.sum() / len(samples), torch.cat(list(found.values())).detach()
+    weights = policy_batch.observation_weights(samples).astype(float)
+    terms = torch.stack([weights[sample] * losses.mean() for sample, losses in found.items() if len(losses)])
+    counted = [losses for sample, losses in found.items() if weights[sample]]
+    return COEFFICIENT * terms.sum(), torch.cat(counted).detach()
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,8 @@ def _worker(rank: int, directory: str, cases: dict[str, dict[str, int]]) -> dict
         config.algorithm.observation_coefficient = COEFFICIENT * name.startswith("observed")
         actor = policy_batch.build_actor(config)
         if whole:
-            actor.objective = replace(actor.objective, loss=SequenceRatio())
+            (given,) = actor.objective.losses
+            actor.objective = replace(actor.objective, losses=(replace(given, loss=SequenceRatio()),))
         results[name] = *accumulate(actor), policy_batch.gradient_pieces(actor)
     return results
 

@@ -98,7 +98,7 @@ def _run_case(directory: str, parallel: dict[str, Any], recompute: str) -> dict[
 
 def _whole_logp(actor: Any, batches: list[Any]) -> dict[int, np.ndarray]:
     """Log-probabilities of whole responses by sample; {} on ranks without them."""
-    from mcore_rl.megatron.step.microbatches import whole_by_sample
+    from mcore_rl.megatron.step.loss.trained_tokens import whole_by_sample
 
     found = actor.infer(batches, actor.objective.outputs.logp_of)
     return {s: v for batch, logp in found for s, v in whole_by_sample(batch, logp, actor.context).items()}

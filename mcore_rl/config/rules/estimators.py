@@ -88,11 +88,7 @@ def check_estimator(config: Config) -> None:
     """Raise ConfigError for a reward that the estimator cannot use, for part_weights without their estimator, and for a
     loss of whole groups without groups."""
     algorithm = config.algorithm
-    if algorithm.policy_loss.name == OF_LABELS and config.rollout.samples_per_prompt < 2:
-        raise ConfigError(
-            f"algorithm.policy_loss.name={OF_LABELS} compares correct and wrong responses to a prompt, but "
-            "rollout.samples_per_prompt=1; set it to at least 2"
-        )
+    _check_label_losses(config)
     chosen = f"algorithm.advantage={algorithm.advantage}"
     if algorithm.uses_sources and is_supervised(algorithm):
         raise ConfigError(
@@ -120,6 +116,18 @@ def check_estimator(config: Config) -> None:
         reason = "reads the parts of the reward" if name == OF_PARTS else "needs rewards of at least 0"
         for key, remedy in _changes(config, name):
             raise ConfigError(f"{key} changes the reward, but {key_of_name}{name} {reason}; {remedy}")
+
+
+def _check_label_losses(config: Config) -> None:
+    """Reject a loss of whole groups, of any source, without groups."""
+    of_sources = [f"algorithm.per_source, {source}: policy_loss.name" for source in config.algorithm.loss_sources]
+    keys = ["algorithm.policy_loss.name", *of_sources]
+    for key, settings in zip(keys, config.algorithm.loss_settings, strict=True):
+        if settings.policy_loss.name == OF_LABELS and config.rollout.samples_per_prompt < 2:
+            raise ConfigError(
+                f"{key}={OF_LABELS} compares correct and wrong responses to a prompt, but "
+                "rollout.samples_per_prompt=1; set it to at least 2"
+            )
 
 
 def _check_token_baseline(config: Config) -> None:

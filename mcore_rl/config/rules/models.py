@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from mcore_rl.config.algorithm import AlgorithmConfig, KLConfig, is_supervised
+from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import changed, reject_unless_default
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.models import FSDP2, ActorConfig, ReferenceConfig, RewardModelConfig
@@ -85,9 +85,14 @@ def reject_suggestions(actor: ActorConfig) -> None:
         )
 
 
-def uses_reference(kl: KLConfig) -> bool:
-    """Return True if the loss or the reward has a KL term."""
-    return kl.in_loss > 0 or kl.in_reward > 0
+def uses_reference(algorithm: AlgorithmConfig) -> bool:
+    """Return True if the loss, of any source, or the reward has a KL term."""
+    return has_loss_kl(algorithm) or algorithm.kl.in_reward > 0
+
+
+def has_loss_kl(algorithm: AlgorithmConfig) -> bool:
+    """Return True if the loss of any source has a KL term."""
+    return any(settings.kl.in_loss > 0 for settings in algorithm.loss_settings)
 
 
 def check_terms(algorithm: AlgorithmConfig) -> None:
@@ -128,11 +133,17 @@ def _check_entropy_control(algorithm: AlgorithmConfig) -> None:
             f"algorithm.entropy_coefficient={algorithm.entropy_coefficient} must be between {section}.minimum="
             f"{control.minimum} and {section}.maximum={control.maximum}"
         )
+    elif fixed := [entry for entry in algorithm.per_source if entry.entropy_coefficient is not None]:
+        raise ConfigError(
+            f"algorithm.per_source, {fixed[0].source}: entropy_coefficient={fixed[0].entropy_coefficient:g} has no "
+            f"effect with {section}.target={control.target}, which sets one coefficient for all sources; remove one "
+            "of them"
+        )
 
 
 def has_reference(config: Config) -> bool:
     """Return True if the run builds a reference: for KL terms, or for pairs of responses."""
-    return uses_reference(config.algorithm.kl) or compares_with_reference(config)
+    return uses_reference(config.algorithm) or compares_with_reference(config)
 
 
 def check_reference(config: Config) -> None:
@@ -150,7 +161,7 @@ def check_reference(config: Config) -> None:
         raise ConfigError(f"{chosen} needs algorithm.kl.{unset} above 0, not null; set it")
     for use in ("loss", "reward"):
         key = f"algorithm.kl.in_{use}"
-        if not getattr(kl, f"in_{use}"):
+        if not (has_loss_kl(config.algorithm) if use == "loss" else kl.in_reward):
             keys = (f"{use}_kind", "unbiased") if use == "loss" else (f"{use}_kind",)
             reject_unless_default("algorithm.kl", kl, f"set {key} above 0", keys)
     if kl.unbiased and kl.loss_kind not in UNBIASED_KINDS:
@@ -165,7 +176,7 @@ def check_reference(config: Config) -> None:
             "set trainer.objective=rl: pairs compare with a fixed reference",
             ["refresh_every_steps"],
         )
-    elif not uses_reference(kl):
+    elif not uses_reference(config.algorithm):
         reject_unless_default("reference", reference, no_reference(config))
 
 

@@ -33,15 +33,11 @@ from mcore_rl.megatron.roles.whole_updates import WholeUpdates
 from mcore_rl.megatron.step.distillation import TeacherOutputs
 from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
-from mcore_rl.megatron.step.microbatches import (
-    MicroBatch,
-    by_sample,
-    chosen_samples,
-    distinct_samples,
-    sequence_sums,
-)
+from mcore_rl.megatron.step.loss.rank_batch import RankBatch
+from mcore_rl.megatron.step.loss.trained_tokens import by_sample
+from mcore_rl.megatron.step.microbatches import MicroBatch, chosen_samples, distinct_samples, sequence_sums
 from mcore_rl.megatron.step.mismatch import logp_gap, mismatch
-from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, RankBatch, non_finite_samples
+from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, non_finite_samples
 from mcore_rl.megatron.step.replay import engine_routing
 from mcore_rl.megatron.step.token_values import TokenValueWriter
 from mcore_rl.resolved.model import ResolvedModel
@@ -115,7 +111,7 @@ class MegatronActor(WholeUpdates):
         )
         self.estimator = estimator(config.algorithm.advantage, **advantage_options(config.algorithm))
         # One data-parallel rank writes per-token values; its last stage has the log-probabilities.
-        has_logp = self.counts_tokens and not self.place.dp and self.objective.loss.needs.advantages
+        has_logp = self.counts_tokens and not self.place.dp and self.objective.needs.advantages
         self.token_values = TokenValueWriter.from_config(config, self.context) if has_logp else None
         # All ranks with the same data-parallel coordinate have the same trajectories.
         keeps = self.counts_tokens and not self.place.cp
@@ -353,7 +349,7 @@ class MegatronActor(WholeUpdates):
         replays, records = batch.replays and not policy_is_old, batch.replays and policy_is_old
         microbatches = self.microbatches(share, batch.chunks)
         trained, routed = self.token_weights(microbatches)
-        choice = self.choose_tokens(batch, index, microbatches, replays=replays)
+        choices = self.choose_tokens(batch, index, microbatches, replays=replays)
         rows = [
             self.routing.row(microbatch, token_weight=routed, replays=replays, records=records)
             for microbatch in microbatches
@@ -362,9 +358,8 @@ class MegatronActor(WholeUpdates):
             self.objective.evaluate,
             batch,
             policy_is_old=policy_is_old,
-            choice=choice,
+            choices=choices,
             mtp_weight=trained,
-            response_weight=self.response_weight(microbatches) if self.packing.observed else 0.0,
         )
         suspects = f"loss or {self.objective.outputs.quantity}"
         reports = self._accumulate(share, microbatches, rows, loss, suspects=suspects)
@@ -373,7 +368,7 @@ class MegatronActor(WholeUpdates):
 
     def export_plan(self) -> list[TensorPlan]:
         """List every HF tensor with the ranks that write its slices. Equal on all ranks; not collective."""
-        rows = trainer_rows(model_rows(self.hf_config, has_value_head=self.objective.loss.needs.scores), self.layout)
+        rows = trainer_rows(model_rows(self.hf_config, has_value_head=self.objective.needs.scores), self.layout)
         return export_plan(bind(rows, self.hf_config, self._dtype), self.layout)
 
     def sync_plan(self, engine: EngineLayout, topology: Topology, bucket_bytes: int, num_slots: int) -> SyncPlan:

@@ -17,7 +17,8 @@ from mcore_rl.megatron.model.value_model import ValueModel
 from mcore_rl.megatron.optim.optimizer import updates_of_run
 from mcore_rl.megatron.roles.rank_model import TrainedModel, join_and_build
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
-from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples, own_tokens
+from mcore_rl.megatron.step.loss.trained_tokens import own_tokens
+from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples
 from mcore_rl.megatron.step.objective import MicroBatchReport, non_finite_samples
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import Metric, RankShare, TrajectoryBuffers

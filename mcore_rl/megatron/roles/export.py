@@ -32,7 +32,7 @@ def export_hf(actor: MegatronActor, directory: str, source: str) -> None:
     Raises: ConversionError.
     """
     actor.gather_parameters()
-    plans, scores = actor.export_plan(), actor.objective.loss.needs.scores
+    plans, scores = actor.export_plan(), actor.objective.needs.scores
     with HFWriter(directory) as writer:
         if actor.rank == 0:
             writer.begin(plans)

@@ -35,7 +35,8 @@ from mcore_rl.megatron.optim.optimizer import (
     wrap_frozen,
 )
 from mcore_rl.megatron.step.finite_check import describe_gradients, describe_samples, require_finite
-from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches, whole_by_sample
+from mcore_rl.megatron.step.loss.trained_tokens import whole_by_sample
+from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches
 from mcore_rl.megatron.step.objective import MicroBatchReport
 from mcore_rl.megatron.step.replay import RoutingStore
 from mcore_rl.resolved.costs import sequence_cost

@@ -19,7 +19,8 @@ from mcore_rl.megatron.model.output import ModelChunk
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.roles.rank_model import FrozenModel, RankModel, TrainedModel
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
-from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, whole_by_sample
+from mcore_rl.megatron.step.loss.trained_tokens import by_sample, whole_by_sample
+from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.objective import Objective, non_finite_samples
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers

@@ -15,7 +15,8 @@ from mcore_rl.megatron.model.output import output_weight
 from mcore_rl.megatron.roles.rank_model import FrozenModel
 from mcore_rl.megatron.step.distillation import Distillation, TeacherOutputs
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
-from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, samples_and_positions
+from mcore_rl.megatron.step.loss.trained_tokens import by_sample, samples_and_positions
+from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.objective import Objective, non_finite_samples
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.teacher import resolved_teacher

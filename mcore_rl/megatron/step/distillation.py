@@ -9,7 +9,7 @@ import torch
 
 from mcore_rl.config.models import TeacherConfig
 from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron.step.microbatches import MicroBatch
+from mcore_rl.megatron.step.loss.trained_tokens import TrainedTokens
 from mcore_rl.megatron.step.reverse_kl import (
     linear_logp_at,
     linear_reverse_kl,
@@ -50,16 +50,16 @@ class TeacherOutputs:
         merged = {name: {key: value for part in parts for key, value in getattr(part, name).items()} for name in names}
         return cls(**merged, untaught=untaught)
 
-    def tokens(self, batch: MicroBatch, teacher: int | None = None) -> torch.Tensor | None:
+    def tokens(self, batch: TrainedTokens, teacher: int | None = None) -> torch.Tensor | None:
         """Return the indices of a micro-batch's trained tokens that have a teacher, or the teacher of this number:
         int64 on its device, None for all tokens."""
         chosen = [self._has(sample, teacher) for sample in batch.samples]
         if all(chosen):
             return None
         counts = torch.tensor(batch.trained_counts, dtype=torch.int64)
-        return torch.tensor(chosen).repeat_interleave(counts).nonzero().squeeze(1).to(batch.tokens.device)
+        return torch.tensor(chosen).repeat_interleave(counts).nonzero().squeeze(1).to(batch.targets.device)
 
-    def of(self, name: str, batch: MicroBatch, *width: int, teacher: int | None = None) -> torch.Tensor:
+    def of(self, name: str, batch: TrainedTokens, *width: int, teacher: int | None = None) -> torch.Tensor:
         """Join a field for the tokens of `tokens` on their device, [M, *width]."""
         by_sample: Mapping[int, torch.Tensor] = getattr(self, name)
         counts = zip(batch.samples, batch.trained_counts, strict=True)
@@ -70,7 +70,7 @@ class TeacherOutputs:
                 f"samples {unknown} have no outputs of the teacher: they must be computed before the updates of a batch"
             )
         parts = [by_sample[sample] for sample in samples] or [torch.empty(0, *width)]  # none in a dummy micro-batch
-        return torch.cat(parts).to(batch.tokens.device)
+        return torch.cat(parts).to(batch.targets.device)
 
     def _has(self, sample: int, teacher: int | None) -> bool:
         if teacher is None:
@@ -107,7 +107,7 @@ class Distillation:
         return self.teacher.in_loss > 0
 
     def advantages(
-        self, advantages: torch.Tensor, old_logp: torch.Tensor | None, batch: MicroBatch, outputs: TeacherOutputs
+        self, advantages: torch.Tensor, old_logp: torch.Tensor | None, batch: TrainedTokens, outputs: TeacherOutputs
     ) -> torch.Tensor:
         """Add the teacher's term to advantages. Shapes: advantages, old_logp (None without that term) [N] -> [N]."""
         if self.teacher.alone:
@@ -123,7 +123,7 @@ class Distillation:
         self,
         hidden: torch.Tensor,
         policy: Projection,
-        batch: MicroBatch,
+        batch: TrainedTokens,
         outputs: TeacherOutputs,
         old_logp: torch.Tensor | None,
     ) -> tuple[torch.Tensor | float, dict[str, Metric]]:
@@ -149,7 +149,7 @@ class Distillation:
         return self.teacher.in_loss * kl, metrics | {"distillation/kl_loss": _mean(_rows(kl.detach(), taught))}
 
     def reverse_kl(
-        self, hidden: torch.Tensor, policy: Projection, batch: MicroBatch, outputs: TeacherOutputs
+        self, hidden: torch.Tensor, policy: Projection, batch: TrainedTokens, outputs: TeacherOutputs
     ) -> torch.Tensor:
         """Compute the reverse KL at every trained token, [N], with gradient; 0 for tokens without a teacher.
 

@@ -18,7 +18,7 @@ the rank of its predictor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,22 +33,20 @@ from mcore_rl.megatron.model.attention.packed import PackedRow, pack_sequences, 
 from mcore_rl.megatron.model.vision.tower import RowImages
 from mcore_rl.megatron.step.images import image_inputs
 from mcore_rl.megatron.step.kept_tokens import KeptTokens, trained_sets
-from mcore_rl.megatron.step.observations import Observations, observation_predictors, observation_weights
+from mcore_rl.megatron.step.loss.trained_tokens import TrainedTokens, whole_by_sample
+from mcore_rl.megatron.step.observations import Observations, observation_predictors
 from mcore_rl.types import RankShare, TrajectoryBuffers
 from model_converters.families.parts.vision import VisionArguments
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(TrainedTokens):
     """Input of one forward pass (see the example in the module docstring).
 
-    samples, lengths, trained_counts, whole_counts: one entry per sequence, without padding; lengths in tokens.
+    lengths: one entry per sequence, without padding, in tokens.
     sequences: Megatron's PackedSeqParams.
     temperatures: sampling temperature of each token (NaN: rollout.temperature); a number if it is the same for all
         tokens; None if it is rollout.temperature for all.
-    staleness: version that the updates produce minus version that sampled the token; 1 if the updates start from the
-        weights that sampled it, as always in synchronous runs.
-    owners: with context parallelism, the rank of each of the M trained tokens of all ranks.
     kept: sets that the trained tokens were sampled from; None: all tokens of the vocabulary, or without
         Packing.masked.
     observations: tokens that were not sampled, without Packing.observed None.
@@ -59,23 +57,14 @@ class MicroBatch:
     owners describe all ranks. A micro-batch without samples is a dummy: it makes the number of passes equal on all
     ranks and contributes exactly zero.
 
-    Shapes: tokens int64 [T]; owners int64 [M]; positions int32 [3, tokens of all ranks]; other tensors [N], N trained
-    tokens: predictors, targets int64; advantages, loss_weights, logp_rollout, staleness, temperatures float32.
+    Shapes: tokens int64 [T]; predictors int64, temperatures float32 [N], see TrainedTokens; positions int32 [3, tokens
+    of all ranks].
     """
 
-    samples: tuple[int, ...]
     lengths: tuple[int, ...]
-    trained_counts: tuple[int, ...]
-    whole_counts: tuple[int, ...]
-    owners: torch.Tensor
     tokens: torch.Tensor
     sequences: PackedRow
     predictors: torch.Tensor
-    targets: torch.Tensor
-    advantages: torch.Tensor
-    loss_weights: torch.Tensor
-    logp_rollout: torch.Tensor
-    staleness: torch.Tensor
     temperatures: torch.Tensor | float | None = None
     positions: torch.Tensor | None = None
     images: RowImages | None = None
@@ -124,60 +113,6 @@ def chosen_samples(share: RankShare, chosen: np.ndarray) -> RankShare:
     """Select samples of a share. Shapes: chosen bool [b]."""
     arrays = {name: value[chosen] for name, value in vars(share).items() if isinstance(value, np.ndarray)}
     return replace(share, **arrays)
-
-
-def by_sample(found: Iterable[tuple[MicroBatch, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Split values of this rank's trained tokens by sample. Shapes: [N] per micro-batch -> [n] per sample."""
-    return {
-        sample: part
-        for batch, values in found
-        for sample, part in zip(batch.samples, values.split(list(batch.trained_counts)), strict=True)
-    }
-
-
-def own_tokens(batch: MicroBatch, whole: Mapping[int, np.ndarray], context: ContextPart, what: str) -> torch.Tensor:
-    """Select from `whole` the values of this rank's trained tokens of a micro-batch. `what` names the values in errors.
-
-    Shapes: whole [n] by sample, all trained tokens of all context-parallel ranks -> float32 [N].
-    Raises: McoreRLError that names samples missing in `whole`; ValueError for a wrong length.
-    """
-    unknown = [sample for sample in batch.samples if sample not in whole]
-    if unknown:
-        raise McoreRLError(f"samples {unknown} have no {what}")
-    parts = [np.asarray(whole[sample], np.float32) for sample in batch.samples]
-    for sample, part, count in zip(batch.samples, parts, batch.whole_counts, strict=True):
-        if part.shape != (count,):
-            raise ValueError(f"sample {sample}: {what} have shape {list(part.shape)}, not [{count}] (trained tokens)")
-    joined = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *parts])).to(batch.tokens.device)
-    return joined if context.size == 1 else joined[batch.owners == context.rank]
-
-
-def whole_by_sample(batch: MicroBatch, values: torch.Tensor, context: ContextPart) -> dict[int, np.ndarray]:
-    """Gather the values of all trained tokens of a micro-batch and split them by sample.
-
-    Shapes: values [N] of this rank's trained tokens -> float32 [n] per sample, for the whole response.
-    Collective: the context-parallel group.
-    """
-    if context.size > 1 and len(batch.owners):
-        values = context.gather(values[None], batch.owners)[0]
-    ends = np.cumsum(batch.whole_counts, dtype=np.int64)
-    parts = np.split(values.float().cpu().numpy(), ends)[:-1]  # np.split adds an empty part after the last sample
-    return dict(zip(batch.samples, parts, strict=True))
-
-
-def samples_and_positions(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sample of each trained token on this rank, and its position among the sample's trained tokens.
-
-    Shapes: int64 [N] each.
-    """
-    device = batch.tokens.device
-    counts = torch.tensor(batch.whole_counts, dtype=torch.int64, device=device)
-    samples = torch.tensor(batch.samples, dtype=torch.int64, device=device).repeat_interleave(counts)
-    # Position of each token in the joined tokens minus the start of its sample.
-    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    positions = torch.arange(len(samples), device=device) - starts
-    rank_tokens = slice(None) if context.size == 1 else batch.owners == context.rank
-    return samples[rank_tokens], positions[rank_tokens]
 
 
 def sequence_sums(found: Iterable[tuple[MicroBatch, torch.Tensor]], context: ContextPart) -> dict[int, float]:
@@ -254,6 +189,7 @@ def _microbatch(
 
     return MicroBatch(
         samples=tuple(int(sample) for sample in share.samples[members]),
+        losses=(0,) * len(members) if share.losses is None else tuple(share.losses[members].tolist()),
         lengths=tuple(len(computed) for computed, _ in sequences),
         trained_counts=_counts(responses, len(members)),
         whole_counts=_counts(whole_responses, len(members)),
@@ -292,11 +228,11 @@ def _observations(
     whole = np.concatenate([np.empty(0, np.int64), *found])
     _, predictors, owners = _part_of_row(row_lengths, row, whole, packing.context)
     mine = slice(None) if packing.context.size == 1 else owners == packing.context.rank
-    loss_weights = share.loss_weights[members]
-    weights = observation_weights(np.array([len(each) for each in found], np.int64), loss_weights)
+    assert share.observation_weights is not None
+    counts = np.array([len(each) for each in found], np.int64)
+    weights = np.repeat(share.observation_weights[members] / np.maximum(counts, 1), counts).astype(np.float32)
     arrays = (predictors, row[whole + 1][mine], weights[mine])
-    first, second, third = (upload(torch.from_numpy(values), packing.device) for values in arrays)
-    return Observations(first, second, third, responses=int(np.count_nonzero(loss_weights)))
+    return Observations(*(upload(torch.from_numpy(values), packing.device) for values in arrays))
 
 
 def _compact_temperatures(

@@ -24,15 +24,13 @@ from model_converters.families.parts.vision import VisionArguments
 class Observations:
     """The observations of a micro-batch on this rank, in the form of its trained tokens.
 
-    weights: 1 / (observations of the response on all context-parallel ranks); 0 for responses with a loss weight of 0.
-    responses: number of responses with another loss weight than 0, on all context-parallel ranks.
+    weights: observation weight of the response (see Batch) / (its observations on all context-parallel ranks).
     Shapes: predictors, targets int64 [M], weights float32 [M].
     """
 
     predictors: torch.Tensor
     targets: torch.Tensor
     weights: torch.Tensor
-    responses: int
 
 
 def observation_predictors(
@@ -48,13 +46,3 @@ def observation_predictors(
         targets = np.setdiff1d(targets, placeholders(images, vision.merge_size))
     predictors: np.ndarray = targets - 1
     return predictors
-
-
-def observation_weights(counts: np.ndarray, loss_weights: np.ndarray) -> np.ndarray:
-    """Return the weight of each observation from the counts and loss weights of the responses. A loss weight matters
-    only in whether it is 0, since the term has a reduction of its own.
-
-    Shapes: [b] each -> float32 [sum of counts].
-    """
-    weights = np.where(loss_weights != 0, 1 / np.maximum(counts, 1), 0.0)
-    return np.repeat(weights, counts).astype(np.float32)

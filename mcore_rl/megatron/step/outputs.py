@@ -90,8 +90,8 @@ class TokenOutputs:
     def observation_loss(
         self, chunk: torch.nn.Module, hidden: torch.Tensor, observed: Observations
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """Compute the sum over responses of the mean cross-entropy of their observations (formula in
-        algorithms/terms.py), a scalar with gradient, and the mean over observations.
+        """Compute the weighted sum over responses of the mean cross-entropy of their observations (formula in
+        algorithms/terms.py), a scalar with gradient, and the mean over observations with a weight.
 
         Shapes: hidden [T, h], all tokens of the rank's row. Units: nats.
         Collective: the tensor-parallel group.

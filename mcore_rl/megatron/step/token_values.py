@@ -19,7 +19,8 @@ from mcore_rl.config.observe import TOKEN_VALUES
 from mcore_rl.config.schema import Config
 from mcore_rl.data.checksum import token_digest
 from mcore_rl.megatron.model.attention.context import ContextPart
-from mcore_rl.megatron.step.microbatches import MicroBatch, whole_by_sample
+from mcore_rl.megatron.step.loss.trained_tokens import whole_by_sample
+from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from mcore_rl.types import (
 from mcore_rl.weights.transports.hosts import this_host
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.step.objective import RankBatch
+    from mcore_rl.megatron.step.loss.rank_batch import RankBatch
     from mcore_rl.weights.connection import Connection, TrainerSetup
     from mcore_rl.weights.delta.copies import FrameBytes
     from mcore_rl.weights.send import WeightSender

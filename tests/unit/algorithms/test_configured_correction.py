@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.algorithms.registry import configured_corrections, configured_loss
+from mcore_rl.algorithms.configured import configured_corrections, configured_loss
 from mcore_rl.config.load import load_text
 
 

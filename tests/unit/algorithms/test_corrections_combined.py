@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.configured import configured_corrections, configured_loss
 from mcore_rl.algorithms.corrections import Correction, corrected
 from mcore_rl.algorithms.interface import PolicyLossInputs
-from mcore_rl.algorithms.registry import configured_corrections, configured_loss, policy_loss
-from mcore_rl.config import load_config
+from mcore_rl.algorithms.registry import policy_loss
 from mcore_rl.config.algorithm import CorrectionConfig, ListedCorrectionConfig
-from mcore_rl.config.load import as_yaml, load_text
+from mcore_rl.config.load import as_yaml, load_config, load_text
 from mcore_rl.config.rules.presets import PRESETS
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError

@@ -80,12 +80,15 @@ def test_check_lora_valid_combinations_pass(base: str) -> None:
 
 
 def test_uses_reference_any_coefficient_needs_one(base: str) -> None:
-    assert not uses_reference(load_config(base, []).algorithm.kl)
-    used = (["algorithm.kl.in_loss=0.01"], ["algorithm.kl.in_reward=0.01", "algorithm.kl.reward_kind=k2"], ADAPTIVE)
+    assert not uses_reference(load_config(base, []).algorithm)
+    of_source = "algorithm.per_source=[{source: a, kl_in_loss: 0.01}]"
+    in_loss, in_reward = "algorithm.kl.in_loss=0.01", "algorithm.kl.in_reward=0.01"
+    kinds = "algorithm.kl.loss_kind=k2", "algorithm.kl.reward_kind=k2"
+    used = ([in_loss], [of_source, kinds[0]], [in_reward, kinds[1]], ADAPTIVE)
     for overrides in used:
         config = load_config(base, [*overrides, "reference.refresh_every_steps=3", "reference.offload=false"])
         validate(config)
-        assert uses_reference(config.algorithm.kl)
+        assert uses_reference(config.algorithm)
 
 
 def scorer(base: str) -> str:

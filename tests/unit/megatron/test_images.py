@@ -100,7 +100,7 @@ def test_placeholders_of_a_tool_answer_are_no_observations() -> None:
         image_rows=np.array([0], np.int32),
     )
     first, one = np.array([0]), np.array([1], np.float32)
-    share = RankShare(first, first, first, first[None], np.array([12]), one, one, one)
+    share = RankShare(first, first, first, first[None], np.array([12]), one, one, one, observation_weights=one)
     [batch] = build_microbatches(share, [buffers], Packing(tokens=20, vision=VISION, observed=True))
     assert batch.observations is not None
     assert batch.observations.targets.tolist() == [4, 5]

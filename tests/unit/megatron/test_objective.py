@@ -16,10 +16,11 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.output import ModelChunk
 from mcore_rl.megatron.step import logprobs, reverse_kl, tiles
+from mcore_rl.megatron.step.loss.rank_batch import RankBatch
+from mcore_rl.megatron.step.loss.token_choice import TokenChoice
 from mcore_rl.megatron.step.microbatches import MicroBatch
-from mcore_rl.megatron.step.objective import Objective, RankBatch
+from mcore_rl.megatron.step.objective import Objective
 from mcore_rl.megatron.step.observations import Observations
-from mcore_rl.megatron.step.token_choice import TokenChoice
 
 
 def config(loss: str, correction: str) -> Config:
@@ -34,7 +35,7 @@ def test_correction_is_built_for_supported_losses_only() -> None:
         with pytest.raises(ConfigError, match=rf"algorithm\.correction\.kind=truncate: .*name={loss}"):
             Objective.from_config(config(loss, "truncate"), None)
     for loss in ("ppo_clip", "gspo", "kl_cov", "reinforce"):
-        assert Objective.from_config(config(loss, "mask"), None).corrections
+        assert Objective.from_config(config(loss, "mask"), None).losses[0].corrections
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def test_rollout_as_old_policy_needs_no_pass_and_no_weights() -> None:
     made.algorithm.old_logp, made.rollout.quantization = "rollout", "fp8"
     objective = Objective.from_config(made, None)
     assert not objective.needs_old_logp
-    assert objective.corrections == ()  # the automatic one would weigh the difference a second time
+    assert objective.losses[0].corrections == ()  # the automatic one would weigh the difference a second time
 
 
 def test_terms_on_the_old_policy_need_its_logp() -> None:
@@ -102,6 +103,7 @@ def part(*samples: int) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
     nothing, logp = torch.empty(0, dtype=torch.int64), torch.full_like(gaps, -1.0)
     batch = MicroBatch(
         samples=samples,
+        losses=(0,) * len(samples),
         lengths=counts,
         trained_counts=counts,
         whole_counts=counts,
@@ -120,7 +122,7 @@ def part(*samples: int) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
 
 def choices(settings: Config, *parts: tuple[MicroBatch, torch.Tensor, torch.Tensor]) -> TokenChoice:
     objective = Objective.from_config(settings, None)
-    return objective.choose_tokens(parts, RankBatch((), ()), seed=1, all_reduce=lambda tensor: tensor)
+    return objective.losses[0].choose_tokens(parts, RankBatch((), ()), seed=1, all_reduce=lambda tensor: tensor)
 
 
 @pytest.mark.parametrize("cut", [[(0, 1, 2, 3)], [(1,), (0, 3), (2,)]])
@@ -199,7 +201,7 @@ def test_float32_head_reaches_all_products_of_the_backward_pass(chosen: bool, mo
         outputs.logp(head, hidden, batch, compute_entropy=True)[0],
         reverse_kl.linear_reverse_kl(hidden, policy, hidden.detach(), policy),
         reverse_kl.linear_logp_at(hidden, policy, torch.arange(3)[:, None]),
-        outputs.observation_loss(head, hidden, Observations(torch.arange(3), torch.arange(3), torch.ones(3), 1))[0],
+        outputs.observation_loss(head, hidden, Observations(torch.arange(3), torch.arange(3), torch.ones(3)))[0],
     )
     sum(value.sum() for value in values).backward()
     assert found == [chosen] * 8  # gradients of hidden states and weight

@@ -13,7 +13,7 @@ import torch
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.roles.critic import ValuedBatch
-from mcore_rl.megatron.step.objective import RankBatch
+from mcore_rl.megatron.step.loss.rank_batch import RankBatch
 from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.phases import Stages
 from mcore_rl.runtime.roles.base import HeldBatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from compare_staleness import ANCHORED, CORRECTED, LOSSES, losses_of_eta4
 
-from mcore_rl.algorithms.registry import configured_corrections, configured_loss
+from mcore_rl.algorithms.configured import configured_corrections, configured_loss
 from mcore_rl.config import load_config
 from tests.readme import ROOT
 

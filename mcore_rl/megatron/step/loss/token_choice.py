@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_rl.megatron.step.microbatches import MicroBatch
+from mcore_rl.megatron.step.loss.trained_tokens import TrainedTokens
 
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """Results that depend on the whole update, by sample. Tokens are bool [n], for the tokens of this rank.
+    """Results for one loss that depend on the whole update, by sample. Tokens are bool [n], this rank's only.
 
     of_loss: tokens that a loss with needs.selection treats differently; None for other losses.
     within: tokens that a correction with measure second_moment keeps; None: no such correction.
@@ -27,13 +27,13 @@ class TokenChoice:
     groups: Mapping[int, tuple[float, float]] | None = None
 
 
-def joined_flags(batch: MicroBatch, chosen: Mapping[int, torch.Tensor]) -> torch.Tensor:
+def joined_flags(batch: TrainedTokens, chosen: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Join the flags of a micro-batch's samples, bool [N]."""
     no_tokens = batch.targets.new_empty(0, dtype=torch.bool)
     return torch.cat([no_tokens, *(chosen[sample] for sample in batch.samples)])
 
 
-def joined_terms(batch: MicroBatch, groups: Mapping[int, tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+def joined_terms(batch: TrainedTokens, groups: Mapping[int, tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return group_loss and slope of each token of a micro-batch, float32 [N] each."""
     device = batch.targets.device
     counts = torch.tensor(batch.trained_counts, dtype=torch.int64, device=device)
