@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
-from mcore_rl.algorithms import aggregation, entropy_controller, kl, kl_controller, length_penalty, terms
+from mcore_rl.algorithms import aggregation, configured, entropy_controller, kl, kl_controller, length_penalty, terms
 from mcore_rl.algorithms.advantages import user as user_advantage
 from mcore_rl.algorithms.interface import Estimator, PolicyLoss
 from mcore_rl.algorithms.losses import user as user_loss
@@ -68,6 +68,7 @@ def page() -> str:
     rest = {
         "User-defined advantage: `algorithm.advantage`": user_advantage,
         "User-defined policy loss: `algorithm.policy_loss.name`": user_loss,
+        "Losses by data source: `algorithm.per_source`": configured,
         "Aggregation: `algorithm.loss_aggregation`": aggregation,
         "Length penalty: `algorithm.length_penalty`": length_penalty,
         "KL estimators: `algorithm.kl.loss_kind`, `algorithm.kl.reward_kind`": kl,

@@ -1,4 +1,26 @@
-"""Configured policy losses, of all data sources, and corrections. They are checked before a run starts."""
+"""The loss of a response depends on its data_source:
+
+    algorithm:
+      policy_loss: {name: ppo_clip, clip_high: 0.28}              all other sources
+      entropy_coefficient: 0.001
+      per_source:
+        - {source: code, weight: 2, policy_loss: {name: gspo, clip_low: 3e-4, clip_high: 4e-4}}
+        - {source: chat, entropy_coefficient: 0, kl_in_loss: 0.01}
+
+Each entry with policy_loss, entropy_coefficient or kl_in_loss has a loss of its own; a missing one of these keys has
+the value of the section. policy_loss names the loss and has its options; options of algorithm.policy_loss do not apply.
+All other keys of the loss, such as corrections and drift_penalty, are common to all sources.
+
+    L = sum_i w_i sum_t L^(s(i))_it,     w_i = weight(s(i)) / denominator of algorithm.loss_aggregation
+
+    s(i): source of response i. The denominator counts the responses of all sources. The gradient is the sum of the
+    gradients of the sources alone with these weights, for any packing and layout: a loss gets the tokens of its own
+    responses only. What it computes from a whole update (clip_cov, kl_cov, real, high_entropy_share, measure
+    second_moment) covers its own responses, too.
+
+A forward pass that the loss of one source needs covers the responses of all sources. Metrics of the losses cover all
+sources; those of a source with its own loss are repeated with its name, such as actor/clip_fraction/code.
+"""
 
 from __future__ import annotations
 

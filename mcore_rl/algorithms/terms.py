@@ -8,13 +8,13 @@
 
 Terms with a reduction of their own, beside algorithm.loss_aggregation:
 
-    observation_coefficient 1/S sum_i 1/|O_i| sum_{t in O_i} -log p(y_it)
+    observation_coefficient 1/S sum_i v_i/|O_i| sum_{t in O_i} -log p(y_it)
 
     O_i: tokens of response i that were not sampled, before its last trained token: results of tools, messages of users
          or an environment, and the tokens of the chat template around them, without placeholders of images. p: the
-         model's distribution at temperature 1. S: responses of the update that are trained. A response without such
-         tokens adds 0; whether its advantage is 0 does not matter. A weight of algorithm.per_source of 0 leaves a
-         response out; other weights do not scale this term.
+         model's distribution at temperature 1. S: responses of the update that are trained. v_i: weight of the
+         response's source in algorithm.per_source, or 1. A response without such tokens adds 0; whether its advantage
+         is 0 does not matter.
 
 Tokens are samples of the old policy. The plain KL term is therefore unbiased only while the policy equals the old one,
 and even then the gradients of k1 and low_var are biased, because they treat the tokens as fixed. With the ratio r,

@@ -24,7 +24,7 @@ GROUP, TASK, STEP = "group", "task", "step"
 _METRICS = "mean accuracy std errors greedy kl kl_coefficient length_penalty model judge reward"
 _FIELDS = (
     "prompt response tokens response_tokens finish_reason group sample version versions submitted_version ground_truth "
-    "error scores turns tool_calls messages mask turn_rewards temperatures digest images"
+    "error scores turns tool_calls messages mask turn_rewards temperatures digest images role"
 )
 TAKEN = frozenset(f"{_METRICS} {_FIELDS}".split())
 """Reserved names of metrics (reward/, val/) and record fields. A part with such a name gets `_part` appended."""

@@ -45,6 +45,8 @@ class KeptSamples:
 
     Shapes: every array [B]. chunk_ids and rows (int32) locate the tokens; the other fields are as in RolloutScalars.
     episodes (int64): one number per episode; the responses of an episode share it and have one reward.
+    roles (int64): number of the response's role among the names of all responses; 0 for all without names.
+    other_rewards (float32): see RolloutScalars; 0 without roles.
     parts (float64 [B] by name): parts and scores of RolloutScalars; NaN if a response has none.
     """
 
@@ -59,6 +61,8 @@ class KeptSamples:
     accuracies: np.ndarray
     clipped: np.ndarray
     episodes: np.ndarray
+    roles: np.ndarray
+    other_rewards: np.ndarray
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -97,10 +101,14 @@ def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray] | None 
         start + (rows if part.episodes is None else part.episodes[rows])
         for (part, rows), start in zip(kept, starts, strict=False)
     ]
+    names_of_roles = [np.full(len(r), "") if part.roles is None else part.roles[r] for part, r in kept]
+    others = [np.zeros(len(r)) if part.other_rewards is None else part.other_rewards[r] for part, r in kept]
     return KeptSamples(
         chunk_ids=np.repeat(np.arange(len(keep), dtype=np.int32), [len(rows) for rows in keep]),
         rows=join(keep, np.int32),
         episodes=join(episodes, np.int64),
+        roles=np.unique(np.concatenate([*names_of_roles, np.empty(0, "U1")]), return_inverse=True)[1],
+        other_rewards=join(others, np.float32),
         parts={name: column(name) for name in names},
         **{name: join((getattr(part, name)[rows] for part, rows in kept), dtype) for name, dtype in _SCALARS.items()},
     )

@@ -127,6 +127,11 @@ def prepare_models(config: Config) -> PreparedModels:
 
     Raises: ConfigError for the first setting that cannot work.
     """
+    if config.algorithm.baseline == "role":
+        raise ConfigError(
+            "algorithm.baseline=role needs the roles of responses, which are not stored to repeat an update; set it to "
+            "prompt"
+        )
     if config.algorithm.uses_sources or config.teacher.by_source:
         raise ConfigError(
             "algorithm.per_source, algorithm.baseline=source and teacher.by_source need the training data, which is "

@@ -22,6 +22,8 @@ from mcore_rl.vision.thumbnails import thumbnails, with_thumbnails
 
 FAILED_EPISODE = "the episode failed"
 """Prefix of error messages for failed episodes."""
+ROLE_COLUMNS = ("roles", "other_rewards")
+"""Columns of RolloutScalars that only episodes with named roles have."""
 LIMIT_REASONS = ("length", "turns", "tool_calls", "seconds")
 """Finish reasons of responses that a limit ended."""
 
@@ -47,6 +49,7 @@ def scalars_of(
     scores = [r.score for r in responses for _ in r.outcome.trajectories]
     edges = buffers.response_offsets[:-1], buffers.response_offsets[1:] - 1
     trained = np.add.reduceat(buffers.trained, edges[0], dtype=np.int64) if scores else np.empty(0)
+    roles, other_rewards = _roles_of(responses)
     drawn_by, drawn = np.unique(buffers.versions[buffers.trained != 0], return_counts=True)
     return RolloutScalars(
         group_ids=np.repeat(task.group_ids[groups], counts),
@@ -63,8 +66,25 @@ def scalars_of(
         seconds_generating=seconds[0],
         seconds_grading=seconds[1],
         tokens_taken_over=sum(r.outcome.taken_over for r in responses),
+        roles=roles,
+        other_rewards=other_rewards,
         **vars(grades_of(scores)),
     )
+
+
+def _roles_of(responses: Sequence[Response]) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """Return roles and other_rewards of RolloutScalars, one entry per trajectory; None if no role has a name."""
+    episodes = [response.outcome.trajectories for response in responses]
+    roles = [each.role for trajectories in episodes for each in trajectories]
+    if not any(roles):
+        return None, None
+    others = list[float]()
+    for trajectories in episodes:
+        of_roles: defaultdict[str, float] = defaultdict(float)
+        for each in trajectories:
+            of_roles[each.role] += 0.0 if each.rewards is None else float(each.rewards.sum(dtype=np.float64))
+        others += [sum(value for role, value in of_roles.items() if role != each.role) for each in trajectories]
+    return np.array(roles), np.array(others, np.float32)
 
 
 def grades_of(scores: Sequence[Score]) -> Grades:
@@ -149,6 +169,8 @@ def _record(response: Response, trajectory: Trajectory, group: int, sample: int,
     }
     if trajectory.trained is not None:
         record |= {"messages": with_thumbnails(outcome.messages), "mask": trajectory.trained.tolist()}
+    if trajectory.role:
+        record["role"] = trajectory.role
     if trajectory.temperatures is not None:
         record["temperatures"] = temperature_spans(trajectory.temperatures)
     if trajectory.rewards is not None and trajectory.rewards.any():
@@ -162,8 +184,8 @@ def join_scalars(parts: Sequence[RolloutScalars]) -> RolloutScalars:
     arrays = {
         field.name: np.concatenate([getattr(part, field.name) for part in parts])
         for field in fields(RolloutScalars)
-        # `episodes` holds row numbers, which shift by the rows of the parts before.
-        if isinstance(getattr(parts[0], field.name), np.ndarray) and field.name != "episodes"
+        # `episodes` holds row numbers, which shift by the rows of the parts before. Only some parts may have roles.
+        if isinstance(getattr(parts[0], field.name), np.ndarray) and field.name not in ("episodes", *ROLE_COLUMNS)
     }
     lengths = [len(part.rewards) for part in parts]
     starts = np.cumsum([0, *lengths]).tolist()
@@ -175,6 +197,8 @@ def join_scalars(parts: Sequence[RolloutScalars]) -> RolloutScalars:
         parts=_joined_numbers([part.parts for part in parts], lengths),
         episodes=_joined_episodes(parts, starts),
         episode_metrics=_joined_numbers([part.episode_metrics for part in parts], lengths),
+        roles=_joined_column([part.roles for part in parts], lengths, ""),
+        other_rewards=_joined_column([part.other_rewards for part in parts], lengths, np.float32(0)),
         traceback=next((part.traceback for part in parts if part.traceback), None),
         seconds_generating=max(part.seconds_generating for part in parts),
         seconds_grading=max(part.seconds_grading for part in parts),
@@ -191,6 +215,16 @@ def _joined_numbers(parts: Sequence[Mapping[str, np.ndarray]], lengths: Sequence
         name: np.concatenate([part.get(name, none) for part, none in zip(parts, lacking, strict=True)])
         for name in names
     }
+
+
+def _joined_column(
+    parts: Sequence[np.ndarray | None], lengths: Sequence[int], default: str | np.float32
+) -> np.ndarray | None:
+    """Concatenate; parts without the column get the default. None if no part has it."""
+    if all(part is None for part in parts):
+        return None
+    filled = [np.full(n, default) if part is None else part for part, n in zip(parts, lengths, strict=True)]
+    return np.concatenate(filled)
 
 
 def _joined_episodes(parts: Sequence[RolloutScalars], starts: Sequence[int]) -> np.ndarray | None:

@@ -157,12 +157,17 @@ def response_advantages(
 
     def advantages_of(groups: Groups, rewards: np.ndarray) -> np.ndarray:
         kept = gather(groups.scalars, groups.keep)
-        # An episode counts once in its group, even if it consists of several sequences.
-        _, first, episode = np.unique(kept.episodes, return_index=True, return_inverse=True)
+        # An episode counts once in its group, even if it consists of several sequences; with a baseline per role, each
+        # of its roles does.
+        episodes, group_ids = kept.episodes, kept.group_ids
+        if algorithm.baseline == "role":
+            episodes, group_ids = (_pairs(ids, kept.roles) for ids in (episodes, group_ids))
+            rewards = rewards - kept.other_rewards
+        _, first, episode = np.unique(episodes, return_index=True, return_inverse=True)
         source_ids = rules.numbers(kept.prompt_rows[first])
         inputs = {
             "rewards": rewards[first],
-            "group_ids": source_ids if algorithm.baseline == "source" else kept.group_ids[first],
+            "group_ids": source_ids if algorithm.baseline == "source" else group_ids[first],
             "lengths": np.bincount(episode, kept.trained_tokens).astype(np.int32),
         }
         if needs.baseline_rewards:
@@ -176,6 +181,13 @@ def response_advantages(
         return advantages[episode]
 
     return advantages_of
+
+
+def _pairs(ids: np.ndarray, roles: np.ndarray) -> np.ndarray:
+    """Number the pairs of an id and a role. Shapes: int64 [B] each -> int64 [B]."""
+    numbers = np.unique(ids, return_inverse=True)[1]
+    result: np.ndarray = numbers * (int(roles.max(initial=0)) + 1) + roles
+    return result
 
 
 def _estimate(

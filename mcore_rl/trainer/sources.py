@@ -125,10 +125,10 @@ def check_sources(algorithm: AlgorithmConfig, sources: Sources | None = None) ->
     Raises: ConfigError naming the source, or the estimator that cannot be used.
     """
     default = _built(algorithm)
-    if algorithm.baseline == "source" and not (default.per_response and default.needs.group_ids):
+    if algorithm.baseline != "prompt" and not (default.per_response and default.needs.group_ids):
         raise ConfigError(
-            f"algorithm.baseline=source: algorithm.advantage={algorithm.advantage} does not compare the responses of a "
-            "group with one number each; set it to prompt, or choose grpo"
+            f"algorithm.baseline={algorithm.baseline}: algorithm.advantage={algorithm.advantage} does not compare the "
+            "responses of a group with one number each; set it to prompt, or choose grpo"
         )
     weights = {entry.source: entry.weight for entry in algorithm.per_source}
     if sources is not None and not any(weights.get(name, 1.0) for name in sources.names):

@@ -223,6 +223,8 @@ class RolloutScalars:
     parts: {name: float64 [B]}, additional numbers of graders; NaN if a response has none.
     tokens_taken_over: number of tokens sampled by lost engines and continued by others.
     episodes: int64 [B], row of the first response of the same episode (they share its reward); None: one response each.
+    roles: text [B], see Trajectory.role; other_rewards: float32 [B], the part of the reward that turns of other roles
+    of the episode have. None: no role has a name.
     episode_metrics: {metric name: float64 [B]}, one number per episode.
     digests: uint32 [B], checksums of the tokens, to detect whether a response was generated identically again.
     version_tokens: pairs (weight version, number of trained tokens sampled with it); a version may occur several times.
@@ -248,6 +250,8 @@ class RolloutScalars:
     episode_metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
     digests: np.ndarray | None = None
     version_tokens: tuple[tuple[int, int], ...] = ()
+    roles: np.ndarray | None = None
+    other_rewards: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

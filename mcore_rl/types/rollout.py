@@ -105,6 +105,7 @@ class Trajectory:
     temperatures float32 [T], sampling temperature of each token (NaN if not sampled), None: not recorded.
     images: images in the prompt and in answers of tools;
     kept: sets of the T tokens (empty if not sampled), None: not recorded.
+    role: name of the agent that sampled the tokens, for episodes with several; "": the only one.
     Units: logp in nats.
     """
 
@@ -118,6 +119,7 @@ class Trajectory:
     temperatures: np.ndarray | None = None
     images: PromptImages | None = None
     kept: TokenSets | None = None
+    role: str = ""
 
 
 def extra_of_turns(num_turns: int = 1, tool_rewards: Sequence[float] = ()) -> dict[str, object]:

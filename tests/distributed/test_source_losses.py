@@ -97,7 +97,8 @@ def _measure(actor: Any, settings: AlgorithmConfig) -> list[tuple[float, dict[st
         (each, replace(chosen_samples(share, share.losses == number), losses=None)) for number, each in enumerate(alone)
     ]
     parts[0] = replace(parts[0][0], per_source=[]), parts[0][1]
-    return [_gradients(actor, *part) for part in [(both, share), *parts][: 3 if actor.layout.world_size == 1 else 1]]
+    measured = [(both, share), *parts] if torch.distributed.get_world_size() == 1 else [(both, share)]
+    return [_gradients(actor, *part) for part in measured]
 
 
 def _gradients(actor: Any, settings: AlgorithmConfig, share: Any) -> tuple[float, dict[str, Any], list[Any]]:

@@ -108,9 +108,11 @@ class AlgorithmConfig:
     """Whiten the advantages of gae; null: true."""
     advantage_kwargs: dict[str, Any] = field(default_factory=dict)
     """Additional keyword arguments of a user's estimator."""
-    baseline: str = setting("prompt", choices=("prompt", "source"))
+    baseline: str = setting("prompt", choices=("prompt", "source", "role"))
     """Responses that an estimator compares with each other. prompt: all responses to a prompt; source: all responses of
-    a step to prompts with the same data_source."""
+    a step to prompts with the same data_source; role: the responses of one role in all episodes of a prompt, for
+    episodes in which several agents speak (docs/episodes.md). The reward of a role is the reward of its episode without
+    the rewards of the turns of other roles."""
     per_source: list[SourceConfig] = field(default_factory=list)
     """List of loss weights, estimators and losses by data_source. A source with its own estimator or options is
     estimated separately from the others: statistics of the step (std_level, whitening) cover its responses only. The

@@ -90,10 +90,10 @@ def check_estimator(config: Config) -> None:
     algorithm = config.algorithm
     _check_label_losses(config)
     chosen = f"algorithm.advantage={algorithm.advantage}"
-    if algorithm.uses_sources and is_supervised(algorithm):
+    if (algorithm.per_source or algorithm.baseline != "prompt") and is_supervised(algorithm):
         raise ConfigError(
-            "algorithm.per_source and algorithm.baseline=source have no effect with algorithm.policy_loss.name=sft, "
-            "which has no rewards; remove them"
+            "algorithm.per_source and algorithm.baseline have no effect with algorithm.policy_loss.name=sft, which has "
+            "no rewards; remove them"
         )
     if algorithm.advantage == OF_PARTS and not algorithm.part_weights:
         raise ConfigError(

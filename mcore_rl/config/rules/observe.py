@@ -42,6 +42,11 @@ def check_trajectories(observe: ObserveConfig, algorithm: AlgorithmConfig) -> No
             f"observe.keep_trajectories={observe.keep_trajectories} does not store the data_source of responses, which "
             "algorithm.per_source and algorithm.baseline=source need to repeat an update; set it to 0"
         )
+    if observe.keep_trajectories and algorithm.baseline == "role":
+        raise ConfigError(
+            f"observe.keep_trajectories={observe.keep_trajectories} does not store the roles of responses, which "
+            "algorithm.baseline=role needs to repeat an update; set it to 0"
+        )
     if observe.keep_trajectories and algorithm.advantage == OF_PARTS:
         raise ConfigError(
             f"observe.keep_trajectories={observe.keep_trajectories} does not store the parts of the rewards, which "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, AlgorithmConfig, is_supervised
-from mcore_rl.config.episodes import GATEWAY, SINGLE_TURN, WITH_ENVIRONMENT, WITH_TOOLS
+from mcore_rl.config.episodes import GATEWAY, SINGLE_TURN, WITH_ENVIRONMENT, WITH_GATEWAY, WITH_TOOLS
 from mcore_rl.config.fields import reject_unless_default, written
+from mcore_rl.config.functions import names_function
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.rules.gateway import check_gateway, takes_options
 from mcore_rl.config.rules.teacher import is_on_engines
@@ -63,6 +64,21 @@ def concurrent_episodes(rollout: RolloutConfig) -> int:
     return rollout.max_concurrent_episodes or EPISODES_PER_REQUEST * rollout.max_concurrent_requests
 
 
+def _check_algorithm(chosen: str, algorithm: AlgorithmConfig) -> None:
+    """Reject keys of the algorithm that have no effect with the episode `chosen`."""
+    if algorithm.baseline == "role" and not (names_function(chosen) or chosen in WITH_GATEWAY):
+        raise ConfigError(
+            f"algorithm.baseline=role has no effect with rollout.episode={chosen}, in which one role speaks; set the "
+            "baseline to prompt, or rollout.episode to gateway or to module_or_file.py:name of an episode that names "
+            "roles"
+        )
+    if chosen == SINGLE_TURN and algorithm.observation_coefficient:
+        raise ConfigError(
+            f"algorithm.observation_coefficient={algorithm.observation_coefficient}: all tokens of a single-turn "
+            "response are sampled; set rollout.tools, rollout.environment or another rollout.episode, or set it to 0"
+        )
+
+
 def check_episodes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError for keys that contradict each other or have no effect."""
     if rollout.tools is None:
@@ -70,11 +86,7 @@ def check_episodes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
     chosen = episode_of(rollout)
     if is_supervised(algorithm):
         return
-    if chosen == SINGLE_TURN and algorithm.observation_coefficient:
-        raise ConfigError(
-            f"algorithm.observation_coefficient={algorithm.observation_coefficient}: all tokens of a single-turn "
-            "response are sampled; set rollout.tools, rollout.environment or another rollout.episode, or set it to 0"
-        )
+    _check_algorithm(chosen, algorithm)
     if chosen == WITH_TOOLS and rollout.tools is None:
         raise ConfigError("rollout.episode=tools needs rollout.tools: a YAML file of tools, or module_or_file.py:name")
     if chosen == WITH_ENVIRONMENT and rollout.environment is None:

@@ -228,7 +228,7 @@ def _check_alone(algorithm: AlgorithmConfig) -> None:
             "set it to an estimator without a pass, such as grpo",
         ),
         (bool(sources), f"algorithm.per_source, {', '.join(sources)}: advantage", "leave only source and weight"),
-        (algorithm.baseline == "source", "algorithm.baseline=source", "set it to prompt"),
+        (algorithm.baseline != "prompt", f"algorithm.baseline={algorithm.baseline}", "set it to prompt"),
     ):
         if given:
             raise ConfigError(

@@ -73,6 +73,13 @@ def check_sampling(
     return checked or None
 
 
+def changed_options(given: SamplingOptions, options: SamplingOptions) -> dict[str, object]:
+    """Return the options of `given` that differ from the request's. Whether sets are recorded is not the caller's
+    choice."""
+    current = vars(options)
+    return {name: value for name, value in vars(given).items() if value != current[name] and name != "keep_mask"}
+
+
 def with_overrides(options: SamplingOptions, wanted: SamplingOverrides) -> SamplingOptions:
     """Apply checked options of a row or call. Greedy sampling (validation, baselines) stays greedy."""
     return replace(

@@ -1,8 +1,8 @@
 """Token sequences of an episode, built from its calls of session.generate. Only these sequences are trained.
 
-A call whose tokens start with an existing sequence extends it; tokens between the sequence and the new completion were
-not sampled. Any other call starts a new sequence, for which all given tokens are the prompt; tokens that an earlier
-sequence sampled are trained only there. Example (s: sampled, t: token of a tool result):
+A call whose tokens start with an existing sequence of its role extends it; tokens between the sequence and the new
+completion were not sampled. Any other call starts a new sequence, for which all given tokens are the prompt; tokens
+that an earlier sequence sampled are trained only there. Example (s: sampled, t: token of a tool result):
 
     generate(p p)            -> s s      sequence 0    p p | s s
     generate(p p s s t t)    -> s        sequence 0    p p | s s t t s
@@ -51,8 +51,9 @@ class _Before:
 class TokenSequence:
     """One sequence."""
 
-    def __init__(self, prompt_ids: np.ndarray) -> None:
+    def __init__(self, prompt_ids: np.ndarray, role: str = "") -> None:
         self.prompt_ids = prompt_ids
+        self.role = role
         self.images: PromptImages | None = None
         """Images in `tokens`."""
         self.tokens = prompt_ids
@@ -131,6 +132,7 @@ class TokenSequence:
             *(self.prompt_ids, response, logp, versions, mask, rewards, self._experts, temperatures, self.images),
             # All calls of an episode keep their sets, or none does.
             kept=TokenSets.joined(kept) if len(kept) == len(self._pieces) else None,
+            role=self.role,
         )
 
 
@@ -140,20 +142,26 @@ class SequenceBook:
     def __init__(self) -> None:
         self.sequences: list[TokenSequence] = []
 
-    def find(self, token_ids: np.ndarray) -> TokenSequence | None:
-        """Return the longest sequence with which `token_ids` start, or None."""
-        found = [sequence for sequence in self.sequences if sequence.is_prefix_of(token_ids)]
+    def find(self, token_ids: np.ndarray, role: str = "") -> TokenSequence | None:
+        """Return the longest sequence of a role with which `token_ids` start, or None."""
+        found = [each for each in self.sequences if each.role == role and each.is_prefix_of(token_ids)]
         # The longest one: branches of an episode share their first turns.
         return max(found, key=lambda sequence: len(sequence.tokens), default=None)
 
     def add(
-        self, token_ids: np.ndarray, completion: Completion, temperature: float, images: PromptImages | None = None
+        self,
+        token_ids: np.ndarray,
+        completion: Completion,
+        temperature: float,
+        images: PromptImages | None = None,
+        *,
+        role: str = "",
     ) -> TokenSequence:
-        """Add the completion of `token_ids`, sampled at `temperature`. Returns the sequence that contains it. `images`:
-        images in `token_ids`."""
-        sequence = self.find(token_ids)
+        """Add the completion of `token_ids`, sampled at `temperature` by a role. Returns the sequence that contains it.
+        `images`: images in `token_ids`."""
+        sequence = self.find(token_ids, role)
         if sequence is None:
-            sequence = TokenSequence(token_ids)
+            sequence = TokenSequence(token_ids, role)
             self.sequences.append(sequence)
         sequence.extend(token_ids, completion, temperature, images)
         return sequence

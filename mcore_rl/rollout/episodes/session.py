@@ -18,7 +18,7 @@ from mcore_rl.data.chat.conversation import with_answer_ids
 from mcore_rl.data.chat.messages import text_of, with_answer
 from mcore_rl.data.chat.style import opens_thought
 from mcore_rl.data.seeds import turn_seed
-from mcore_rl.data.sources.row_options import check_sampling, with_overrides
+from mcore_rl.data.sources.row_options import changed_options, check_sampling, with_overrides
 from mcore_rl.data.transcripts import response_text
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes import trace as states
@@ -134,17 +134,22 @@ class Session:
         """True if the row opens the reasoning of the first turn."""
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: SamplingOptions | Mapping[str, object] | None = None
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingOptions | Mapping[str, object] | None = None,
+        *,
+        role: str = "",
     ) -> Sampled:
         """Sample the continuation of `token_ids`, the whole sequence so far. `sampling` overrides the run's options;
-        max_response_tokens applies to this turn.
+        max_response_tokens applies to this turn. `role` names the agent that speaks, in episodes with several; agents
+        do not share sequences.
 
         Raises: EpisodeLimitError if no turn or token is left (this ends the episode normally); DataError for invalid
         sampling options, if the row has images and the tokens do not begin with its prompt, or for images of tools at
         another place than where they were rendered.
         """
         ids = np.asarray(token_ids, np.int32)
-        sequence = self.book.find(ids)
+        sequence = self.book.find(ids, role)
         # The limit counts from the prompt of the sequence; other tokens than its own start a new one.
         num_prompt = len(ids) if sequence is None else len(sequence.prompt_ids)
         room = self.limits.room(self.num_turns, num_prompt, len(ids))
@@ -157,7 +162,7 @@ class Session:
         except asyncio.CancelledError:
             self.num_turns -= 1  # nothing of it is in the episode
             raise
-        sequence = self.book.add(ids, completion, request.sampling.temperature, request.images)
+        sequence = self.book.add(ids, completion, request.sampling.temperature, request.images, role=role)
         self.truncated = completion.finish_reason == "length"
         found = completion.token_ids.tolist()
         logp, versions, reason = completion.logp.tolist(), completion.versions.tolist(), completion.finish_reason
@@ -329,7 +334,7 @@ class Session:
         """Apply overrides. Raises: DataError for invalid options, or options that cannot be trained."""
         options = self._request.sampling
         if given is not None:
-            named = _changes(given, options) if isinstance(given, SamplingOptions) else given
+            named = changed_options(given, options) if isinstance(given, SamplingOptions) else given
             keeps = options.keep_mask
             wanted = check_sampling(named, "session.generate", trained=self._trained, keeps_mask=keeps)
             options = with_overrides(options, wanted or {})
@@ -372,10 +377,3 @@ class Session:
             yield
         finally:
             self.seconds[state] += time.perf_counter() - began
-
-
-def _changes(given: SamplingOptions, options: SamplingOptions) -> dict[str, object]:
-    """Return the options of `given` that differ from the request's. Whether sets are recorded is not the caller's
-    choice."""
-    current = vars(options)
-    return {name: value for name, value in vars(given).items() if value != current[name] and name != "keep_mask"}

@@ -141,7 +141,7 @@ class Answers:
         context = self.context_of(request.tools)
         ids = self._prompt_ids(request, context)
         sampling = self._sampling(request.sampling)
-        found = await self._sampled(ids, sampling, request.num_choices)
+        found = await self._sampled(ids, sampling, request)
         if self.session.limits.reached == LENGTH:
             self.session.limits.reached = None  # the program has shortened its history
         reply_id = _hashed(found)
@@ -157,14 +157,14 @@ class Answers:
             choices.append(choice)
         return ChatReply(reply_id, choices, len(ids), int(time.time()))
 
-    async def _sampled(self, ids: list[int], sampling: dict[str, object], count: int) -> list[Sampled]:
-        """Sample `count` continuations. If one fails or the call is cancelled, the others are aborted."""
-        session = self.session
+    async def _sampled(self, ids: list[int], sampling: dict[str, object], request: ChatRequest) -> list[Sampled]:
+        """Sample the continuations of a request. If one fails or the call is cancelled, the others are aborted."""
+        session, count = self.session, request.num_choices
         if count > 1 and session.num_turns + count > session.limits.turns:
             left = max(session.limits.turns - session.num_turns, 0)
             raise RefusedError(400, f"{count} replies were requested, and rollout.max_turns leaves {left}")
         # Started in this order, which gives equal requests the same seeds if the session is played again.
-        tasks = [asyncio.create_task(session.generate(ids, sampling)) for _ in range(count)]
+        tasks = [asyncio.create_task(session.generate(ids, sampling, role=request.role)) for _ in range(count)]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:

@@ -23,6 +23,7 @@ class ChatRequest:
     sampling: overrides by the names of `SamplingOptions`: temperature, top_p, top_k, min_p, stop, max_response_tokens.
     num_choices: number of independent replies.
     top_logprobs: None: log-probabilities are not returned; 0: of the sampled tokens.
+    role: agent of the program that sends the request; see Session.generate.
     """
 
     messages: Sequence[ChatMessage] = ()
@@ -31,6 +32,7 @@ class ChatRequest:
     sampling: Mapping[str, object] = field(default_factory=dict)
     num_choices: int = 1
     top_logprobs: int | None = None
+    role: str = ""
 
 
 @dataclass(frozen=True)

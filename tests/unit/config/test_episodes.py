@@ -50,6 +50,25 @@ def test_check_episodes_contradictions_are_rejected(keys: dict[str, object], mes
         check_episodes(RolloutConfig(**keys), AlgorithmConfig())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("keys", "accepted"),
+    [
+        ({}, False),
+        ({"environment": "g.py:Game"}, False),
+        ({"tools": "t.py:f"}, False),
+        ({"episode": "s.py:Solver"}, True),
+        ({"episode": "gateway", "harness": "h.py:run"}, True),
+    ],
+)
+def test_baseline_by_role_needs_an_episode_that_names_roles(keys: dict[str, str], accepted: bool) -> None:
+    rollout, algorithm = RolloutConfig(**keys), AlgorithmConfig(baseline="role")
+    if accepted:
+        check_episodes(rollout, algorithm)
+        return
+    with pytest.raises(ConfigError, match=r"^algorithm\.baseline=role has no effect with rollout\.episode="):
+        check_episodes(rollout, algorithm)
+
+
 def test_check_episodes_supervised_run_passes() -> None:
     config = Config(rollout=RolloutConfig(tools="t.yaml", episode="single_turn"))
     config.algorithm = AlgorithmConfig(policy_loss=PolicyLossConfig(name="sft"))

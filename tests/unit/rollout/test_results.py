@@ -17,7 +17,8 @@ from mcore_rl.config.reward import RewardConfig
 from mcore_rl.data.chat.messages import answer_content
 from mcore_rl.errors import ConfigError, RewardError
 from mcore_rl.rollout.episodes.single_turn import Attempt
-from mcore_rl.rollout.results import GradingFailures, Response, join_scalars, write_records
+from mcore_rl.rollout.results import GradingFailures, Response, join_scalars, scalars_of, write_records
+from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.types import (
     EpisodeOutcome,
     GenerationRequest,
@@ -45,6 +46,33 @@ def test_join_scalars_errors_tokens_and_seconds() -> None:
     assert joined.errors == ((1, "a"), (3, "b"))
     assert (joined.traceback, joined.tokens_taken_over, joined.seconds_generating) == ("at b", 12, 2.0)
     np.testing.assert_array_equal(joined.parts["half"], [np.nan, np.nan, np.nan, 0.5])
+
+
+def test_scalars_of_roles_separate_the_rewards_of_their_turns(tmp_path: Path) -> None:
+    zeros, sampling = np.zeros(2, np.float32), SamplingOptions(8)
+    ids = np.array([3, 4], np.int32)
+    solver, critic = (
+        Trajectory(ids, ids, zeros, zeros.astype(np.int32), rewards=np.array([0, reward], np.float32), role=role)
+        for role, reward in (("solver", 0.5), ("critic", 2))
+    )
+    attempt = Attempt(GenerationRequest("train.0.0", ids, 1, sampling), Prompt(0, ids, "34", "", None))
+    outcomes = [EpisodeOutcome((solver, critic, solver), "", "stop"), EpisodeOutcome((critic,), "", "stop")]
+    responses = [Response(attempt, outcome, Score(4.0, 1.0)) for outcome in outcomes]
+    task = RolloutTask("train", np.array([0]), np.array([0]), 2, sampling, 1)
+    buffers = pack_trajectories([solver, critic, solver, critic])
+    scalars = scalars_of(task, responses, buffers, (0.0, 0.0))
+    assert scalars.roles is not None
+    assert scalars.other_rewards is not None
+    assert scalars.roles.tolist() == ["solver", "critic", "solver", "critic"]
+    assert scalars.other_rewards.tolist() == [2, 1, 2, 0]
+    joined = join_scalars([made_scalars([1]), scalars])
+    assert joined.roles is not None
+    assert joined.other_rewards is not None
+    assert joined.roles.tolist() == ["", "solver", "critic", "solver", "critic"]
+    assert joined.other_rewards.tolist() == [0, 2, 1, 2, 0]
+    write_records(tmp_path / "part", task, responses)
+    records = [json.loads(line) for line in (tmp_path / "part").read_text().splitlines()]
+    assert [record["role"] for record in records] == ["solver", "critic", "solver", "critic"]
 
 
 def test_write_records_digest_covers_prompt_and_response(tmp_path: Path) -> None:

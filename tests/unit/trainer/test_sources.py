@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from mcore_rl.config.algorithm import AlgorithmConfig, SourceConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, SourceConfig, SourceLossConfig
 from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.errors import ConfigError
@@ -77,6 +77,42 @@ def test_batch_builder_multiplies_loss_weights_of_a_source():
     assert found.loss_weights.tolist() == pytest.approx((plain * factors).tolist(), rel=1e-6)
 
 
+def test_batch_builder_numbers_losses_and_weighs_observations():
+    math = SourceConfig("math", 0, policy_loss=SourceLossConfig(name="gspo"))
+    entries = [SourceConfig("code", weight=3), SourceConfig("chat", kl_in_loss=0.1), math]
+    trainer = TrainerConfig(prompts_per_step=4, prompts_per_update=2)
+    groups, algorithm = five_groups(range(4)), AlgorithmConfig(per_source=entries, overlong_filtering=True)
+    groups.scalars[0].clipped[:2] = 1
+    batch = batch_builder(Config(algorithm=algorithm, trainer=trainer), 1, sources=SOURCES)(groups, 1, 0)
+    # The groups' sources: math, code, math, chat. Two of the first update's six responses are filtered out.
+    assert batch.losses.tolist() == np.repeat([2, 0, 2, 1], 3).tolist()
+    assert [each.policy_loss.name for each in algorithm.loss_settings] == ["ppo_clip", "ppo_clip", "gspo"]
+    expected = np.repeat([0, 3 / 4, 0, 1 / 6], 3)
+    assert batch.observation_weights.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    shares = [share for part in batch.shares(1, batch.rows) for share in part.by_update()]
+    for share in shares:
+        assert share.losses.tolist() == batch.losses[share.samples].tolist()
+        assert share.observation_weights.tolist() == batch.observation_weights[share.samples].tolist()
+    assert batch_builder(Config(trainer=trainer), 1, sources=SOURCES)(groups, 1, 0).losses is None
+
+
+def test_role_baseline_compares_the_responses_of_a_role_with_its_rewards():
+    """Two episodes of each of two prompts: a solver and, in three of them, a critic with two sequences."""
+    roles = np.array(["critic"] * 2 + ["solver"] * 3 + ["critic"] * 2 + ["solver", "critic", "solver"])
+    episodes = np.array([0, 0, 0, 3, 4, 4, 4, 7, 7, 7])
+    rewards = np.array([3, 3, 3, 1, 2, 2, 2, 7, 7, 7], np.float32)
+    others = np.array([1, 1, 2, 0, 1, 1, 1, 4, 2, 4], np.float32)
+    columns = {"episodes": episodes, "roles": roles, "other_rewards": others}
+    scalars = scalars_of([5, 5, 5, 5, 9, 9, 9, 9, 9, 9], 4, rewards, **columns)
+    groups = Groups((scalars,), (np.arange(10),))
+    found = advantages(groups, None, baseline="role", normalize_by_std=False)
+    # Prompt 5: the critic alone has 2; solvers have 1 and 1. Prompt 9: critics have 1 and 5, solvers 1 and 3.
+    assert found.tolist() == [0, 0, 0, 0, -1, -2, -2, 1, 2, 1]
+    plain = replace(scalars, roles=None, other_rewards=None)
+    alone = advantages(Groups((plain,), (np.arange(10),)), None, baseline="role", normalize_by_std=False)
+    assert alone.tolist() == [1, 1, 1, -1, -2.5, -2.5, -2.5, 2.5, 2.5, 2.5]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -96,6 +132,7 @@ def test_batch_builder_multiplies_loss_weights_of_a_source():
             "algorithm.per_source: weight is 0 for every data_source of data.train",
         ),
         ({"advantage": "gae", "baseline": "source"}, "baseline=source: algorithm.advantage=gae does not compare"),
+        ({"advantage": "gae", "baseline": "role"}, "baseline=role: algorithm.advantage=gae does not compare"),
         ({"advantage": "optimal_token_baseline", "baseline": "source"}, "does not compare the responses"),
     ],
 )

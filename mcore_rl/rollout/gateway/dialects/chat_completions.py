@@ -14,13 +14,13 @@ from mcore_rl.types.chat import ToolSchema
 from mcore_rl.types.json import JsonObject, JsonValue
 
 FIELDS = FieldTable(
-    read=requests.SAMPLING_FIELDS
+    read=requests.COMMON_FIELDS
     | set("messages tools tool_choice n stop max_tokens max_completion_tokens".split())
     | set("logprobs top_logprobs stream stream_options".split()),
     # `seed`: every sample has a seed of the run, so that the run can be repeated. `reasoning_effort`, `verbosity` and
     # `prediction` are for OpenAI's models. The others concern accounts, storage and caches.
     ignored=frozenset(
-        """model seed user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options
+        """model seed user store service_tier safety_identifier prompt_cache_key prompt_cache_options
         prompt_cache_retention reasoning_effort verbosity prediction parallel_tool_calls""".split()
     ),
     refused={
@@ -114,6 +114,7 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> ChatCom
         sampling=requests.sampling(fields, limits=("max_completion_tokens", "max_tokens"), stop="stop"),
         num_choices=fields.integer("n", 1, requests.MAX_CHOICES) or 1,
         top_logprobs=0 if _wants_logps(fields) else None,
+        role=requests.role(fields),
     )
     usage = options is not None and options.flag("include_usage", False)
     return ChatCompletionsCall(model, request, fields.flag("stream", False), usage)

@@ -13,7 +13,7 @@ from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, Re
 from mcore_rl.types.json import JsonObject, JsonValue
 
 FIELDS = FieldTable(
-    read=requests.SAMPLING_FIELDS | set("prompt n stop max_tokens logprobs stream stream_options best_of".split()),
+    read=requests.COMMON_FIELDS | set("prompt n stop max_tokens logprobs stream stream_options best_of".split()),
     # `seed`: every sample has a seed of the run, so that the run can be repeated.
     ignored=frozenset("model seed user".split()),
     refused={
@@ -89,6 +89,7 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> Complet
         sampling=requests.sampling(fields, limits=("max_tokens",), stop="stop"),
         num_choices=num_choices,
         top_logprobs=None if fields.get("logprobs") is None else 0,
+        role=requests.role(fields),
     )
     options = fields.mapping("stream_options")
     usage = options is not None and options.flag("include_usage", False)

@@ -15,11 +15,11 @@ from mcore_rl.types.chat import ToolSchema
 from mcore_rl.types.json import JsonObject, JsonValue
 
 FIELDS = FieldTable(
-    read=requests.SAMPLING_FIELDS
+    read=requests.COMMON_FIELDS
     | set("messages system tools tool_choice max_tokens stop_sequences stream thinking output_config".split()),
     # They concern accounts, servers and caches.
     ignored=frozenset(
-        """model metadata service_tier speed inference_geo cache_control diagnostics user_profile_id workspace_id
+        """model service_tier speed inference_geo cache_control diagnostics user_profile_id workspace_id
         betas billing_policy fallback_credit_token""".split()
     ),
     refused={
@@ -130,6 +130,7 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> Message
         messages=requests.messages_of(input_messages(fields), "messages"),
         tools=_tools(fields),
         sampling=requests.sampling(fields, limits=("max_tokens",), stop="stop_sequences"),
+        role=requests.role(fields),
     )
     thinking = fields.mapping("thinking")
     shows = thinking is not None and thinking.text("type") != "disabled" and thinking.text("display", "") != "omitted"

@@ -17,9 +17,11 @@ from mcore_rl.types.json import JsonObject, JsonValue
 MAX_CHOICES = 128
 MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 2.0
+MAX_ROLE = 64
+"""Maximum number of characters of a role."""
 
-SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p"})
-"""Sampling fields of every dialect; OpenAI's clients send top_k and min_p by `extra_body`."""
+COMMON_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "metadata"})
+"""Fields of every dialect; OpenAI's clients send top_k and min_p by `extra_body`."""
 
 REFUSED_SAMPLING: Mapping[str, Refused] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), Refused((0,))),
@@ -32,6 +34,15 @@ REFUSED_SAMPLING: Mapping[str, Refused] = {
     ),
 }
 """Sampling parameters of inference engines that change the distribution or cannot be trained on."""
+
+
+def role(fields: Fields) -> str:
+    """Return the agent that sends a request: `metadata.role`, "" without one. Raises: RefusedError."""
+    metadata = fields.mapping("metadata")
+    found = "" if metadata is None else metadata.text("role", "")
+    if len(found) > MAX_ROLE:
+        raise RefusedError(400, f"metadata.role has {len(found)} characters; use at most {MAX_ROLE}")
+    return found
 
 
 def sampling(fields: Fields, *, limits: Sequence[str], stop: str | None) -> dict[str, object]:

@@ -18,13 +18,13 @@ LOGPS = "message.output_text.logprobs"
 """Value of `include` that asks for log-probabilities."""
 
 FIELDS = FieldTable(
-    read=requests.SAMPLING_FIELDS
+    read=requests.COMMON_FIELDS
     | set("input instructions tools tool_choice max_output_tokens top_logprobs include stream store".split())
     | {"previous_response_id"},
     # `reasoning` and `text.verbosity` are for OpenAI's models, `max_tool_calls` limits tools that its servers run. The
     # others concern accounts and caches.
     ignored=frozenset(
-        """model user metadata reasoning max_tool_calls stream_options service_tier safety_identifier prompt_cache_key
+        """model user reasoning max_tool_calls stream_options service_tier safety_identifier prompt_cache_key
         prompt_cache_options prompt_cache_retention access_programs background_options image
         parallel_tool_calls""".split()
     ),
@@ -137,6 +137,7 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> Respons
         tools=[] if choice == "none" else None if fields.get("tools") is None else schemas,
         sampling=requests.sampling(fields, limits=("max_output_tokens",), stop=None),
         top_logprobs=0 if _wants_logps(fields) else None,
+        role=requests.role(fields),
     )
     settings: dict[str, JsonValue] = {
         "tools": tools,

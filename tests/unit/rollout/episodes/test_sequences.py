@@ -56,6 +56,15 @@ def test_sequence_book_branches_share_no_trained_token() -> None:
     assert found == [([1, 2], [3, 4, 8, 6]), ([1, 2], [3, 5, 8, 7]), ([1, 2, 3], [0])]
 
 
+def test_sequence_book_roles_share_no_sequence() -> None:
+    book = SequenceBook()
+    book.add(ids(1, 2), sampled(3), 1.0, role="solver")
+    book.add(ids(1, 2, 3, 8), sampled(4), 1.0, role="critic")
+    book.add(ids(1, 2, 3, 9), sampled(5), 1.0, role="solver")
+    found = [(t.role, t.prompt_ids.tolist(), t.token_ids.tolist()) for t in trajectories(book)]
+    assert found == [("solver", [1, 2], [3, 9, 5]), ("critic", [1, 2, 3, 8], [4])]
+
+
 def test_sequence_experts_stay_from_the_first_computation() -> None:
     """The last token of a turn, and the messages after it, were computed by the next turn."""
     book = SequenceBook()

@@ -96,6 +96,17 @@ def test_a_conversation_extends_its_sampled_tokens(played: Play) -> None:
     assert done.trained() == ["reply 0<|im_end|>reply 1<|im_end|>"]
 
 
+def test_agents_of_a_program_have_sequences_of_their_own(played: Play) -> None:
+    async def client(answers: Answers) -> None:
+        first = (await ask(answers, *QUESTION, role="solver")).choices[0]
+        await ask(answers, *QUESTION, said(first), user("right?"), role="critic")
+        await ask(answers, *QUESTION, said(first), user("and?"), role="solver")
+
+    done = played(client)
+    assert [trajectory.role for trajectory in done.outcome.trajectories] == ["solver", "critic"]
+    assert done.trained() == ["reply 0<|im_end|>reply 1<|im_end|>", "reply 1<|im_end|>"]
+
+
 def test_a_tool_loop_is_one_sequence(played: Play) -> None:
     async def client(answers: Answers) -> None:
         first = (await ask(answers, *QUESTION, tools=[made.LOOK])).choices[0]
@@ -242,8 +253,8 @@ def test_a_turn_ends_where_it_ended_though_others_extend_it(played: Play) -> Non
         turns = []
         generate = answers.session.generate
 
-        async def slow(*arguments: Any) -> Any:
-            sampled = await generate(*arguments)
+        async def slow(*arguments: Any, **options: Any) -> Any:
+            sampled = await generate(*arguments, **options)
             turns.append(sampled)
             if len(turns) == 1:  # another request extends the sequence before the reply is complete
                 tail = answers.session.context.conversation.ids_after_turn([user("and?")], sampled.token_ids[-1])

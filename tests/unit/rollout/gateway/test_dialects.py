@@ -160,6 +160,15 @@ def test_invalid_requests_name_the_field(module: ModuleType, fields: dict, probl
     assert problem in refusal(module, **fields)
 
 
+@pytest.mark.parametrize("module", BODIES)
+def test_metadata_names_the_role_of_a_request(module: ModuleType) -> None:
+    assert read(module).request.role == ""
+    assert read(module, metadata={"user_id": "u"}).request.role == ""
+    assert read(module, metadata={"role": "critic"}).request.role == "critic"
+    assert "metadata.role" in refusal(module, metadata={"role": 3})
+    assert refusal(module, metadata={"role": "r" * 65}) == "metadata.role has 65 characters; use at most 64"
+
+
 def test_sampling_has_the_names_of_the_engine() -> None:
     given = {"temperature": 1, "top_p": 0.9, "top_k": 0, "min_p": 0.1}
     expected = {"temperature": 1.0, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "max_response_tokens": 7, "stop": ("a",)}

@@ -164,7 +164,7 @@ def test_write_groups_scalars_round_trip_exactly(tmp_path: Path) -> None:
         np.arange(6, dtype=np.int32).reshape(3, 2), errors=((1, "a grader's wörds"),), scores={"model": floats / 3},
         parts={"half": np.array([0.1, np.nan, 1e-300])}, traceback="line\n", episodes=np.array([0, 0, 2]),
         episode_metrics={"episode/turns": np.array([1.0, 2.0, 3.0])}, digests=np.array([1, 2, 2**32 - 1], np.uint32),
-        version_tokens=((2, 2**40), (3, 1)),
+        version_tokens=((2, 2**40), (3, 1)), roles=np.array(["", "critic", "löser"]), other_rewards=floats / 7,
     )  # fmt: skip
     write_groups(tmp_path / "groups.json", Bounds(1, 2, 3, 4), [SavedGroup(7, 3, 1, FINISHED, scalars, "a.npz", 2, 9)])
     bounds, (group,) = read_groups(tmp_path / "groups.json")
