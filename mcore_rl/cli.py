@@ -23,6 +23,8 @@ from mcore_rl.doctor.command import run as run_doctor
 from mcore_rl.errors import ConfigError, McoreRLError, path_error, storage_error
 from mcore_rl.migration.command import add_arguments as add_import_arguments
 from mcore_rl.migration.command import run as run_import
+from mcore_rl.rollout.connectors.command import add_arguments as add_rows_arguments
+from mcore_rl.rollout.connectors.command import run as run_rows
 from mcore_rl.starter.command import add_arguments as add_init_arguments
 from mcore_rl.starter.command import run as run_init
 
@@ -171,6 +173,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "show versions, devices, engines, trackers and missing packages; --node: test devices and network"
     add_doctor_arguments(add("doctor", text, run_doctor))
     _add_harness_worker(add("harness-worker", "run programs for the gateway of a run, here", _harness_worker))
+    text = "write rows of an environment or evaluation suite of another library, for data.train and data.val"
+    add_rows_arguments(add("rows", text, run_rows))
     for trainer in ("verl", "slime"):
         text = f"translate a launch script of {trainer} to a configuration, with a list of differences"
         add_import_arguments(add(f"import-{trainer}", text, run_import), trainer=trainer)

@@ -172,6 +172,8 @@ def _load_named(origin: str, name: str) -> ModuleType:
 def _import(origin: str, name: str, shown: object, hint: str = "") -> ModuleType:
     try:
         return importlib.import_module(name)
+    except ConfigError as error:  # a module of the project whose optional package is missing
+        raise ConfigError(f"{origin}: {error}") from error
     # SystemExit: a script that calls sys.exit() when it is imported.
     except (Exception, SystemExit, MissingVerlName) as error:
         raise ConfigError(f"{origin}: {shown} does not import: {describe(error)}{hint}") from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rl.config.episodes import BY_HARNESS, LAST
@@ -39,7 +40,7 @@ class GatewayEpisode:
         obeys, keeps = self.rollout.gateway_sampling == "request", self.rollout.history != "new_sequence"
         answers = Answers(session, self.context_of(session), obeys, keeps)
         session.extra["harness"] = {}  # graders may read it, also if a limit ends the program
-        session.at_limit = functools.partial(self._result, answers)
+        session.at_limit = functools.partial(self._result, answers, {})
         async with self.link.session(session.id, _row(prompt), answers) as ended:
             end = await ended
         session.extra |= end.extra
@@ -48,7 +49,7 @@ class GatewayEpisode:
                 # Most programs fail when a request is refused; the limit ends the episode as it ends others.
                 raise EpisodeLimitError(limit, end.error)
             raise DataError(end.error)
-        return self._result(answers)
+        return self._result(answers, _metrics(end.extra))
 
     def context_of(self, session: Session) -> ContextOf:
         """Return the function that gives the context for the tools of a session's request."""
@@ -74,11 +75,12 @@ class GatewayEpisode:
             self._contexts[key] = made
         return self._contexts[key]
 
-    def _result(self, answers: Answers) -> EpisodeResult:
-        """Return the reward and the trained sequences, by rollout.gateway_branches."""
+    def _result(self, answers: Answers, metrics: Mapping[str, float]) -> EpisodeResult:
+        """Return the reward, the program's metrics and the trained sequences, by rollout.gateway_branches."""
         answers.drop_missed()
         counts = answers.counts
         parts = {
+            **metrics,
             "gateway_requests": float(counts.requests),
             "gateway_rewritten": float(counts.rewritten),
             "gateway_missed": float(counts.missed),
@@ -103,3 +105,16 @@ def _row(prompt: EpisodePrompt) -> dict[str, object]:
         "messages": prompt.messages,
         "extra_info": prompt.extra_info,
     }
+
+
+def _metrics(extra: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers of the dict `metrics` that a program returned."""
+    harness = extra.get("harness")
+    given = harness.get("metrics") if isinstance(harness, Mapping) else None
+    if not isinstance(given, Mapping):
+        return {}
+    return {str(name): float(value) for name, value in given.items() if _is_finite(value)}
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -58,9 +58,11 @@ def server() -> Iterator[GatewayServer]:
 def play(stage: SetUp, server: GatewayServer) -> Callable[..., tuple[Stage, EpisodeOutcome]]:
     """Play an episode whose session `harness` works on, which gets the keys of the run; None: nobody."""
 
-    def run(say: Say, harness: Harness | None, **rollout: Any) -> tuple[Stage, EpisodeOutcome]:
+    def run(
+        say: Say, harness: Harness | None, *, extra_info: dict[str, Any] | None = None, **rollout: Any
+    ) -> tuple[Stage, EpisodeOutcome]:
         episode = GatewayEpisode(RolloutConfig(**rollout))
-        set_up = stage(say, episode, **rollout)
+        set_up = stage(say, episode, extra_info=extra_info, **rollout)
         serving = ServedRequests(set_up.player, episode, episode.rollout)
         episode.link = set_up.player.run(GatewayLink.connect(server.address, serving.answers))
         with working(harness, server) if harness else contextlib.nullcontext():

@@ -1,0 +1,1 @@
+"""Connectors to environments and evaluation suites of other libraries, which are optional packages."""

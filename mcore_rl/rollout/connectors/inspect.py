@@ -1,0 +1,165 @@
+"""Tasks of Inspect (inspect-ai): the solver and the scorers of a task on one sample.
+
+`inspect_ai.eval` runs one evaluation per process at a time. Sessions are concurrent, so this module calls solver and
+scorers itself, as `inspect_ai._eval.task.run` of 0.3.285 does for a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Unpack, cast
+
+from mcore_rl.config.functions import absolute_spec, describe, load_function
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.rollout.connectors.client import Endpoint
+from mcore_rl.rollout.connectors.interface import MODEL, RowRequest, row_of
+from mcore_rl.rollout.connectors.libraries import check_library
+from mcore_rl.types.json import JsonObject, JsonValue
+
+if TYPE_CHECKING:
+    from inspect_ai import Task
+    from inspect_ai.dataset import Sample
+    from inspect_ai.model import ChatMessage, GenerateConfig, GenerateConfigArgs, Model
+    from inspect_ai.scorer import Score
+    from inspect_ai.solver import Generate, TaskState
+
+KIND = "inspect"
+check_library(KIND)
+
+
+class InspectSuite:
+    """Plays samples of tasks. A task is loaded once per process and arguments; its solver and scorers are shared."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, Task] = {}
+
+    def rows(self, request: RowRequest) -> Iterator[JsonObject]:
+        """Same as Rows.rows. `name`: module_or_file.py:task."""
+        name = absolute_spec(request.name)
+        task = self._load(name, request.arguments)
+        shown = request.name.rpartition(":")[2]
+        for number, sample in enumerate(task.dataset):
+            part = {"name": name, "arguments": dict(request.arguments), "sample": number}
+            messages = [{"role": each.role, "content": each.text} for each in _messages(sample)]
+            target = sample.target if isinstance(sample.target, str) else " ".join(sample.target)
+            yield row_of(KIND, shown, messages, part, target)
+
+    async def run(self, part: JsonObject, endpoint: Endpoint) -> dict[str, object]:
+        """Same as Suite.run. The score is the value of the first scorer, where a correct answer counts 1."""
+        from inspect_ai.model import get_model
+        from inspect_ai.scorer import Target
+
+        task = self._load(str(part["name"]), cast("Mapping[str, JsonValue]", part["arguments"]))
+        number = int(cast(int, part["sample"]))
+        sample = task.dataset[number]
+        # The provider reads no environment variables if both are given. Without memoize, its client is closed here.
+        service = f"openai-api/{MODEL}/{MODEL}"
+        async with get_model(service, base_url=endpoint.url, api_key=endpoint.key, memoize=False) as model:
+            state = await _solved(task, sample, number, model)
+            scores = [await scorer(state, Target(sample.target)) for scorer in task.scorer or []]
+        return _result([score for score in scores if score is not None], str(part["name"]))
+
+    def _load(self, name: str, arguments: Mapping[str, JsonValue]) -> Task:
+        """Return a task.
+
+        Raises: ConfigError if it cannot be constructed, has no scorer, or needs a sandbox of Inspect.
+        """
+        key = repr((name, sorted(arguments.items())))
+        if key not in self._tasks:
+            self._tasks[key] = _loaded(name, arguments)
+        return self._tasks[key]
+
+
+async def _solved(task: Task, sample: Sample, number: int, model: Model) -> TaskState:
+    """Return the state after the task's solvers."""
+    from inspect_ai.model import GenerateConfig, ModelName
+    from inspect_ai.model._model import init_active_model, init_sample_model_data
+    from inspect_ai.scorer import Target
+    from inspect_ai.solver import TaskState
+    from inspect_ai.solver._task_state import set_sample_state
+
+    # The gateway repeats requests of a lost engine itself, and a refused request stays refused.
+    config = task.config.merge(GenerateConfig(max_retries=0))
+    # Variables of the context, for solvers and scorers that call get_model(); every session has a context of its own.
+    init_active_model(model, config)
+    init_sample_model_data()
+    state = TaskState(
+        model=ModelName(model),
+        sample_id=sample.id if sample.id is not None else number,
+        epoch=1,
+        input=sample.input,
+        messages=_messages(sample),
+        target=Target(sample.target),
+        choices=sample.choices,
+        message_limit=task.message_limit,
+        metadata=sample.metadata,
+    )
+    set_sample_state(state)
+    generate = _generate_of(model, config)
+    setup = task.setup or []
+    for solver in [*(setup if isinstance(setup, Sequence) else [setup]), task.solver]:
+        if not state.completed:
+            state = await solver(state, generate)
+    return state
+
+
+def _generate_of(model: Model, config: GenerateConfig) -> Generate:
+    """Return the function with which solvers call the model and its tools."""
+    from inspect_ai._eval.task.generate import task_generate
+    from inspect_ai._util.notgiven import NOT_GIVEN
+
+    async def generate(
+        state: TaskState,
+        tool_calls: Literal["loop", "single", "none"] = "loop",
+        **options: Unpack[GenerateConfigArgs],
+    ) -> TaskState:
+        return await task_generate(model, state, tool_calls, NOT_GIVEN, config.merge(options))
+
+    return generate
+
+
+def _messages(sample: Sample) -> list[ChatMessage]:
+    from inspect_ai.model import ChatMessageUser
+
+    return [ChatMessageUser(content=sample.input)] if isinstance(sample.input, str) else list(sample.input)
+
+
+def _loaded(name: str, arguments: Mapping[str, JsonValue]) -> Task:
+    from inspect_ai import Task
+
+    try:
+        task = load_function("task", name)(**arguments)
+    except ConfigError:
+        raise
+    except Exception as error:  # errors of the task's own code
+        raise ConfigError(f"the task {name} cannot be constructed: {describe(error)}; check --arguments") from error
+    if not isinstance(task, Task):
+        raise ConfigError(f"{name} returned {type(task).__name__} instead of an inspect_ai.Task")
+    if not task.scorer:
+        raise ConfigError(f"the task {name} has no scorer, so its samples have no reward; add one")
+    if task.sandbox is not None or any(sample.sandbox is not None for sample in task.dataset):
+        raise ConfigError(
+            f"the task {name} needs a sandbox of Inspect, which sessions do not start; evaluate it with `inspect eval` "
+            "and `mcore-rl serve`"
+        )
+    return task
+
+
+def _result(scores: Sequence[Score], name: str) -> dict[str, object]:
+    """Return score and metrics of a sample.
+
+    Raises: DataError if no scorer gave a number.
+    """
+    from inspect_ai.scorer import value_to_float
+
+    as_number, metrics = value_to_float(), {}
+    for number, score in enumerate(scores):
+        values = score.value if isinstance(score.value, Mapping) else {"score": score.value}
+        suffix = f"_{number}" if number else ""
+        metrics |= {f"{key}{suffix}": as_number(value) for key, value in values.items() if value is not None}
+    finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
+    if not finite:
+        raise DataError(f"the scorers of {name} gave no number for this sample")
+    answers = {"answer": scores[0].answer, "explanation": scores[0].explanation}
+    return {"score": next(iter(finite.values())), "metrics": finite, **answers}

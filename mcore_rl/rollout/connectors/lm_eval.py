@@ -1,0 +1,112 @@
+"""Tasks of EleutherAI's lm-evaluation-harness that generate text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from numbers import Real
+from typing import TYPE_CHECKING, cast
+
+from mcore_rl.config.functions import describe
+from mcore_rl.data.json_text import to_plain
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.rollout.connectors.client import Endpoint, client
+from mcore_rl.rollout.connectors.interface import MODEL, RowRequest, row_of
+from mcore_rl.rollout.connectors.libraries import check_library
+from mcore_rl.types.json import JsonObject, JsonValue
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.task import Task
+
+KIND = "lm_eval"
+GENERATES = "generate_until"
+INCLUDE = "include_path"
+"""Entry of --arguments: folder with the YAML files of tasks."""
+check_library(KIND)
+
+
+class LmEvalSuite:
+    """Plays documents of tasks: one reply, which the task's filters and metrics evaluate. A task is loaded once per
+    process."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[tuple[str, str | None], dict[str, Task]] = {}
+
+    def rows(self, request: RowRequest) -> Iterator[JsonObject]:
+        """Same as Rows.rows. `name`: task or group; documents of its evaluation, with the examples in the prompt."""
+        if unknown := sorted(set(request.arguments) - {INCLUDE}):
+            raise ConfigError(f"--arguments has {', '.join(unknown)}; lm_eval takes {INCLUDE} only")
+        include = cast("str | None", request.arguments.get(INCLUDE))
+        for name, task in self._load(request.name, include).items():
+            task.build_all_requests(limit=request.limit)
+            for instance in task.instances:
+                prompt, options = instance.args
+                task_part = {"task": request.name, "name": name, INCLUDE: include}
+                part = {**task_part, "prompt": prompt, "doc": to_plain(instance.doc), "options": to_plain(options)}
+                yield row_of(KIND, name, [{"role": "user", "content": prompt}], part)
+
+    async def run(self, part: JsonObject, endpoint: Endpoint) -> dict[str, object]:
+        """Same as Suite.run. The score is the task's first metric with a number."""
+        from lm_eval.api.instance import Instance
+
+        include = cast("str | None", part[INCLUDE])
+        task = self._load(str(part["task"]), include)[str(part["name"])]
+        doc, prompt = cast("dict[str, JsonValue]", part["doc"]), str(part["prompt"])
+        options = cast("dict[str, JsonValue]", part["options"])
+        reply = await client(endpoint).chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": prompt}],
+            stop=cast("list[str]", options.get("until") or []),
+        )
+        text = reply.choices[0].message.content or ""
+        instance = Instance(GENERATES, doc, (prompt, options), 0, (str(part["name"]), 0, 1), resps=[text])
+        metrics = _metrics(task, instance)
+        if not metrics:
+            raise DataError(
+                f"the task {part['name']} has no metric of a single document; use a task with such a metric, or "
+                "evaluate it with `lm_eval` and `mcore-rl serve`"
+            )
+        return {"score": next(iter(metrics.values())), "metrics": metrics}
+
+    def _load(self, name: str, include: str | None) -> dict[str, Task]:
+        """Return the tasks of a name.
+
+        Raises: ConfigError if there is none, its documents cannot be read, or a task needs log-likelihoods.
+        """
+        key = name, include
+        if key not in self._tasks:
+            self._tasks[key] = _loaded(name, include)
+        return self._tasks[key]
+
+
+def _loaded(name: str, include: str | None) -> dict[str, Task]:
+    from lm_eval.tasks import TaskManager
+
+    try:
+        tasks = cast("dict[str, Task]", TaskManager(include_path=include).load(name)["tasks"])
+    except Exception as error:  # errors of the library, of the task's own code and of its data
+        raise ConfigError(
+            f"lm_eval cannot load the task {name}: {describe(error)}; list tasks with `lm_eval ls tasks`, and set "
+            f'--arguments to {{"{INCLUDE}": FOLDER}} for your own'
+        ) from error
+    for task_name, task in tasks.items():
+        if task.OUTPUT_TYPE != GENERATES:
+            raise ConfigError(
+                f"the task {task_name} needs log-likelihoods of given texts ({task.OUTPUT_TYPE}), which programs of "
+                f"sessions cannot compute; use a task with {GENERATES}"
+            )
+    return tasks
+
+
+def _metrics(task: Task, instance: Instance) -> dict[str, float]:
+    """Return the numbers that a task computes from one document; with several filters, also by the filter's name."""
+    filters = task._filters
+    found: dict[str, float] = {}
+    for number, each in enumerate(filters):
+        each.apply([instance])
+        filtered = instance.filtered_resps[each.name]
+        results = cast("Mapping[str, object]", task.process_results(instance.doc, [filtered]))
+        for name, value in results.items():
+            if isinstance(value, Real):  # others, such as pairs for BLEU, are no values of one document
+                found[name if number == 0 else f"{name}_{each.name}"] = float(value)
+    return found
