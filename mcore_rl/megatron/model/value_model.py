@@ -80,8 +80,10 @@ def train_head(chunks: Sequence[torch.nn.Module]) -> None:
 def heads(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
     """Yield the weight of the value head, if this rank has it."""
     for chunk in map(unwrap, chunks):
-        if chunk.post_process and isinstance(chunk.output_layer, ValueHead):
-            yield chunk.output_layer.weight
+        # transformers' model with tied embeddings has no output layer.
+        head = getattr(chunk, "output_layer", None)
+        if chunk.post_process and isinstance(head, ValueHead):
+            yield head.weight
 
 
 @torch.no_grad()
