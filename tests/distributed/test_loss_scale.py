@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.config.models import LoraConfig
 from mcore_rl.errors import NonFiniteError
 from mcore_rl.types import merge_metrics
 from tests.distributed import policy_batch
@@ -18,11 +19,13 @@ from tests.distributed.saving import save_checkpoint
 from tests.distributed.two_steps import OVERLAPPED, differences
 from tests.tiny_models import write_tiny_model
 
-TOO_HIGH, SCALE = 2.0**40, 2.0**16
+TOO_HIGH, SCALE = 2.0**40, 2.0**10
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
-    1: {"v3": ("deepseek_v3", {}, {})},
+    1: {
+        "v3": ("deepseek_v3", {}, {}),
+        "dense adapters": ("qwen3", {}, {"lora": LoraConfig(rank=4)}),
+    },
     2: {
-        "v3 ep2": ("deepseek_v3", {"ep": 2}, {}),
         "v3 ep2 replicated": ("deepseek_v3", {"ep": 2}, {"distributed_optimizer": False}),
         "v3 pp2 overlapped": ("deepseek_v3", {"pp": 2}, OVERLAPPED),
         "dense fsdp2": ("qwen3", {"strategy": "fsdp2"}, {}),
@@ -135,6 +138,27 @@ def _overflow_of_experts(rank: int, directory: str) -> dict[str, Any]:
     for each in (actor, expected):
         _update(each)
     return found | {"differing": differences(_state(expected), _state(actor))}
+
+
+def test_overflow_of_the_critic_is_reported_under_its_name(directories: dict[str, str]) -> None:
+    [(skipped, trained)] = launch(_overflow_of_critic, 1, directories["qwen3"])
+    assert (skipped["critic/loss_scale"].value, skipped["critic/skipped_updates"].value) == (TOO_HIGH, 1)
+    assert "critic/grad_norm" not in skipped
+    assert (trained["critic/skipped_updates"].value, trained["critic/grad_norm"].count) == (0, 1)
+
+
+def _overflow_of_critic(rank: int, directory: str) -> list[dict[str, Any]]:
+    from mcore_rl.megatron.roles.critic import MegatronCritic
+
+    config = policy_batch.config("", {}, SMALL)
+    config.critic.hf_path, config.critic.tokens_per_microbatch = directory, SMALL
+    config.model.dtype, config.critic.optimizer.loss_scale.initial = "float16", TOO_HIGH
+    critic = MegatronCritic(config, rank, 1, None)
+    batch = critic.values(policy_batch.shares(critic), policy_batch.chunks())
+    returns = {sample: own + 1 for sample, own in batch.values.items()}
+    found = [critic.update(batch, 0, returns)]
+    critic.loss_scaler.load({"scale": SCALE, "growth_tracker": 0, "hysteresis_tracker": 1})
+    return [*found, critic.update(batch, 0, returns)]
 
 
 def test_overflow_at_the_smallest_scale_ends_the_run_with_names(directories: dict[str, str]) -> None:

@@ -229,6 +229,9 @@ def after_an_update(directory: str, parallel: dict[str, Any], dtype: str, settin
     config = policy_batch.config(directory, parallel, 64)
     config.model.dtype = dtype
     vars(config.actor).update(settings)
+    if dtype == "float16":
+        # Megatron's first scale would overflow, and a skipped update creates no moments.
+        config.actor.optimizer.loss_scale.initial = 2.0**16
     actor = policy_batch.build_actor(config)
     policy_batch.update_once(actor)
     if actor.layout.shard_parameters:

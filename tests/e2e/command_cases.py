@@ -90,6 +90,9 @@ GUIDE_CASES = {
         says="needs whole blocks of 128 x 128 on every rank",  # the tiny model's key-value heads have 64 rows
         on_demand=True,
     ),
+    "mcore-rl train CONFIG.yaml model.dtype=float16 actor.optimizer.loss_scale.initial=65536": Case(
+        add=STARTS, where=RL, says="driver", on_demand=True
+    ),
     "mcore-rl train CONFIG.yaml model.dtype=bfloat16 model.float32_head=true model.float32_router=true": Case(
         add=STARTS, where=RL, says="driver", on_demand=True
     ),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from tests.e2e.runs import metrics, train
 
@@ -21,7 +23,9 @@ MEAN_SCALES = (0.75, 0.1875)
 def test_run_in_float16_is_certified_with_and_without_skipped_updates(
     initial: int, skipped: int, task: Path, tmp_path: Path
 ) -> None:
-    log = train(task, tmp_path / "run", *KEYS, f"{SCALE}.initial={initial}", f"{SCALE}.hysteresis=1")
+    export = tmp_path / "export"
+    scale = (f"{SCALE}.initial={initial}", f"{SCALE}.hysteresis=1")
+    log = train(task, tmp_path / "run", *KEYS, *scale, f"trainer.export_hf={export}")
     found = re.search(r"trainer differ by ([0-9.e-]+) nats", log)
     assert found
     print(f"gap in nats: {found[1]}")
@@ -35,3 +39,6 @@ def test_run_in_float16_is_certified_with_and_without_skipped_updates(
         assert ("actor/grad_norm" in row) == (not skipped)
         # Two updates per step; the metric is their mean.
         assert row["actor/loss_scale"] == initial * (MEAN_SCALES[step - 1] if skipped else 1)
+    with safe_open(export / "model.safetensors", "pt") as tensors:
+        assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"F16"}  # noqa: SIM118
+    assert json.loads((export / "config.json").read_text())["dtype"] == "float16"
