@@ -31,6 +31,10 @@ class RankEngine(SteppedEngine):
     _draft_counts: DraftCounts | None = None
     _asleep: frozenset[str] = frozenset()
     """Parts that are asleep: "weights", "kv_cache"."""
+    _holds_frozen = False
+    """True after a complete update from round 0 on, until the engine sleeps without its weights."""
+    _is_whole = False
+    """True if the update in progress began at round 0."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings.rollout_config, captures_routing=settings.capture_routing, decode=settings.decode)
@@ -83,8 +87,12 @@ class RankEngine(SteppedEngine):
 
         first_round: 0, or SyncPlan.first_trained_round if the engine holds the frozen weights, which the update lacks
         then. It holds them after a complete update from round 0 on, until it sleeps without its weights.
+
+        Raises: WeightSyncError if the engine lacks the frozen weights.
         """
-        self.weights_complete = False
+        if first_round and not self._holds_frozen:
+            raise WeightSyncError(f"the update begins at round {first_round}, but the engine lacks the frozen weights")
+        self.weights_complete, self._is_whole = False, not first_round
         self._ranks.call("begin_update", first_round)
 
     def receive_bucket(self, sync_round: int) -> list[int]:
@@ -101,6 +109,7 @@ class RankEngine(SteppedEngine):
         Raises: WeightSyncError if a tensor of the model was not received.
         """
         self._ranks.call("finish_update")
+        self._holds_frozen |= self._is_whole
         earlier = self.weight_version
         # Set before the reset, which may submit requests again: they must run with the new version.
         self.weight_version, self.weights_complete = version, True
@@ -122,6 +131,7 @@ class RankEngine(SteppedEngine):
             raise RuntimeError(f"the engine cannot sleep while {self.num_running} requests are running")
         if "weights" in self._asleep:
             return 0
+        self._holds_frozen &= keep_weights
         released = self._release(keep_weights=keep_weights)
         self._asleep = frozenset({"weights", "kv_cache"})
         return released

@@ -24,6 +24,8 @@ class Ranks:
             raise WeightSyncError(method)
         if method == "receive_bucket":
             return self.loaded
+        if method == "release_kv_cache":
+            return [1, 1]
         return [[], []]
 
 
@@ -70,3 +72,29 @@ def test_finish_update_resets_prefix_cache_after_loading() -> None:
     engine.begin_update()
     engine.finish_update(2, recompute=True)
     assert ranks.calls[-1] == "reset_prefix_cache True"
+
+
+def test_update_without_frozen_weights_needs_a_complete_whole_one() -> None:
+    ranks = Ranks()
+    engine = Engine(ranks)
+    message = "begins at round 3, but the engine lacks the frozen weights"
+    with pytest.raises(WeightSyncError, match=message):
+        engine.begin_update(3)
+    engine._require_complete()  # the refused update changed nothing
+    engine.begin_update()
+    with pytest.raises(WeightSyncError, match=message):
+        engine.begin_update(3)
+    update(engine, 1)
+    engine.begin_update(3)
+    engine.finish_update(2)
+    engine.sleep(keep_weights=True)
+    for part in ("weights", "kv_cache"):
+        engine.wake_up(part)
+    engine.begin_update(3)
+    engine.finish_update(3)
+    engine.sleep(keep_weights=False)
+    engine.wake_up("weights")
+    with pytest.raises(WeightSyncError, match=message):
+        engine.begin_update(3)
+    update(engine, 4)
+    engine.begin_update(3)

@@ -12,15 +12,19 @@ import torch.distributed as dist
 
 from mcore_rl.config.models import ActorConfig, LoraConfig
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.remote.shared_folder import SharedFolder
 from mcore_rl.weights.frozen import ALL_TRAINED, TrainedWeights, frozen_rows
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.files.run_files import RunFiles
+from mcore_rl.weights.transports.files.writer import KEPT_TRANSFERS, TransferWriter
+from mcore_rl.weights.transports.link import MessageKind, MessageTag
 from mcore_rl.weights.verify import compare
 from model_converters.families import family_for
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.separate import trainer_rows
 from tests.tiny_models import tiny_fields
+from tests.unit.weights import test_quantised_sync as quantised
 from tests.unit.weights import transfer
 from tests.unit.weights.delivery import check_taken
 from tests.unit.weights.test_transfer import CASES, checkpoint_of, drain, held_by
@@ -243,4 +247,38 @@ def test_routes_of_later_updates_are_balanced_by_their_own_bytes() -> None:
         rounds = later.outgoing(rank)
         sent[rank] = sum(m.num_bytes for at, ms in rounds.items() if at >= later.first_trained_round for m in ms)
     assert sent.max() < 1.2 * sent.mean()
-    assert torch.float32 == later.dtype
+
+
+@pytest.mark.parametrize("case", ["etp inside blocks", "ep and etp", "shared experts"])
+def test_quantised_updates_combine_maxima_of_trained_blocks_only(store: dist.TCPStore, case: str) -> None:
+    """Blocks of frozen and of trained tensors are divided over trainer ranks; scales need the maxima of all parts."""
+    plan = replace(quantised.fp8_plan(case), trained=LORA)
+    frozen = {tensor.hf_name for group in plan.divided_blocks(0, frozen=True) for tensor in group.tensors}
+    assert frozen
+    assert frozen <= plan.frozen_names
+    with connected(plan, store, next(_generation)) as processes:
+        first = quantised.checkpoint_of(plan, 1)
+        taken, _, _ = update(processes, quantised.held_by(plan, first))
+        quantised.check_bits(plan, taken, quantised.expected_tensors(plan, first))
+        second = quantised.checkpoint_of(plan, 2)
+        taken, _, _ = update(processes, quantised.held_by(plan, second), plan.first_trained_round)
+        expected = quantised.expected_tensors(plan, second)
+        for of_rank in taken:
+            assert of_rank.keys() == {box.hf_name for box in plan.shard_map.tensors()} - plan.frozen_names
+            for name, boxes in of_rank.items():
+                assert all(torch.equal(quantised.bits(box), quantised.bits(_box(expected[name], start, box)))
+                           for start, box in boxes), name  # fmt: skip
+
+
+def _box(whole: torch.Tensor, start: tuple[int, ...], box: torch.Tensor) -> torch.Tensor:
+    return whole[tuple(slice(first, first + length) for first, length in zip(start, box.shape, strict=True))]
+
+
+def test_files_of_a_rank_with_frozen_weights_only_are_removed_later(tmp_path: Path) -> None:
+    folder = SharedFolder("weights.directory", f"file://{tmp_path}")
+    writer = TransferWriter(folder, 0, timeout_seconds=9.0)
+    writer.put(torch.zeros(8, dtype=torch.uint8), MessageTag(MessageKind.WEIGHTS, 0, 0))
+    for _ in range(KEPT_TRANSFERS + 1):
+        writer.finish()
+    writer.close()
+    assert [each for each in tmp_path.rglob("*") if each.is_file()] == []
