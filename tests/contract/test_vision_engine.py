@@ -20,6 +20,7 @@ from mcore_rl.weights.frozen import TrainedWeights
 from model_converters.mapping.layout import TrainLayout
 from tests.contract.engines import WITH_SGLANG, RemoteEngine
 from tests.contract.hf_trainer import HFTrainer
+from tests.contract.test_stepping import finish, publish_update, steps
 from tests.exported import export_through
 from tests.selection import needs_package, on_demand_unless
 from tests.tiny_models import tiny_model, write_tiny_model
@@ -122,6 +123,28 @@ def check_images(engine: RemoteEngine, model: Any, version: int) -> None:
         assert np.concatenate(gaps).mean() < 0.05
 
 
+def check_recomputed(trainer: HFTrainer, model: Any, version: int) -> None:
+    """Update decoder and tower while requests run. Their later tokens must be those of the new weights, with features
+    that the new tower computes."""
+    requests = requests_of(trainer.engine.directory, SamplingOptions(TOKENS, temperature=0.0))
+    trainer.engine.call("submit", requests)
+    assert not trainer.engine.call(steps, 6)[1]
+    trainer.perturb(version)
+    publish_update(trainer, version, recompute=True)
+    done = {completion.request_id: completion for completion in finish(trainer.engine)}
+    for request in requests:
+        completion = done[request.request_id]
+        tokens, later = completion.token_ids.tolist(), completion.versions == version
+        assert 0 < later.sum() < TOKENS
+        logp = reference(model, request, tokens)
+        gaps = np.abs(completion.logp - logp.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy())[later]
+        if trainer.engine.settings["dtype"] == "float32":
+            assert (logp.argmax(-1).numpy() == tokens)[later].all()
+            assert gaps.max() < 5e-5
+        else:
+            assert gaps.mean() < 0.05
+
+
 def sglang_cases() -> Iterator[Any]:
     for model_type in FAMILIES_IN_SGLANG:
         for tp in (1, 2):
@@ -154,9 +177,10 @@ def test_vision_model_from_export_and_after_update_is_exact(
     trainer.publish(1)
     check_images(engine, model, 1)
     assert trainer.certify() > 10
+    check_recomputed(trainer, model, 2)
     # The engine holds the tower now, and the next update lacks it.
     trainer = HFTrainer(model, engine, 40 << 10, 2, trained=TrainedWeights(vision=False))
-    trainer.perturb(2)
-    trainer.publish(2, trainer.plan.first_trained_round)
-    check_images(engine, model, 2)
+    trainer.perturb(3)
+    trainer.publish(3, trainer.plan.first_trained_round)
+    check_images(engine, model, 3)
     assert trainer.certify() > 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from tests.tiny_models import tiny_fields
 from tests.unit.weights import test_quantised_sync as quantised
 from tests.unit.weights import transfer
 from tests.unit.weights.delivery import check_taken
+from tests.unit.weights.test_files import until_fetched
 from tests.unit.weights.test_transfer import CASES, checkpoint_of, drain, held_by
 from tests.unit.weights.transfer import Processes, connected, receive_digests, sync_plan, update
 
@@ -109,8 +111,8 @@ def test_trained_weights_follow_the_keys_of_actor() -> None:
     assert TrainedWeights.of(ActorConfig(lora=lora)) == TrainedWeights(vision=False, adapters=("q_proj",))
 
 
-def lora_plan(case: str = "four of everything", **settings: object) -> SyncPlan:
-    return replace(sync_plan(*CASES[case], bucket_bytes=20_000, **settings), trained=LORA)  # type: ignore[arg-type]
+def lora_plan(case: str, **settings: Any) -> SyncPlan:
+    return replace(sync_plan(*CASES[case], **settings), trained=LORA)
 
 
 def slice_bytes(plan: SyncPlan, *, frozen: bool) -> list[int]:
@@ -137,10 +139,12 @@ def check_later_update(processes: Processes, seed: int) -> list[int]:
     return received
 
 
-@pytest.mark.parametrize("num_slots", [1, 3])
+@pytest.mark.parametrize(("num_slots", "bucket_bytes"), [(1, 20_000), (3, 52_000)])
 @pytest.mark.parametrize("case", CASES)
-def test_versions_one_and_two_have_the_least_bytes(store: dist.TCPStore, case: str, num_slots: int) -> None:
-    plan = lora_plan(case, num_slots=num_slots)
+def test_versions_one_and_two_have_the_least_bytes(
+    store: dist.TCPStore, case: str, num_slots: int, bucket_bytes: int
+) -> None:
+    plan = lora_plan(case, num_slots=num_slots, bucket_bytes=bucket_bytes)
     assert 0 < plan.first_trained_round < plan.num_rounds
     padding = 0.02  # alignment of slices
     with connected(plan, store, next(_generation)) as processes:
@@ -238,15 +242,32 @@ def test_plan_staggers_frozen_and_trained_rounds_apart() -> None:
 
 
 def test_routes_of_later_updates_are_balanced_by_their_own_bytes() -> None:
-    """The tower is on the first stage only. Its senders must not count its bytes when they divide other weights."""
-    fields = tiny_fields("qwen3_vl")
-    plan = sync_plan(fields, TrainLayout(4), EngineLayout(), "AABB", "CD", bucket_bytes=100_000)
-    later = replace(plan, trained=TOWER)
-    sent = np.zeros(4)
-    for rank in range(4):
-        rounds = later.outgoing(rank)
-        sent[rank] = sum(m.num_bytes for at, ms in rounds.items() if at >= later.first_trained_round for m in ms)
-    assert sent.max() < 1.2 * sent.mean()
+    """The frozen embedding is one slice, of one rank. It must not count when other weights are divided."""
+    fields = tiny_fields("qwen3", vocab_size=997, tie_word_embeddings=True)
+    plan = sync_plan(fields, TrainLayout(2), EngineLayout(), "AA", "B", bucket_bytes=1 << 20)
+    plan = replace(plan, trained=LORA)
+    sent = [
+        sum(m.num_bytes for at, ms in plan.outgoing(rank).items() if at >= plan.first_trained_round for m in ms)
+        for rank in range(2)
+    ]
+    assert max(sent) < 1.2 * min(sent)
+
+
+def test_files_of_later_versions_need_no_rank_with_frozen_weights_only(store: dist.TCPStore, tmp_path: Path) -> None:
+    """Four projections are trained, so some of six ranks send nothing after the first update."""
+    fields = tiny_fields("qwen3")
+    plan = sync_plan(fields, TrainLayout(6), EngineLayout(), "AAAAAA", "B", bucket_bytes=1 << 20, transport="files")
+    plan = replace(plan, trained=TrainedWeights(adapters=("o_proj",)))
+    senders = [rank for rank in range(6) if max(plan.outgoing(rank), default=0) >= plan.first_trained_round]
+    assert len(senders) < 6
+    folder = RunFiles(f"{tmp_path}/run").begin_connection(1)
+    with connected(plan, store, next(_generation), transfer.SHORT_TIMEOUT_SECONDS, folder) as processes:
+        held, first_round = held_by(plan, checkpoint_of(plan, 1)), plan.first_trained_round
+        update(processes, held)
+        for sender, tensors in zip(processes.senders, held, strict=True):
+            sender.send(tensors, first_round=first_round)
+        processes.receivers[0].fetch(first_round)
+        until_fetched(processes.receivers[0])
 
 
 @pytest.mark.parametrize("case", ["etp inside blocks", "ep and etp", "shared experts"])
