@@ -6,14 +6,18 @@ The reference is transformers' model on each sequence alone.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mcore_rl.errors import McoreRLError
+from mcore_rl.weights.frozen import TrainedWeights
 from tests.distributed import lora, policy_batch, vision_batch
 from tests.distributed.gradient_oracle import TOLERANCE, case_parameters, check_gradients, launch_cases
+from tests.distributed.syncing import sync_plan
 from tests.selection import EVERY_TEST
 from tests.tiny_models import write_tiny_model
 
@@ -113,7 +117,14 @@ def _train_frozen(rank: int, directory: str) -> dict[str, Any]:
     share, chunks = vision_batch.share(actor), vision_batch.chunks()
     batch, _ = actor.recompute_logp([share], chunks)
     metrics = actor.update(batch, 0)
+    plan, refused = sync_plan(actor), ""
+    try:
+        actor.require_frozen(replace(plan, trained=TrainedWeights(adapters=())))
+    except McoreRLError as error:
+        refused = str(error)
     return {
+        "frozen": plan.frozen_parameters,
+        "refused": refused,
         "changed": {name: bool((tensor != before[name]).any()) for name, tensor in actor.tensors().items()},
         "metrics": [*metrics],
     }
@@ -188,6 +199,8 @@ def test_frozen_tower_keeps_its_weights(directories: dict[str, str]) -> None:
     assert not any(value for name, value in changed.items() if name.startswith("vision."))
     assert all(value for name, value in changed.items() if not name.startswith("vision."))
     assert "actor/grad_norm_vision" not in outcome["metrics"]
+    assert outcome["frozen"] == {name for name, value in changed.items() if not value}
+    assert re.search("weights are trained, but engines .* once: decoder.final_layernorm.weight, ", outcome["refused"])
 
 
 def test_checkpoint_contains_the_trained_tower(directories: dict[str, str], tmp_path: Any) -> None:
