@@ -163,24 +163,27 @@ class Delivery:
 
         Raises: WorkerDiedError.
         """
+        return self.begin(chunks, rows).wait()
+
+    def begin(self, chunks: Sequence[BuffersRef], rows: Sequence[Rows]) -> PendingDelivery:
+        """Begin a delivery; see `deliver`."""
         # The driver made the chunks of supervised training itself; engines keep all others. A batch has one kind.
         produced = [chunk for chunk in chunks if isinstance(chunk, Chunk)]
-        if not produced:
-            return [(_put(chunks, of_reader),) if len(of_reader.rows) else () for of_reader in rows]
-        while True:
-            index = TrajectoryIndex(produced)
-            fetched = [
-                self._fetch(number, index, of_reader) if len(of_reader.rows) else None
-                for number, of_reader in enumerate(rows)
-            ]
-            try:
-                self.watch.get([calls[0] for calls in fetched if calls is not None], index.processes)
-                return [() if calls is None else (calls[1],) for calls in fetched]
-            except WorkerDiedError:
-                self.watch.blame_the_dead()
-                scheduler = self.watch.attendant
-                if scheduler is None or not scheduler.renew(produced):
-                    raise
+        pending = PendingDelivery(self, produced, rows)
+        if produced:
+            pending.fetch()
+        else:
+            pending.delivered = [(_put(chunks, of_reader),) if len(of_reader.rows) else () for of_reader in rows]
+        return pending
+
+    def fetch_all(
+        self, index: TrajectoryIndex, rows: Sequence[Rows]
+    ) -> list[tuple[Ref[None], Ref[TrajectoryBuffers]] | None]:
+        """Start to fetch the rows of all readers; see `_fetch`. None for a reader without rows."""
+        return [
+            self._fetch(number, index, of_reader) if len(of_reader.rows) else None
+            for number, of_reader in enumerate(rows)
+        ]
 
     def _fetch(self, reader: int, index: TrajectoryIndex, rows: Rows) -> tuple[Ref[None], Ref[TrajectoryBuffers]]:
         """Start to fetch rows. Returns two references: to None, ready when all rows have arrived, and to the rows."""
@@ -189,6 +192,38 @@ class Delivery:
         arrived, trajectories = self.readers[reader].call_for_two(RunProcess.fetch, request)
         known.update(request.producers)
         return arrived, trajectories
+
+
+@dataclass
+class PendingDelivery:
+    """Rows on their way to the readers of `delivery`, while the driver may do other work."""
+
+    delivery: Delivery
+    produced: Sequence[Chunk]
+    rows: Sequence[Rows]
+    delivered: list[tuple[Ref[TrajectoryBuffers], ...]] = field(default_factory=list, init=False)
+    """Result of `wait`, if no engine produced the rows."""
+
+    def fetch(self) -> None:
+        """Start to fetch all rows."""
+        self._index = TrajectoryIndex(self.produced)
+        self._calls = self.delivery.fetch_all(self._index, self.rows)
+
+    def wait(self) -> list[tuple[Ref[TrajectoryBuffers], ...]]:
+        """Wait until all rows have arrived; see Delivery.deliver. Rows that were lost with their engine are generated
+        again, and all rows are fetched again."""
+        watch = self.delivery.watch
+        while self.produced:
+            try:
+                watch.get([calls[0] for calls in self._calls if calls is not None], self._index.processes)
+                return [() if calls is None else (calls[1],) for calls in self._calls]
+            except WorkerDiedError:
+                watch.blame_the_dead()
+                scheduler = watch.attendant
+                if scheduler is None or not scheduler.renew(self.produced):
+                    raise
+            self.fetch()
+        return self.delivered
 
 
 def _put(chunks: Sequence[BuffersRef], rows: Rows) -> Ref[TrajectoryBuffers]:

@@ -92,8 +92,9 @@ class TrainedRankGroup(RankGroup[TrainedRank_co]):
     def batch_refs(self, batch: Batch) -> list[RankBatchRefs]:
         """Deliver a batch. Returns the arguments of each rank: its shares, and a reference to their trajectories."""
         rows, places = rows_by_rank(batch, len(self.ranks.reporting))
-        trajectories = self._delivery.deliver(batch.chunks, rows)
-        shares = self._shares(batch, places)
+        delivery = self._delivery.begin(batch.chunks, rows)
+        shares = self._shares(batch, places)  # while the ranks fetch the trajectories
+        trajectories = delivery.wait()
         return [(shares[dp], *trajectories[dp]) for dp in self.ranks.dp_rank_of]
 
     def shares_of(self, batch: Batch) -> list[RankShares | Ref[RankShares]]:

@@ -206,3 +206,12 @@ def test_fetch_restores_the_order_of_the_request(monkeypatch: pytest.MonkeyPatch
     expected = join_rows([take_rows(buffers(10 * i), part) for i, part in enumerate(split(rows))])
     for name in ("tokens", "token_offsets", "prompt_tokens", "response_offsets", "logp_rollout", "versions", "trained"):
         assert getattr(fetched, name).tolist() == getattr(expected, name).tolist()
+
+
+def test_begin_sends_all_requests_and_only_wait_raises_a_loss() -> None:
+    readers = [Reader(), Reader()]
+    group = Delivery(readers, Come(frozenset("a")))  # type: ignore[arg-type]
+    pending = group.begin([chunk("a", "handle of a", 5)], [rows_of([0]), rows_of([1])])
+    assert [len(reader.calls) for reader in readers] == [1, 1]
+    with pytest.raises(WorkerDiedError, match="died"):
+        pending.wait()
