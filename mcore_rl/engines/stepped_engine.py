@@ -33,6 +33,8 @@ class ActiveRequest:
     versions: list[int] = field(default_factory=list)
     sets: list[np.ndarray] = field(default_factory=list)
     """Runs of the sets of the tokens since the submission, see TokenSets."""
+    keeps_sets: bool = False
+    """SamplingOptions.keeps_sets of the request."""
     stops: StopScanner | None = None
 
     @property
@@ -71,6 +73,8 @@ class SteppedEngine(ABC):
         """Requests by the engine's id. A request that is submitted again gets a new id."""
         self._engine_ids: dict[str, str] = {}
         self._submissions = itertools.count()
+        self._may_use_stops = False
+        """False if no running request has stop strings; then no step looks at all requests."""
         self._held: tuple[int, list[StepOutput]] | None = None
         """Results that the next step returns, and the version of their weights."""
 
@@ -152,24 +156,27 @@ class SteppedEngine(ABC):
         self._require_complete()
         self._limit_drafts(max_tokens)
         limit = int(min(limit, max_tokens))
-        if any(active.stops is not None for active in self._running.values()):
+        self._may_use_stops = self._may_use_stops and any(each.stops is not None for each in self._running.values())
+        if self._may_use_stops:
             limit = 1  # stop strings are found between two passes
         version, outputs = self._take_held() or (self.weight_version, self._run_step(limit))
         new, spans, reasons, stopped = [], {}, {}, []
+        # Once per token: whatever a run does not use costs at most a comparison here.
         for whole in outputs:
-            active = self._running[whole.engine_id]
-            output = _until_stop(whole, active.stops)
+            engine_id = whole.engine_id
+            active = self._running[engine_id]
+            output = whole if active.stops is None else _until_stop(whole, active.stops)
             # The engine does not evaluate stop strings, so a request that one ends must be cancelled.
             if output.finish_reason is not None and whole.finish_reason is None:
-                stopped.append(output.engine_id)
-            if active.request.sampling.keeps_sets:
-                spans[output.engine_id] = active.num_tokens, len(output.token_ids)
+                stopped.append(engine_id)
+            if active.keeps_sets:
+                spans[engine_id] = active.num_tokens, len(output.token_ids)
             active.token_ids += output.token_ids
             active.logp += output.logp
             active.versions += [version] * len(output.token_ids)
-            new.append(output)
+            new.append((active.request.request_id, output))
             if output.finish_reason is not None:
-                reasons[output.engine_id] = output.finish_reason
+                reasons[engine_id] = output.finish_reason
         # Read the experts before cancelling: cancelled requests lose their KV cache blocks.
         routing = self._routing_of(reasons) if self._captures_routing and reasons else {}
         sets = self._sets_of(spans, [i for i in reasons if i in spans]) if spans else {}
@@ -178,14 +185,8 @@ class SteppedEngine(ABC):
         for engine_id, runs in sets.items():
             self._running[engine_id].sets += runs
         deltas = [
-            Delta(
-                self._running[each.engine_id].request.request_id,
-                each.token_ids,
-                each.logp,
-                version,
-                sets.get(each.engine_id),
-            )
-            for each in new
+            Delta(request_id, each.token_ids, each.logp, version, sets.get(each.engine_id) if sets else None)
+            for request_id, each in new
         ]
         completions = [self._completion(i, reason, routing.get(i)) for i, reason in reasons.items()]
         for completion in completions:
@@ -237,9 +238,11 @@ class SteppedEngine(ABC):
 
     def _activate(self, request: GenerationRequest) -> ActiveRequest:
         active = _resumed(request)
+        active.keeps_sets = request.sampling.keeps_sets
         if request.sampling.stop:
             assert self._decode is not None, "stop strings need a tokenizer"
             active.stops = StopScanner(request.sampling.stop, self._decode, active.token_ids)
+            self._may_use_stops = True
         return active
 
     def _resubmit_unstarted(self) -> None:
@@ -303,10 +306,8 @@ class SteppedEngine(ABC):
         return _to_completion(active, "abort", routing)
 
 
-def _until_stop(output: StepOutput, stops: StopScanner | None) -> StepOutput:
+def _until_stop(output: StepOutput, stops: StopScanner) -> StepOutput:
     """Cut the output after the token that completes a stop string, if any."""
-    if stops is None:
-        return output
     for count, token_id in enumerate(output.token_ids, start=1):
         if stops.add(token_id):
             return StepOutput(output.engine_id, output.token_ids[:count], output.logp[:count], "stop")

@@ -99,7 +99,8 @@ class TokenJournal:
             words.extend([token for delta in deltas for token in delta.token_ids])
             words.frombytes(array("f", [logp for delta in deltas for logp in delta.logp]).tobytes())
             for delta in deltas:
-                _append_sets(words, self._running[delta.request_id], delta.kept or ())
+                if delta.kept is not None:
+                    _append_sets(words, self._running[delta.request_id], delta.kept)
         for completion in completions:
             name = completion.request_id
             self._append_end(words, name, self._running.pop(name), completion.finish_reason)

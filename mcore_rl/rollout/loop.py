@@ -11,6 +11,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -37,6 +38,30 @@ Choose = Callable[[Collection[str]], Collection[str]]
 
 
 def _ignore() -> None: ...
+
+
+class EndedRequests:
+    """Results for another thread, which is woken once for all requests that end in the same step. Each wake-up takes
+    the loop's thread up to 0.3 ms, because both threads then compete for the interpreter."""
+
+    def __init__(self) -> None:
+        self._results: deque[Completion | BaseException] = deque()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_waking = False
+
+    def add(self, result: Completion | BaseException) -> None:
+        """Add a result; a Listener."""
+        self._results.append(result)
+        if not self._is_waking:
+            self._is_waking = True
+            self._wakes.put(None)
+
+    def take(self) -> Iterator[Completion | BaseException]:
+        """Wait for results, and yield those that have arrived, also in the meantime."""
+        self._wakes.get()
+        self._is_waking = False  # reset first, so that results added from now on wake this thread again
+        while self._results:
+            yield self._results.popleft()
 
 
 class EngineLoop:
@@ -280,16 +305,16 @@ class EngineLoop:
 
         Raises: errors of the engine and of on_finish, after aborting the remaining requests.
         """
-        ended: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
-        self.submit(requests, ended.put, started)
+        ended = EndedRequests()
+        self.submit(requests, ended.add, started)
         left = {request.request_id for request in requests}
         try:
             while left:
-                completion = ended.get()
-                if isinstance(completion, BaseException):
-                    raise completion
-                left.remove(completion.request_id)
-                on_finish(completion)
+                for completion in ended.take():
+                    if isinstance(completion, BaseException):
+                        raise completion
+                    left.remove(completion.request_id)
+                    on_finish(completion)
         finally:
             # After an error, abort the remaining requests, so that they do not occupy the engine.
             if left:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import DataError, PeerLostError, WeightSyncError, WorkerDiedError
-from mcore_rl.rollout.loop import EngineLoop
+from mcore_rl.rollout.loop import EndedRequests, EngineLoop
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
 from tests.unit.rollout.fake_engine import VOCABULARY, FakeEngine
 
@@ -235,3 +235,31 @@ def test_loop_withdraw_takes_unstarted_requests_only(loop: EngineLoop) -> None:
     assert len(begun) == 3
     loop.withdraw(choose)
     assert seen[1:] == [[]]
+
+
+def test_ended_requests_wake_their_thread_once_per_step() -> None:
+    ended = EndedRequests()
+    results = [ValueError(str(number)) for number in range(4)]
+    for result in results[:3]:
+        ended.add(result)
+    assert ended._wakes.qsize() == 1
+    assert [*ended.take()] == results[:3]
+    ended.add(results[3])
+    assert [*ended.take()] == results[3:]
+
+
+def test_ended_requests_lose_no_result_that_arrives_during_a_take() -> None:
+    ended, count = EndedRequests(), 20_000
+    results = [ValueError() for _ in range(count)]
+    taken: list[Completion | BaseException] = []
+
+    def take() -> None:
+        while len(taken) < count:
+            taken.extend(ended.take())
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    for result in results:
+        ended.add(result)
+    thread.join(SECONDS)
+    assert taken == results
