@@ -100,11 +100,26 @@ class Answers:
         except DataError as error:
             self.counts.refused += 1
             raise RefusedError(400, str(error)) from error
+        except RefusedError as error:
+            if error.code == TOO_LONG:
+                self.session.limits.reached = LENGTH
+            raise
+
+    def count(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a request's prompt.
+
+        Raises: RefusedError for a request that cannot be rendered.
+        """
+        try:
+            return len(self._prompt_ids(request, self.context_of(request.tools))[0])
+        except DataError as error:
+            raise RefusedError(400, str(error)) from error
 
     def skip(self, request: ChatRequest) -> None:
         """Count a request whose client left before the reply, when a session is played again."""
         with contextlib.suppress(DataError, EpisodeLimitError, RefusedError):
-            ids = self._prompt_ids(request, self.context_of(request.tools))
+            ids, is_rewritten = self._prompt_ids(request, self.context_of(request.tools))
+            self.counts.rewritten += is_rewritten
             for _ in range(request.num_choices):
                 self.session.skip(ids)
 
@@ -139,7 +154,8 @@ class Answers:
 
     async def _answer(self, request: ChatRequest) -> ChatReply:
         context = self.context_of(request.tools)
-        ids = self._prompt_ids(request, context)
+        ids, is_rewritten = self._prompt_ids(request, context)
+        self.counts.rewritten += is_rewritten
         sampling = self._sampling(request.sampling)
         found = await self._sampled(ids, sampling, request)
         if self.session.limits.reached == LENGTH:
@@ -184,34 +200,32 @@ class Answers:
             stop = self._stop(turn.sampled, given) if isinstance(given, list | tuple) else None
             self._texts[len(whole), _digest(whole)] = turn, stop
 
-    def _prompt_ids(self, request: ChatRequest, context: EpisodeContext) -> list[int]:
-        """Return the tokens of a request: sampled tokens as they were sampled, and new messages rendered."""
+    def _prompt_ids(self, request: ChatRequest, context: EpisodeContext) -> tuple[list[int], bool]:
+        """Return the tokens of a request: sampled tokens as they were sampled, and new messages rendered. True if it
+        has a reply that is not recognized."""
         conversation, messages = context.conversation, request.messages
         self._check_length(request)
         if request.prompt is not None:
-            return self._continued(request.prompt)
+            return self._continued(request.prompt), False
         found = self._tree.find(conversation.tools, messages)
         new = messages[found[1] :] if found else messages
         unknown = any(message["role"] == "assistant" for message in new)
-        self.counts.rewritten += unknown
         if found is None or unknown or not new or not self.keeps_history:
             if list(messages) == self.session.first_messages and context is self.session.context:
-                return self.session.prompt_ids.tolist()
-            return conversation.history_ids(messages, self.session.num_row_messages(messages), continues=not found)
+                return self.session.prompt_ids.tolist(), unknown
+            trusted = self.session.num_row_messages(messages)
+            return conversation.history_ids(messages, trusted, continues=not found), unknown
         turn, _ = found
         tokens = turn.token_ids
-        return tokens.tolist() + conversation.ids_after_turn(_named(new, turn.message), int(tokens[-1]))
+        return tokens.tolist() + conversation.ids_after_turn(_named(new, turn.message), int(tokens[-1])), False
 
     def _check_length(self, request: ChatRequest) -> None:
         """Refuse texts that are much too long, before they are tokenized on the thread of all episodes."""
         prompt = request.prompt or ""
         characters = len(prompt) + sum(len(text_of(message)) for message in request.messages)
         if characters > MAX_CHARACTERS * self.session.limits.context_tokens:
-            limits = self.session.limits
-            limits.reached = LENGTH
-            raise RefusedError(
-                400, f"maximum context length: {characters} characters, for {limits.context_tokens} tokens", TOO_LONG
-            )
+            tokens = self.session.limits.context_tokens
+            raise RefusedError(400, f"maximum context length: {characters} characters, for {tokens} tokens", TOO_LONG)
 
     def _continued(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the tokens of a prompt without messages. A text that begins with an earlier prompt and its reply keeps

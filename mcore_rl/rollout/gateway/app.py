@@ -5,6 +5,7 @@
     GET    /sessions/<id>?seconds=10             wait for the end of a session: {"ended": true or false}
     DELETE /sessions/<id>                        end a session: {"extra": {...}, "error": text or null}
     POST   /sessions/<id>/v1/chat/completions    and /v1/completions, /v1/responses, /v1/messages
+    POST   /sessions/<id>/v1/messages/count_tokens    and /v1/responses/input_tokens
     GET    /sessions/<id>/v1/models
     POST   /v1/chat/completions ...              the same without sessions, if the model is served
     GET    /health
@@ -30,7 +31,7 @@ from mcore_rl.rollout.gateway.answering import Answering, ClientLeftError, json_
 from mcore_rl.rollout.gateway.bodies import json_body
 from mcore_rl.rollout.gateway.dialects import chat_completions, completions, messages, responses
 from mcore_rl.rollout.gateway.dialects.fields import Fields
-from mcore_rl.rollout.gateway.dialects.interface import Dialect, json_bytes
+from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, json_bytes
 from mcore_rl.rollout.gateway.exchange import (
     MAX_REWARD,
     ChatReply,
@@ -68,6 +69,10 @@ def application(
         app.add_api_route(f"/sessions/{{session}}{dialect.path}", server.endpoint(dialect), methods=["POST"])
         if serves:
             app.add_api_route(dialect.path, server.served(dialect), methods=["POST"])
+        if dialect.count_path is not None:
+            app.add_api_route(f"/sessions/{{session}}{dialect.count_path}", server.counter(dialect), methods=["POST"])
+        if serves and dialect.count_path is not None:
+            app.add_api_route(dialect.count_path, server.served_counter(dialect), methods=["POST"])
     if serves:
         app.add_api_route("/v1/models", server.served_models, methods=["GET"])
     app.add_api_route("/sessions/{session}/v1/models", server.models, methods=["GET"])
@@ -110,11 +115,36 @@ class _Server:
 
         return handle
 
+    def counter(self, dialect: Dialect) -> Callable[[str, Request], Awaitable[Response]]:
+        """Return the handler of requests that count the tokens of a prompt in a session."""
+
+        async def handle(session: str, request: Request) -> Response:
+            self._check_key(request, self._sessions.key_of(session))
+            return await self._counted(dialect, request, session, session)
+
+        return handle
+
+    def served_counter(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+        """Same as `counter`, without a session."""
+
+        async def handle(request: Request) -> Response:
+            self._check_key(request)
+            return await self._counted(dialect, request, NO_SESSION, None)
+
+        return handle
+
+    async def _counted(self, dialect: Dialect, request: Request, history: str, session: str | None) -> Response:
+        call = await self._call(dialect, request, history)
+        return _json(dialect.counted(await self._sessions.count(session, call.request)))
+
+    async def _call(self, dialect: Dialect, request: Request, session: str) -> Call:
+        body = await json_body(request, self._max_bytes)
+        return dialect.read(body, self._model, lambda reply: self._histories.find(session, reply))
+
     async def _answering(
         self, dialect: Dialect, request: Request, session: str, ask: Callable[[ChatRequest], Awaitable[ChatReply]]
     ) -> Response:
-        body = await json_body(request, self._max_bytes)
-        call = dialect.read(body, self._model, lambda reply: self._histories.find(session, reply))
+        call = await self._call(dialect, request, session)
 
         async def answer() -> ChatReply:
             reply = await ask(call.request)

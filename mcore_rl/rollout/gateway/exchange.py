@@ -142,6 +142,9 @@ class Sessions(Protocol):
     async def missed(self, session: str, reply: str) -> None:
         """Note that the client left before a reply was sent. Unless an equal request gets it, it is not trained."""
 
+    async def count(self, session: str | None, request: ChatRequest) -> int:
+        """Return the number of tokens of a request's prompt in a session; None: without a session."""
+
     async def serve(self, request: ChatRequest) -> ChatReply:
         """Answer a request without a session. Cancelling the call aborts the sampling."""
 

@@ -22,6 +22,7 @@ from mcore_rl.rollout.gateway.sessions import AskedRequest, EngineConnection, Op
 REOPEN_SECONDS = 120.0
 """Time in which an engine must open a session again whose engine was lost."""
 GONE = "the session has ended"
+NO_ENGINE = "no engine is ready; try again"
 MAX_OPEN = 64
 """Maximum number of unanswered requests of a session."""
 
@@ -105,12 +106,23 @@ class Hub:
 
     async def serve(self, request: ChatRequest) -> ChatReply:
         """Same as Sessions.serve. The engine with the fewest open requests answers."""
-        if not self._engines:
-            raise RefusedError(503, "no engine is ready; try again")
-        engine = min(self._engines, key=lambda engine: len(engine.asked))
         asked = AskedRequest(request, b"", asyncio.get_running_loop().create_future())
-        engine.serve(asked)
+        self._free_engine().serve(asked)
         return await self._awaited(None, asked)
+
+    async def count(self, session: str | None, request: ChatRequest) -> int:
+        """Same as Sessions.count."""
+        engine = self._free_engine() if session is None else self._live(session).engine
+        if engine is None:
+            raise RefusedError(503, NO_ENGINE)
+        asked = AskedRequest(request, b"", asyncio.get_running_loop().create_future())
+        engine.count(session or "", asked)
+        return (await self._awaited(None, asked)).num_prompt_tokens
+
+    def _free_engine(self) -> EngineConnection:
+        if not self._engines:
+            raise RefusedError(503, NO_ENGINE)
+        return min(self._engines, key=lambda engine: len(engine.asked))
 
     async def reward(self, session: str, reward: Reward) -> None:
         """Same as Sessions.reward."""

@@ -10,7 +10,7 @@ from mcore_rl.errors import WorkerDiedError
 from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.answers import Answers
-from mcore_rl.rollout.gateway.exchange import ChatRequest, HarnessEnd, RefusedError, Reward
+from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, RefusedError, Reward
 from mcore_rl.rollout.gateway.wire import GatewayAddress
 
 
@@ -78,6 +78,8 @@ class GatewayLink:
                         await self._call(key, self._sessions[session], request)
                     case (wire.SERVE, int(key), request):
                         await self._call(key, _Open(self._serving()), request)
+                    case (wire.COUNT, int(key), str(session), request):
+                        self._count(key, self._sessions.get(session), request)
                     case (wire.CANCEL, int(key)) if key in self._session_of:
                         self._session_of[key].running[key].cancel()
                     case (wire.ENDED, str(session), end) if session in self._sessions:
@@ -89,6 +91,15 @@ class GatewayLink:
         except Exception as error:  # otherwise all sessions would wait for their time limits
             self._lose(error)
             raise
+
+    def _count(self, key: int, opened: _Open | None, request: ChatRequest) -> None:
+        """Reply with the number of a prompt's tokens."""
+        answers = self._serving() if opened is None else opened.answers
+        try:
+            reply: object = ChatReply("", (), answers.count(request), 0)
+        except RefusedError as error:
+            reply = wire.Refusal(error.status, str(error), error.code)
+        frames.write(self._writer, (wire.REPLY, key, reply))
 
     @staticmethod
     def _note(kind: str, answers: Answers, fields: Sequence[object]) -> None:

@@ -178,6 +178,10 @@ class EngineConnection:
         """Send a request without a session."""
         self.send(wire.SERVE, self._key_of(None, asked), asked.request)
 
+    def count(self, session: str, asked: AskedRequest) -> None:
+        """Send a request whose tokens are counted."""
+        self.send(wire.COUNT, self._key_of(None, asked), session, asked.request)
+
     def cancel(self, key: int) -> bool:
         """Abort a request; False if this engine does not have it. The engine replies with None, or with the reply if
         it is complete already."""

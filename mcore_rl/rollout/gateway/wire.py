@@ -12,6 +12,8 @@ An engine connects and sends its token; then, as tuples (kind, ...):
                           seen session reply is_seen   whether a client has received a reply
                           ended session end    HarnessEnd
                           serve key request    a request without a session
+                          count key session request   the reply has the number of the prompt's tokens only;
+                                               session "": a request without a session
 
 Both ends are processes of this project. Texts of clients are strings inside these objects and are never unpickled.
 """
@@ -23,7 +25,8 @@ from dataclasses import dataclass
 FILE = "gateways.json"
 """File in the run directory with the addresses and tokens, for programs that take sessions by themselves."""
 OPEN, REPLY, CLOSE = "open", "reply", "close"
-CALL, SKIP, CANCEL, REWARD, SEEN, ENDED, SERVE = "call", "skip", "cancel", "reward", "seen", "ended", "serve"
+CALL, SKIP, CANCEL, REWARD, SEEN, ENDED = "call", "skip", "cancel", "reward", "seen", "ended"
+SERVE, COUNT = "serve", "count"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, RefusedError
 from mcore_rl.types.chat import ChatMessage
@@ -63,6 +63,7 @@ class Dialect:
     error: form of an error as a body.
     error_event: form of an error after events have begun.
     ping: bytes that keep a connection open while the model samples; clients skip them.
+    count_path: path of requests that count the tokens of a prompt, None: there is none. counted: form of their reply.
     """
 
     path: str
@@ -70,6 +71,8 @@ class Dialect:
     error: Callable[[RefusedError], JsonObject]
     error_event: Callable[[RefusedError], Event]
     ping: bytes
+    count_path: str | None = None
+    counted: Callable[[int], JsonObject] = field(default=lambda tokens: {"input_tokens": tokens})
 
 
 def json_bytes(value: JsonObject) -> bytes:

@@ -165,4 +165,5 @@ def _error_event(error: RefusedError) -> Event:
     return Event(_error(error), "error")
 
 
-DIALECT = Dialect("/v1/messages", read, _error, _error_event, ping=_event("ping").encoded())
+PATH = "/v1/messages"
+DIALECT = Dialect(PATH, read, _error, _error_event, ping=_event("ping").encoded(), count_path=f"{PATH}/count_tokens")

@@ -180,4 +180,12 @@ def _error_event(error: RefusedError) -> Event:
     return Event({"type": "error", "code": error.code, "message": str(error), "param": None, **body}, "error")
 
 
-DIALECT = Dialect("/v1/responses", read, replies.openai_error, _error_event, ping=b": ping\n\n")
+DIALECT = Dialect(
+    "/v1/responses",
+    read,
+    replies.openai_error,
+    _error_event,
+    ping=b": ping\n\n",
+    count_path="/v1/responses/input_tokens",
+    counted=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
+)

@@ -116,6 +116,11 @@ class ScriptedSessions:
             return choice("Let me see.", "I need the tool.", (adding(0), adding(1)), logps=logps)
         return choice("Good day — to you!", "Be polite.", logps=logps)
 
+    async def count(self, session: str | None, request: ChatRequest) -> int:
+        if self.refusal:
+            raise self.refusal
+        return 10 * len(request.messages) + len(request.tools or ())
+
     async def missed(self, session: str, reply: str) -> None:
         self.missed_replies.append((session, reply))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import anthropic
 import pytest
@@ -94,6 +95,11 @@ def test_models_are_listed(client: anthropic.Anthropic) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
 
 
-def test_token_counting_is_not_found(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError):
+def test_tokens_of_a_prompt_are_counted(client: anthropic.Anthropic, sessions: ScriptedSessions) -> None:
+    tool: Any = {"name": "look", "description": "Look.", "input_schema": {"type": "object", "properties": {}}}
+    counted = client.messages.count_tokens(model="any", system="Be brief.", messages=[QUESTION], tools=[tool])
+    assert counted.input_tokens == 21
+    assert not sessions.requests, "nothing is sampled"
+    sessions.refusal = RefusedError(400, "too long")
+    with pytest.raises(anthropic.BadRequestError, match="too long"):
         client.messages.count_tokens(model="any", messages=[QUESTION])

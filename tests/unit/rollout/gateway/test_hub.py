@@ -107,6 +107,26 @@ def test_an_engine_without_the_token_is_not_heard(tmp_path: Path) -> None:
     with_site(test, tmp_path)
 
 
+def test_the_engine_of_a_session_counts_tokens(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        engine = await site.engine()
+        engine.send(wire.OPEN, "a", ROW)
+        await site.taken()
+        for session, sent in (("a", "a"), (None, "")):
+            counted = asyncio.create_task(site.hub.count(session, request("one")))
+            kind, key, name, asked = await engine.next()
+            assert (kind, name, asked) == (wire.COUNT, sent, request("one"))
+            engine.send(wire.REPLY, key, ChatReply("", (), 7, 0))
+            assert await counted == 7
+        assert not site.hub._sessions["a"].history, "another engine does not repeat it"
+        await engine.lose()
+        for session in ("a", None):
+            with pytest.raises(RefusedError, match="no engine is ready"):
+                await site.hub.count(session, request("one"))
+
+    with_site(test, tmp_path)
+
+
 def test_a_session_is_taken_once_and_keys_differ(tmp_path: Path) -> None:
     async def test(site: Site) -> None:
         engine = await site.engine()

@@ -203,5 +203,10 @@ def test_errors_before_the_first_event_have_their_status(
     assert caught.value.code == "context_length_exceeded"
 
 
+def test_tokens_of_an_input_are_counted(client: openai.OpenAI) -> None:
+    counted = client.responses.input_tokens.count(model="any", instructions="Be brief.", input="hello")
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", 20)
+
+
 def test_models_are_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]

@@ -256,5 +256,9 @@ def test_served_model_needs_the_token_and_no_session() -> None:
             assert http.post(served, headers=BEARER, json=body).status_code == 401
             reply = http.post(served, headers=token, json=body)
             assert (reply.status_code, reply.json()["id"]) == (200, f"reply-{len(sessions.requests)}")
+        counted = {"input": "hello", "messages": [{"role": "user", "content": "hello"}]}
+        for served in ("/v1/messages/count_tokens", "/v1/responses/input_tokens"):
+            assert http.post(served, headers=BEARER, json=counted).status_code == 401
+            assert http.post(served, headers=token, json=counted).json()["input_tokens"] == 10
         assert http.get("/v1/models", headers=BEARER).status_code == 401
         assert len(http.get("/v1/models", headers=token).json()["data"]) == 1
