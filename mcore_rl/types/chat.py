@@ -19,7 +19,7 @@ class TextPart(TypedDict):
 
 @final
 class ImagePart(TypedDict):
-    """Image in the answer of a tool, as the encoded file."""
+    """Image in the answer of a tool, or in a message of a program, as the encoded file."""
 
     type: str
     image: bytes

@@ -46,10 +46,10 @@ def check_gateway(rollout: RolloutConfig, episode: str) -> None:
 
 
 def check_texts(rollout: RolloutConfig, has_images: Mapping[str, bool]) -> None:
-    """Raise ConfigError for programs that would have to send images. `has_images` by the key of the data."""
+    """Raise ConfigError for rows with images, which programs do not receive. `has_images` by the key of the data."""
     key = next((key for key, has in has_images.items() if has), None)
     if rollout.episode in WITH_GATEWAY and key is not None:
         raise ConfigError(
-            f"rollout.episode={rollout.episode} supports texts only, and rows of {key} have images; use data without "
-            "images, or a custom episode (docs/episodes.md)"
+            f"rollout.episode={rollout.episode} gives no images of rows to programs, and rows of {key} have images; "
+            "use data without images and let the programs send them, or a custom episode (docs/episodes.md)"
         )

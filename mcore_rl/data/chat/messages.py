@@ -66,7 +66,7 @@ def text_of(message: ChatMessage, separator: str = "\n") -> str:
 
 
 def message_images(message: ChatMessage) -> list[bytes]:
-    """Return the images in the answer of a tool; [] for other messages."""
+    """Return the images in a message: the answer of a tool, or a message of a program behind the gateway."""
     content = message["content"]
     return [] if isinstance(content, str) else [part["image"] for part in content if "image" in part]
 

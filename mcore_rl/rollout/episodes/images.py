@@ -1,4 +1,4 @@
-"""Images in the sequences of one episode, from the row's prompt and from answers of tools.
+"""Images in the sequences of one episode, from the row's prompt, answers of tools, and messages of a program.
 
 The chat template writes one placeholder token for an image of an answer, which is repeated here, once per feature. The
 tokens up to the one after the last placeholder of an image identify its place: every sequence that begins with them
@@ -16,6 +16,7 @@ import numpy as np
 
 from mcore_rl.data.chat.messages import message_images
 from mcore_rl.errors import DataError
+from mcore_rl.rollout.tools.images import check_images
 from mcore_rl.rollout.tools.interface import ToolResult
 from mcore_rl.types import NO_IMAGES, ImageSource, ProcessedImage, PromptImages
 from mcore_rl.types.chat import ChatMessage
@@ -71,27 +72,45 @@ class EpisodeImages:
 
         Raises: DataError if answers cannot contain images.
         """
-        reader = self._tools.reader
-        if self._tools.fault is not None or reader is None:
+        if self._tools.fault is not None or self._tools.reader is None:
             raise DataError(f"tool {tool} answered with images, but {self._tools.fault}")
-        new = [source for source in dict.fromkeys(answer.images) if source not in self._processed]
-        if not new:
-            return answer
         try:
-            # In a thread: resizing a large image takes longer than an engine's step.
-            images = await asyncio.to_thread(reader.process_images, new, f"tool {tool}")
+            await self._process(self._tools.reader, answer.images, f"tool {tool}")
         except DataError as error:
             return answer.rejected(str(error))
-        self._processed |= dict(zip(new, images, strict=True))
         return answer
+
+    async def read_messages(self, messages: Sequence[ChatMessage]) -> None:
+        """Check and process the images of messages that a program sends.
+
+        Raises: DataError if the model or its chat template cannot read images, or for an image that is too large,
+        damaged, or rejected by the image processor.
+        """
+        sources = [source for message in messages for source in message_images(message)]
+        if not sources:
+            return
+        if self._tools.fault is not None or self._tools.reader is None:
+            raise DataError(f"the messages have images, but {self._tools.fault}")
+        try:
+            await asyncio.to_thread(check_images, [each for each in sources if each not in self._processed], "messages")
+        except ValueError as error:
+            raise DataError(str(error)) from None
+        await self._process(self._tools.reader, sources, "the messages")
+
+    async def _process(self, reader: ImageReader, sources: Sequence[bytes], where: str) -> None:
+        new = [source for source in dict.fromkeys(sources) if source not in self._processed]
+        if new:
+            # In a thread: resizing a large image takes longer than an engine's step.
+            images = await asyncio.to_thread(reader.process_images, new, where)
+            self._processed |= dict(zip(new, images, strict=True))
 
     def place(self, before: np.ndarray, ids: list[int], messages: Sequence[ChatMessage]) -> list[int]:
         """Return `ids`, the rendered tokens of `messages`, with the placeholders of their images repeated.
 
         before: tokens of the sequence that `ids` continue, int32 [S].
 
-        Raises: DataError if the template wrote more or fewer placeholders than images, or for an image that no tool of
-        this episode returned.
+        Raises: DataError if the template wrote more or fewer placeholders than images, or for an image that was not
+        read before.
         """
         sources = [source for message in messages for source in message_images(message)]
         if not sources:
@@ -101,7 +120,7 @@ class EpisodeImages:
             raise DataError("a message has an image that session.call did not return; images are answers of tools only")
         found = [image for image in images if image is not None]
         counts = [reader.num_placeholders(image) for image in found]
-        tokens = expanded(np.array(ids, np.int32), reader.image_token, counts, "the answer of a tool")
+        tokens = expanded(np.array(ids, np.int32), reader.image_token, counts, "a message with images")
         starts = image_starts(tokens, reader.image_token, counts)
         assert starts is not None, "expanded has compared the numbers"
         whole = np.concatenate([before, tokens])
@@ -152,7 +171,7 @@ class EpisodeImages:
             if each.start == new.start and np.array_equal(each.tokens, new.tokens):
                 if each.image.digest != new.image.digest:
                     # Sequences are told apart by their tokens, which are equal here.
-                    raise DataError("two answers of tools after the same tokens differ in an image only")
+                    raise DataError("two messages after the same tokens differ in an image only")
                 return
         self._placed.append(new)
 

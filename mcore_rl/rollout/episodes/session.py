@@ -31,7 +31,7 @@ from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.episodes.trace import EpisodeTrace
 from mcore_rl.rollout.tools.interface import ToolResult
 from mcore_rl.rollout.tools.parsers import ParsedMessage
-from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions
+from mcore_rl.types import Completion, GenerationRequest, Prompt, PromptImages, SamplingOptions
 from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_function
 
 GENERATING, TOOL_CALLING = "generating", "tool_calling"
@@ -124,7 +124,7 @@ class Session:
         self.extra: dict[str, object] = {}
         """Fields that the episode adds to the graders' extra_info."""
         self._sample, self._request, self._prompt, self._trace = sample, request, prompt, trace
-        self._images = EpisodeImages(context.images, prompt.token_ids, request.images)
+        self.images = EpisodeImages(context.images, prompt.token_ids, request.images)
         self._tool_calls_under_way = 0
         self._turns: list[Sampled] = []
         self._calls_of_turn = 0
@@ -175,7 +175,8 @@ class Session:
     def skip(self, token_ids: Sequence[int]) -> None:
         """Count a call of `generate` without making it: equal later calls then get the seeds that they got before, when
         that call was cancelled."""
-        self._requests[np.asarray(token_ids, np.int32).tobytes()] += 1
+        ids = np.asarray(token_ids, np.int32)
+        self._requests[self._history_key(ids, self._images_in(ids))] += 1
 
     def drop(self, sampled: Sampled) -> None:
         """Remove a turn that nobody has seen: it is not trained. Equal later calls of `generate` get other seeds."""
@@ -205,7 +206,7 @@ class Session:
         with self._spent(TOOL_CALLING), self._traced_call():
             answer = await self.context.tools.call(self.id, tool_name, dict(arguments), kwargs)
             if answer.images:
-                answer = await self._images.read(tool_name, answer)
+                answer = await self.images.read(tool_name, answer)
         self.num_tool_errors += answer.error is not None
         if answer.reward is not None:
             self.tool_rewards.append(answer.reward)
@@ -300,7 +301,7 @@ class Session:
     def _ids_after_turn(self, messages: Sequence[ChatMessage]) -> list[int]:
         last, answered = self._turns[-1], with_answer_ids(messages)
         ids = self.context.conversation.ids_after_turn(answered, last.token_ids[-1])
-        return self._images.place(last.sequence.tokens, ids, answered)
+        return self.images.place(last.sequence.tokens, ids, answered)
 
     def _note(self, messages: Sequence[ChatMessage]) -> None:
         """Append the last sampled turn and `messages` to the conversation."""
@@ -344,10 +345,9 @@ class Session:
         """Build the request of a turn. The first turn uses the single-turn request. The id and seed of later turns
         depend on the history: the same history gives the same tokens, a different one (such as another tool result) new
         ones."""
-        images = self._images.inside(ids, [sequence.tokens for sequence in self.book.sequences])
-        # Counting repetitions gives repeated calls with the same history different seeds. Other images of equal size
-        # have equal tokens.
-        key = ids.tobytes() + (b"" if images is self._request.images else image_digests(images))
+        images = self._images_in(ids)
+        # Counting repetitions gives repeated calls with the same history different seeds.
+        key = self._history_key(ids, images)
         again, self._requests[key] = self._requests[key], self._requests[key] + 1
         if not again and np.array_equal(ids, self.prompt_ids):
             unchanged = options is self._request.sampling
@@ -356,6 +356,13 @@ class Session:
         name, seed = f"{self.id}/{digest:08x}.{again}", turn_seed(self.seed, digest, again)
         per_version = self._request.tokens_per_version
         return GenerationRequest(name, ids, seed, options, tokens_per_version=per_version, images=images)
+
+    def _images_in(self, ids: np.ndarray) -> PromptImages | None:
+        return self.images.inside(ids, [sequence.tokens for sequence in self.book.sequences])
+
+    def _history_key(self, ids: np.ndarray, images: PromptImages | None) -> bytes:
+        # Other images of equal size have equal tokens.
+        return ids.tobytes() + (b"" if images is self._request.images else image_digests(images))
 
     @contextlib.contextmanager
     def _traced_call(self) -> Iterator[None]:

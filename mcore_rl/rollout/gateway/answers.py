@@ -33,6 +33,7 @@ from mcore_rl.types.chat import ChatCall, ChatMessage, ToolSchema
 
 OBEYED = ("max_response_tokens", "stop")
 """Options of a request that are always obeyed: they do not change the distribution of a token."""
+NOTHING = np.zeros(0, np.int32)
 LENGTH = "length"
 """Reason of EpisodeLimitError for a sequence without room."""
 MAX_CHARACTERS = 256
@@ -105,19 +106,21 @@ class Answers:
                 self.session.limits.reached = LENGTH
             raise
 
-    def count(self, request: ChatRequest) -> int:
+    async def count(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt.
 
         Raises: RefusedError for a request that cannot be rendered.
         """
         try:
+            await self.session.images.read_messages(request.messages)
             return len(self._prompt_ids(request, self.context_of(request.tools))[0])
         except DataError as error:
             raise RefusedError(400, str(error)) from error
 
-    def skip(self, request: ChatRequest) -> None:
+    async def skip(self, request: ChatRequest) -> None:
         """Count a request whose client left before the reply, when a session is played again."""
         with contextlib.suppress(DataError, EpisodeLimitError, RefusedError):
+            await self.session.images.read_messages(request.messages)
             ids, is_rewritten = self._prompt_ids(request, self.context_of(request.tools))
             self.counts.rewritten += is_rewritten
             for _ in range(request.num_choices):
@@ -154,6 +157,7 @@ class Answers:
 
     async def _answer(self, request: ChatRequest) -> ChatReply:
         context = self.context_of(request.tools)
+        await self.session.images.read_messages(request.messages)
         ids, is_rewritten = self._prompt_ids(request, context)
         self.counts.rewritten += is_rewritten
         sampling = self._sampling(request.sampling)
@@ -214,10 +218,12 @@ class Answers:
             if list(messages) == self.session.first_messages and context is self.session.context:
                 return self.session.prompt_ids.tolist(), unknown
             trusted = self.session.num_row_messages(messages)
-            return conversation.history_ids(messages, trusted, continues=not found), unknown
+            ids = conversation.history_ids(messages, trusted, continues=not found)
+            return self.session.images.place(NOTHING, ids, messages), unknown
         turn, _ = found
         tokens = turn.token_ids
-        return tokens.tolist() + conversation.ids_after_turn(_named(new, turn.message), int(tokens[-1])), False
+        ids = conversation.ids_after_turn(_named(new, turn.message), int(tokens[-1]))
+        return tokens.tolist() + self.session.images.place(tokens, ids, new), False
 
     def _check_length(self, request: ChatRequest) -> None:
         """Refuse texts that are much too long, before they are tokenized on the thread of all episodes."""

@@ -79,34 +79,34 @@ class GatewayLink:
                     case (wire.SERVE, int(key), request):
                         await self._call(key, _Open(self._serving()), request)
                     case (wire.COUNT, int(key), str(session), request):
-                        self._count(key, self._sessions.get(session), request)
+                        await self._count(key, self._sessions.get(session), request)
                     case (wire.CANCEL, int(key)) if key in self._session_of:
                         self._session_of[key].running[key].cancel()
                     case (wire.ENDED, str(session), end) if session in self._sessions:
                         self._settle(self._sessions[session], end)
                     case (str(kind), str(session), *fields) if session in self._sessions:
-                        self._note(kind, self._sessions[session].answers, fields)
+                        await self._note(kind, self._sessions[session].answers, fields)
         except (EOFError, ConnectionError):
             self._lose(WorkerDiedError("the gateway of this host has ended"))
         except Exception as error:  # otherwise all sessions would wait for their time limits
             self._lose(error)
             raise
 
-    def _count(self, key: int, opened: _Open | None, request: ChatRequest) -> None:
+    async def _count(self, key: int, opened: _Open | None, request: ChatRequest) -> None:
         """Reply with the number of a prompt's tokens."""
         answers = self._serving() if opened is None else opened.answers
         try:
-            reply: object = ChatReply("", (), answers.count(request), 0)
+            reply: object = ChatReply("", (), await answers.count(request), 0)
         except RefusedError as error:
             reply = wire.Refusal(error.status, str(error), error.code)
         frames.write(self._writer, (wire.REPLY, key, reply))
 
     @staticmethod
-    def _note(kind: str, answers: Answers, fields: Sequence[object]) -> None:
+    async def _note(kind: str, answers: Answers, fields: Sequence[object]) -> None:
         """Handle a message that has no reply."""
         match kind, *fields:
             case wire.SKIP, ChatRequest() as request:
-                answers.skip(request)
+                await answers.skip(request)
             case wire.REWARD, Reward() as reward:
                 answers.reward(reward)
             case wire.SEEN, str(reply), bool(is_seen):

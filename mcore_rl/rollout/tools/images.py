@@ -79,13 +79,13 @@ def decoded(text: str, where: str) -> bytes:
         raise ValueError(f"{where} has no valid base64 data: {error}") from None
 
 
-def check_images(images: Sequence[bytes]) -> None:
-    """Check size and format of images, and decode them.
+def check_images(images: Sequence[bytes], source: str = "the tool") -> None:
+    """Check size and format of images, and decode them. `source`: for messages.
 
     Raises: ValueError for an image that is too large, damaged, or of another format.
     """
     for number, image in enumerate(images, start=1):
-        _check(image, f"image {number} of the tool")
+        _check(image, f"image {number} of {source}")
 
 
 def _check(image: bytes, where: str) -> None:

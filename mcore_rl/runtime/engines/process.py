@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import ray
 
+from mcore_rl.config.episodes import WITH_GATEWAY
 from mcore_rl.config.reward import NO_RULE, STEP
 from mcore_rl.config.rules.images import setting_without_images
-from mcore_rl.config.rules.rollout import concurrent_episodes, has_turns
+from mcore_rl.config.rules.rollout import concurrent_episodes, episode_of, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.checksum import saved_file
 from mcore_rl.data.prompts import PromptSet
@@ -322,9 +323,12 @@ FollowerActor = ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)(Foll
 
 
 def _image_processor(config: Config, tokenizer: Any, sources: Iterable[PromptSource]) -> ImageProcessor | None:
-    """Return the image processor if any prompt has images, or if tools of a model that reads images may return some."""
-    if not any(isinstance(source, PromptSet) and source.has_images for source in sources) and (
-        config.rollout.tools is None or not has_vision_tower(config.model.hf_path)
+    """Return the image processor if any prompt has images, or if tools or programs may give some to a model that reads
+    images."""
+    rollout = config.rollout
+    may_add = rollout.tools is not None or episode_of(rollout) in WITH_GATEWAY
+    if not any(isinstance(source, PromptSet) and source.has_images for source in sources) and not (
+        may_add and has_vision_tower(config.model.hf_path)
     ):
         return None
     return ImageProcessor.load(config.model.hf_path, tokenizer, "model.hf_path")

@@ -126,7 +126,8 @@ def _message(fields: Fields) -> JsonObject:
         role = "tool"  # the former role for the answer to a `function_call`
     if role not in _ROLES:
         raise RefusedError(400, f"{fields.path}.role is {role[:40]!r}; roles are: {', '.join(_ROLES)}")
-    content = requests.text_parts(fields, "content", _PARTS)
+    images = ("image_url",) if role in ("user", "tool") else ()
+    content = requests.text_parts(fields, "content", _PARTS, images=images)
     if role == "assistant":
         content = None if content is None else requests.joined(content)
     return {"role": _ROLES[role], "content": content, **{name: fields.get(name) for name in _MESSAGE_FIELDS}}

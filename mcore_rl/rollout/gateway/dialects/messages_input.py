@@ -41,7 +41,9 @@ def _blocks(message: Fields) -> Iterator[tuple[str, Fields]]:
 
 
 def _unsupported(block: Fields, kind: str) -> RefusedError:
-    return RefusedError(400, f"{block.path} is of type {kind[:40]!r}; only text and tools are supported, remove it")
+    return RefusedError(
+        400, f"{block.path} is of type {kind[:40]!r}; only text, images and tools are supported, remove it"
+    )
 
 
 def _user(message: Fields) -> Iterator[JsonObject]:
@@ -53,6 +55,8 @@ def _user(message: Fields) -> Iterator[JsonObject]:
     for kind, block in _blocks(message):
         if kind == "text":
             parts.append({"type": "text", "text": block.text("text")})
+        elif kind == requests.IMAGE:
+            parts.append(requests.image_part(block, kind))
         elif kind == "tool_result":
             if parts:
                 yield {"role": "user", "content": parts}
@@ -66,7 +70,7 @@ def _user(message: Fields) -> Iterator[JsonObject]:
 
 def _tool_result(block: Fields) -> JsonObject:
     # `is_error` has no place in chat templates; the content describes the error.
-    content = requests.text_parts(block, "content", _TEXT)
+    content = requests.text_parts(block, "content", _TEXT, images=(requests.IMAGE,))
     return {"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": "" if content is None else content}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -11,9 +13,10 @@ from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rollout.gateway.dialects.fields import Fields, Refused
 from mcore_rl.rollout.gateway.exchange import RefusedError
 from mcore_rl.rollout.tools.schemas import checked_schema
-from mcore_rl.types.chat import ChatMessage, ToolSchema
+from mcore_rl.types.chat import ChatMessage, ContentPart, ToolSchema
 from mcore_rl.types.json import JsonObject, JsonValue
 
+IMAGE = "image"
 MAX_CHOICES = 128
 MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 2.0
@@ -107,17 +110,64 @@ def messages_of(messages: Sequence[JsonObject], where: str) -> list[ChatMessage]
     if not messages:
         raise RefusedError(400, f"{where} has no messages; send at least one")
     try:
-        return normalized(messages, where)
+        made = normalized([*map(_without_images, messages)], where)
     except DataError as error:
         raise RefusedError(400, str(error)) from None
+    return [_with_images(each, sent) for each, sent in zip(made, messages, strict=True)]
 
 
-def text_parts(fields: Fields, name: str, kinds: Mapping[str, str]) -> JsonValue:
-    """Return a content: None, a string, or a list of text parts.
+def _without_images(message: JsonObject) -> JsonObject:
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    return {**message, "content": [part for part in parts if isinstance(part, dict) and "text" in part]}
 
-    kinds: accepted types of parts and the names of their texts.
 
-    Raises: RefusedError for images, files and sound.
+def _with_images(message: ChatMessage, sent: JsonObject) -> ChatMessage:
+    """Return the message with the images of its content as it was sent."""
+    parts = sent.get("content")
+    if not isinstance(parts, list) or not any(isinstance(part, dict) and IMAGE in part for part in parts):
+        return message
+    content: list[ContentPart] = [
+        {"type": "text", "text": str(part["text"])}
+        if "text" in part
+        else {"type": IMAGE, "image": base64.b64decode(str(part[IMAGE]))}
+        for part in parts
+        if isinstance(part, dict)
+    ]
+    return {**message, "content": content}
+
+
+def image_part(part: Fields, kind: str) -> JsonObject:
+    """Return the part of a content with an image, in base64. `kind`: type of the part.
+
+    Raises: RefusedError for an address, which would have to be downloaded, and for a file of the vendor.
+    """
+    if kind == "image":  # Anthropic
+        source = part.mapping("source")
+        if source is None or source.text("type") != "base64":
+            raise RefusedError(400, f"{part.path}.source must be of type base64; send the bytes of the image")
+        data = source.text("data")
+    else:
+        fields = part.mapping("image_url") if isinstance(part.get("image_url"), dict) else None
+        start, separator, data = (part.text("image_url", "") if fields is None else fields.text("url", "")).partition(
+            ","
+        )
+        if not (start.startswith("data:") and start.endswith(";base64") and separator):
+            raise RefusedError(400, f"{part.path}.image_url must be a `data:` URI with base64; send the image's bytes")
+    try:
+        base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise RefusedError(400, f"{part.path} has no valid base64 data: {error}") from None
+    return {"type": IMAGE, IMAGE: data}
+
+
+def text_parts(fields: Fields, name: str, kinds: Mapping[str, str], *, images: Sequence[str] = ()) -> JsonValue:
+    """Return a content: None, a string, or a list of parts.
+
+    kinds: accepted types of parts and the names of their texts. images: accepted types of images.
+
+    Raises: RefusedError for other images, files and sound.
     """
     content = fields.get(name)
     if content is None or isinstance(content, str):
@@ -125,8 +175,12 @@ def text_parts(fields: Fields, name: str, kinds: Mapping[str, str]) -> JsonValue
     parts: list[JsonValue] = []
     for part in fields.objects(name):
         kind = part.text("type")
+        if kind in images:
+            parts.append(image_part(part, kind))
+            continue
         if kind not in kinds:
-            raise RefusedError(400, f"{part.path} is of type {kind[:40]!r}; only text is supported, remove it")
+            allowed = "text and images are" if images else "text is"
+            raise RefusedError(400, f"{part.path} is of type {kind[:40]!r}; only {allowed} supported, remove it")
         parts.append({"type": "text", "text": part.text(kinds[kind])})
     return parts
 

@@ -12,6 +12,7 @@ from mcore_rl.types.json import JsonObject, JsonValue
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _OUTPUT_PARTS = {"input_text": "text", "output_text": "text", "text": "text"}
+_IMAGES = ("input_image",)
 _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
 """Order of the items of one turn of the model."""
 
@@ -64,9 +65,11 @@ def _role(item: Fields) -> str:
 
 def _other_message(item: Fields, kind: str) -> JsonObject:
     if kind == "input":
-        return {"role": _role(item), "content": requests.text_parts(item, "content", _PARTS)}
+        role = _role(item)
+        images = _IMAGES if role == "user" else ()
+        return {"role": role, "content": requests.text_parts(item, "content", _PARTS, images=images)}
     if kind == "function_call_output":
-        content = requests.text_parts(item, "output", _OUTPUT_PARTS)
+        content = requests.text_parts(item, "output", _OUTPUT_PARTS, images=_IMAGES)
         return {"role": "tool", "tool_call_id": item.text("call_id"), "content": "" if content is None else content}
     raise RefusedError(
         400, f"{item.path} is of type {kind[:40]!r}; only messages, calls of functions and reasoning are supported"

@@ -344,16 +344,16 @@ def test_forged_turns_in_a_message_stay_text(played: Play, edited: bool) -> None
 def test_counted_tokens_are_those_of_the_sampled_prompt(played: Play) -> None:
     async def client(answers: Answers) -> None:
         request = ChatRequest(QUESTION)
-        counted = answers.count(request)
+        counted = await answers.count(request)
         first = await answers.answer(request)
         assert first.num_prompt_tokens == counted
         for history in ([*QUESTION, said(first.choices[0])], [*QUESTION, said(first.choices[0], content="edited")]):
             request = ChatRequest([*history, user("and?")])
-            counted = answers.count(request)
+            counted = await answers.count(request)
             assert (await answers.answer(request)).num_prompt_tokens == counted
         assert (answers.counts.requests, answers.counts.rewritten) == (3, 1)
         with pytest.raises(RefusedError, match="maximum context length"):
-            answers.count(ChatRequest([user("x" * 10**6)]))
+            await answers.count(ChatRequest([user("x" * 10**6)]))
         assert answers.session.limits.reached is None, "nothing was refused to the program"
 
     played(client)

@@ -91,8 +91,8 @@ def test_ignored_and_unknown_fields_change_nothing(module: ModuleType) -> None:
         (chat_completions, {"messages": [{"role": "user"}]}, "message 1 (user) has no `content`"),
         (
             chat_completions,
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content[0] is of type 'image_url'; only text is supported",
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+            "messages[0].content[0] is of type 'input_audio'; only text and images are supported",
         ),
         (
             chat_completions,
@@ -130,12 +130,12 @@ def test_ignored_and_unknown_fields_change_nothing(module: ModuleType) -> None:
         (responses, {"input": None}, "input must be a text or a list of items, not absent"),
         (responses, {"input": []}, "input has no messages"),
         (responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0] is of type 'item_reference'"),
-        (responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "of type 'input_image'"),
+        (responses, {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "of type 'input_file'"),
         (responses, {"tools": [{"type": "web_search"}]}, "only functions are supported"),
         (responses, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice cannot force a call"),
         (responses, {"text": {"format": {"type": "json_object"}}}, "`text` is not supported here; formats other"),
         (responses, {"previous_response_id": "r"}, "previous_response_id 'r' is not kept any more"),
-        (messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "of type 'image'"),
+        (messages, {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "of type 'document'"),
         (messages, {"messages": [{"role": "tool", "content": "x"}]}, "roles are: user, assistant, system"),
         (
             messages,
@@ -143,11 +143,11 @@ def test_ignored_and_unknown_fields_change_nothing(module: ModuleType) -> None:
                 "messages": [
                     {
                         "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}],
+                        "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "document"}]}],
                     }
                 ]
             },
-            "messages[0].content[0].content[0] is of type 'image'",
+            "messages[0].content[0].content[0] is of type 'document'",
         ),
         (messages, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only tools with an input_schema"),
         (messages, {"tool_choice": {"type": "any"}}, "tool_choice.type cannot force a call"),
