@@ -19,7 +19,8 @@ All other keys of the loss, such as corrections and drift_penalty, are common to
     second_moment) covers its own responses, too.
 
 A forward pass that the loss of one source needs covers the responses of all sources. Metrics of the losses cover all
-sources; those of a source with its own loss are repeated with its name, such as actor/clip_fraction/code.
+sources; those of a source with its own loss are repeated with its name, such as actor/clip_fraction/code. If one of the
+losses is user-defined, the names without a source cover only the sources without a loss of their own.
 """
 
 from __future__ import annotations

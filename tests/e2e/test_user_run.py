@@ -1,10 +1,11 @@
-"""A run of LoRA adapters with a user's functions: reward, filter, loss, and advantage.
+"""A run of LoRA adapters with a user's functions: reward, filter, loss, and advantage. One source has another loss.
 
 Engines use merged weights, the base model is the reference, and PEFT reads the export.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,9 @@ def user_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("user")
     path = directory / "mine.py"
     path.write_text(FUNCTIONS)
+    rows = map(json.loads, (task.parent / "train.jsonl").read_text().splitlines())
+    named = [row | {"data_source": ("sums", "others")[number % 2]} for number, row in enumerate(rows)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named))
     train(
         task,
         directory / "run",
@@ -72,6 +76,8 @@ def user_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"algorithm.advantage={path}:in_groups",
         "algorithm.advantage_kwargs.scale=2",
         "algorithm.dynamic_sampling.enable=false",
+        "algorithm.per_source=[{source: sums, policy_loss: {name: gspo}, kl_in_loss: 0.02}]",
+        f"data.train={directory / 'train.jsonl'}",
         "data.val=null",
         "trainer.steps=2",
         f"trainer.export_hf={directory / 'merged'}",
@@ -94,6 +100,13 @@ def test_functions_of_a_user_make_a_run(user_run: Path) -> None:
     assert first["groups/untrained_responses"] == 0.5
     assert first["actor/margin"] == 0.125
     assert first["advantages/max"] == pytest.approx(2 * max(deviations(records)), rel=1e-5)
+
+
+def test_a_source_has_its_own_loss_and_metrics(user_run: Path) -> None:
+    rows = metrics(user_run)[1:]
+    assert all(row["actor/margin"] == 0.125 and "actor/margin/sums" not in row for row in rows)
+    assert all(row["actor/ratio_mean/sums"] > 0 and "actor/ratio_mean" not in row for row in rows)
+    assert 0 < rows[1]["actor/kl_reference/sums"] != rows[1]["actor/kl_reference"] > 0
 
 
 def test_engines_have_the_merged_weights_and_the_reference_stays(user_run: Path) -> None:

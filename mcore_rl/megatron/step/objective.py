@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.algorithms.interface import Needs
+from mcore_rl.algorithms.losses.user import UserLoss
 from mcore_rl.algorithms.selection import AllReduce
 from mcore_rl.config.rules.teacher import uses_teacher
 from mcore_rl.config.schema import Config
@@ -169,8 +170,10 @@ class Objective:
         """Compute the loss of each token by the loss of its source, [N], and metrics. Each loss gets its own tokens
         only, and losses without samples in the micro-batch are not computed.
 
-        Metrics of a source with its own loss are returned a second time with its name as the last part.
+        Metrics of a source with its own loss are returned a second time with its name as the last part. With a user's
+        loss, they have these names only: its metrics are means, also if those of another loss with the name are not.
         """
+        joins = not any(isinstance(each.loss, UserLoss) for each in self.losses)
         # A dummy micro-batch has no samples; the first loss keeps it in the graph.
         parts, metrics = [], []
         for number in sorted(set(batch.losses)) or [0]:
@@ -181,7 +184,7 @@ class Objective:
             # index_add keeps the gradient; tokens of other losses get 0.
             parts.append(found if tokens is None else found.new_zeros(len(logp)).index_add(0, tokens, found))
             named = {} if loss.source is None else {f"{name}/{loss.source}": each for name, each in measured.items()}
-            metrics.append(measured | named)
+            metrics.append(measured | named if joins or loss.source is None else named)
         return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0], merge_metrics(metrics)
 
     def choose(
