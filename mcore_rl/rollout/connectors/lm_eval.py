@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KIND = "lm_eval"
 GENERATES = "generate_until"
 INCLUDE = "include_path"
-"""Entry of --arguments: folder with the YAML files of tasks."""
+"""Entry of --arguments: folder with the YAML files of tasks, in place of the library's."""
 check_library(KIND)
 
 
@@ -83,7 +83,9 @@ def _loaded(name: str, include: str | None) -> dict[str, Task]:
     from lm_eval.tasks import TaskManager
 
     try:
-        tasks = cast("dict[str, Task]", TaskManager(include_path=include).load(name)["tasks"])
+        # Reading the index of the library's own tasks takes seconds.
+        manager = TaskManager(include_path=include, include_defaults=include is None)
+        tasks = cast("dict[str, Task]", manager.load(name)["tasks"])
     except Exception as error:  # errors of the library, of the task's own code and of its data
         raise ConfigError(
             f"lm_eval cannot load the task {name}: {describe(error)}; list tasks with `lm_eval ls tasks`, and set "
