@@ -16,7 +16,7 @@ from mcore_rl.completion import complete_key, finder
 
 VERBS = (
     *"init train eval serve chat plan slurm debug keys report watch compare doctor".split(),
-    *"harness-worker import-verl import-slime completion".split(),
+    *"harness-worker rows import-verl import-slime completion".split(),
 )
 
 

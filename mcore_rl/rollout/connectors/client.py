@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from mcore_rl.types.chat import ChatMessage
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+    from openai.types.chat import ChatCompletionMessageParam
+
+MODEL = "policy"
+"""Name of the model in requests; the gateway ignores it."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,13 @@ class Endpoint:
 def client(endpoint: Endpoint) -> AsyncOpenAI:
     """Return a client of a session. All sessions of a process share its connections."""
     return _client().with_options(base_url=endpoint.url, api_key=endpoint.key)
+
+
+async def reply(endpoint: Endpoint, messages: Sequence[ChatMessage], stop: Sequence[str] = ()) -> str:
+    """Return the model's text. stop: strings that end it, which the text excludes."""
+    given = cast("list[ChatCompletionMessageParam]", list(messages))
+    answer = await client(endpoint).chat.completions.create(model=MODEL, messages=given, stop=list(stop))
+    return answer.choices[0].message.content or ""
 
 
 @functools.cache

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal, Unpack, cast
 
 from mcore_rl.config.functions import absolute_spec, describe, load_function
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.rollout.connectors.client import Endpoint
-from mcore_rl.rollout.connectors.interface import MODEL, RowRequest, row_of
+from mcore_rl.rollout.connectors.client import MODEL, Endpoint
+from mcore_rl.rollout.connectors.interface import RowRequest, row_of
 from mcore_rl.rollout.connectors.libraries import check_library
 from mcore_rl.types.json import JsonObject, JsonValue
 

@@ -14,8 +14,6 @@ CONNECTOR = "connector"
 """Entry of extra_info that describes the row to its connector."""
 TRAIN, EVAL = "train", "eval"
 SPLITS = (TRAIN, EVAL)
-MODEL = "policy"
-"""Name of the model in requests; the gateway ignores it."""
 
 
 @dataclass(frozen=True)

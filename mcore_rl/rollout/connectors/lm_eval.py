@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, cast
 
 from mcore_rl.config.functions import describe
 from mcore_rl.data.json_text import to_plain
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.rollout.connectors.client import Endpoint, client
-from mcore_rl.rollout.connectors.interface import MODEL, RowRequest, row_of
+from mcore_rl.rollout.connectors.client import Endpoint, reply
+from mcore_rl.rollout.connectors.interface import RowRequest, row_of
 from mcore_rl.rollout.connectors.libraries import check_library
 from mcore_rl.types.json import JsonObject, JsonValue
 
@@ -53,12 +53,7 @@ class LmEvalSuite:
         task = self._load(str(part["task"]), include)[str(part["name"])]
         doc, prompt = cast("dict[str, JsonValue]", part["doc"]), str(part["prompt"])
         options = cast("dict[str, JsonValue]", part["options"])
-        reply = await client(endpoint).chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": prompt}],
-            stop=cast("list[str]", options.get("until") or []),
-        )
-        text = reply.choices[0].message.content or ""
+        text = await reply(endpoint, [{"role": "user", "content": prompt}], _stop_strings(options))
         instance = Instance(GENERATES, doc, (prompt, options), 0, (str(part["name"]), 0, 1), resps=[text])
         metrics = _metrics(task, instance)
         if not metrics:
@@ -98,6 +93,12 @@ def _loaded(name: str, include: str | None) -> dict[str, Task]:
                 f"sessions cannot compute; use a task with {GENERATES}"
             )
     return tasks
+
+
+def _stop_strings(options: Mapping[str, JsonValue]) -> list[str]:
+    """Return the strings that end a reply. options: of the task, where one string is allowed, too."""
+    until = options.get("until") or []
+    return [until] if isinstance(until, str) else [str(each) for each in cast("Sequence[JsonValue]", until)]
 
 
 def _metrics(task: Task, instance: Instance) -> dict[str, float]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from mcore_rl.errors import DataError
-from mcore_rl.rollout.connectors.client import Endpoint, client
-from mcore_rl.rollout.connectors.interface import CONNECTOR, MODEL, part_of
+from mcore_rl.rollout.connectors.client import Endpoint, reply
+from mcore_rl.rollout.connectors.interface import CONNECTOR, part_of
 from mcore_rl.rollout.connectors.registry import SUITES, load_suite
-
-if TYPE_CHECKING:
-    from openai.types.chat import ChatCompletionMessageParam
+from mcore_rl.types.chat import ChatMessage
 
 
 async def solve(row: Mapping[str, object], base_url: str, api_key: str) -> dict[str, object] | None:
@@ -22,8 +20,7 @@ async def solve(row: Mapping[str, object], base_url: str, api_key: str) -> dict[
     endpoint = Endpoint(f"{base_url}/v1", api_key)
     extra_info = cast("Mapping[str, object]", row["extra_info"])
     if CONNECTOR not in extra_info:
-        messages = cast("list[ChatCompletionMessageParam]", row["messages"])
-        await client(endpoint).chat.completions.create(model=MODEL, messages=messages)
+        await reply(endpoint, cast("list[ChatMessage]", row["messages"]))
         return None
     kind = kind_of(extra_info)
     return await load_suite(kind).run(part_of(extra_info, kind), endpoint)

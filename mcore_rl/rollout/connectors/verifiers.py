@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 from mcore_rl.config.functions import absolute_spec, describe, load_object
 from mcore_rl.data.json_text import to_plain
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.connectors.client import Endpoint, client
-from mcore_rl.rollout.connectors.interface import EVAL, MODEL, RowRequest, row_of
+from mcore_rl.rollout.connectors.client import MODEL, Endpoint, client
+from mcore_rl.rollout.connectors.interface import EVAL, RowRequest, row_of
 from mcore_rl.rollout.connectors.libraries import check_library
 from mcore_rl.types.json import JsonObject, JsonValue
 
