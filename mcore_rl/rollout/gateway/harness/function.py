@@ -26,8 +26,8 @@ TRACE_CHARACTERS = 2000
 class FunctionHarness:
     """Calls `f(row, base_url, api_key)`, which returns None (graders compute the reward), a number, or a dict.
 
-    A dict may have `score`, `rewards` (of single replies, by their ids) and further values for graders. Plain functions
-    run in threads, which a cancelled call leaves running.
+    A dict may have `score`, `rewards` (of single replies, by their ids) and further values for graders, of which the
+    numbers in `metrics` are metrics of the run. Plain functions run in threads, which a cancelled call leaves running.
 
     base_url: of the session; OpenAI's clients need base_url + "/v1", Anthropic's base_url.
 

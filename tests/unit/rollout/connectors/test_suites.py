@@ -135,7 +135,8 @@ def test_inspect_scores_a_sample(play: Play, tasks: str, tmp_path: Path, said: s
     row, other = rows(tmp_path / "rows.jsonl", "inspect", f"{tasks}:plain")
     assert (row["prompt"], row["data_source"]) == ([{"role": "user", "content": "2 + 3?"}], "plain")
     assert other["reward_model"]["ground_truth"] == "2"
-    stage, outcome = play(lambda text: f"{said}{END}", FunctionHarness(SOLVE, {}), extra_info=row["extra_info"])
+    say = lambda text: f"{said if '2 + 3?' in text else 'nothing'}{END}"  # noqa: E731
+    stage, outcome = play(say, FunctionHarness(SOLVE, {}), extra_info=row["extra_info"])
     assert outcome.error is None
     assert outcome.reward == reward
     assert outcome.parts["score"] == reward
