@@ -54,6 +54,7 @@ from mcore_rl.resolved.model import ResolvedModel, check_policy_engines, overrid
 from mcore_rl.rewards.graders.loading import check_data_sources, load_grader, runs_code
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
+from mcore_rl.rollout.connectors.check import check_rows
 from mcore_rl.rollout.episodes.load import conversation_of, load_episode, tool_images
 from mcore_rl.rollout.gateway.harness.command import check_command
 from mcore_rl.rollout.gateway.harness.function import FunctionHarness
@@ -249,6 +250,7 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, images: Im
             images=images,
         )
         check_images(config, key, loaded[key])
+        check_rows(rollout, key, loaded[key].columns["extra_info"])
         reports.append(report)
         sources = loaded[key].columns["data_source"]
         check_data_sources(reward, key, report.path, sources)

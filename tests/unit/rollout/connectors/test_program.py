@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli import main
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.connectors import libraries
+from mcore_rl.rollout.connectors.check import SETTINGS, check_rows
 from mcore_rl.rollout.connectors.command import KINDS
 from mcore_rl.rollout.connectors.registry import ENVIRONMENTS, SUITES
+from mcore_rl.rollout.episodes.load import load_episode
 from mcore_rl.rollout.gateway.harness.function import FunctionHarness
 from mcore_rl.types import EpisodeOutcome
 from tests.readme import ROOT
@@ -84,3 +88,43 @@ def test_options_of_environments_are_rejected_for_suites(tmp_path: Path, capsys:
     Path(out).write_text("kept")
     assert main(["rows", "verifiers", "name", "--out", out]) == 2
     assert Path(out).read_text() == "kept"
+
+
+GYMNASIUM = SETTINGS["gymnasium"].partition("=")[2]
+"""Environment class of Gymnasium's rows."""
+
+
+@pytest.mark.parametrize(
+    ("kinds", "rollout", "message"),
+    [
+        (["verifiers"], {}, f"data.train has rows of verifiers, which no key plays; set .*{SOLVE}"),
+        (["openenv"], {"environment": GYMNASIUM}, "data.train has rows of openenv, which .* does not play"),
+        (["gymnasium"], {"episode": "gateway", "harness": SOLVE}, f"set rollout.environment={GYMNASIUM}"),
+        (
+            ["none", "inspect"],
+            {"episode": "gateway", "harness": SOLVE},
+            "rows of inspect: the package gone is not inst",
+        ),
+    ],
+)
+def test_rows_without_their_connector_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[str], rollout: dict[str, str], message: str
+) -> None:
+    monkeypatch.setitem(libraries.LIBRARIES, "inspect", libraries.Library("gone", ">=1"))
+    rows = [{}, {"connector": "usb"}, *({"connector": {"kind": kind}} for kind in kinds)]
+    with pytest.raises(ConfigError, match=message):
+        check_rows(RolloutConfig(**rollout), "data.train", rows)
+
+
+def test_programs_of_users_may_play_any_row() -> None:
+    rows = [{"connector": {"kind": kind}} for kind in KINDS]
+    check_rows(RolloutConfig(episode="gateway", harness="mine.py:solve"), "data.train", rows)
+    check_rows(RolloutConfig(episode="gateway"), "data.train", rows)
+    check_rows(RolloutConfig(environment="mine.py:Game"), "data.train", rows)
+
+
+def test_environment_of_a_missing_package_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(libraries.LIBRARIES, "gymnasium", libraries.Library("gone", ">=1"))
+    monkeypatch.delitem(sys.modules, GYMNASIUM.partition(":")[0], raising=False)
+    with pytest.raises(ConfigError, match=r"^rollout.environment=.*: the package gone is not installed; install it"):
+        load_episode(RolloutConfig(environment=GYMNASIUM))
