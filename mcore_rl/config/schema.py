@@ -79,6 +79,13 @@ class DataConfig:
     `reward_model.ground_truth`."""
     image_key: str = "images"
     """Column with the images of a prompt, for models with a vision tower: paths, bytes, or objects with either."""
+    hint_key: str | None = None
+    """Column with a training row's hint, after which teachers score the responses: a text, or chat messages instead of
+    the prompt. `extra_info.solution` is a field of a column. null: teachers read the policy's prompts."""
+    hint_template: str = "{prompt}\n\n{hint}"
+    """Last user message of a prompt with a hint in text form; {prompt} is replaced by the message of the row."""
+    max_hinted_tokens: int | None = setting(None, minimum=1, unit="tokens")
+    """Maximum length of a prompt with its hint; longer rows are dropped. null: rollout.max_prompt_tokens."""
     template: str = setting("auto", choices=("auto", "chat", "plain"))
     """Rendering of prompts. auto: chat if the tokenizer has a chat template, else plain."""
     plain_template: str = "{prompt}"

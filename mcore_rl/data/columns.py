@@ -16,6 +16,7 @@ from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.chat.messages import chat_messages
 from mcore_rl.data.files import read_rows
 from mcore_rl.data.json_text import parse_json, to_plain
+from mcore_rl.data.sources.hints import hint_column, hinted_messages
 from mcore_rl.data.sources.paths import Names, find_files, format_files
 from mcore_rl.data.sources.row_options import SELECTION, TOOLS, RowTools, check_sampling, check_turns
 from mcore_rl.data.templates import with_system
@@ -109,7 +110,7 @@ class Columns:
         # NaN marks a missing value, except in max_turns, where check_turns rejects it.
         row = {name: value for name, value in row.items() if value == value or name == "max_turns"}
         self._check_media(row, where)
-        self._read = {*_KNOWN, self.data_config.image_key}
+        self._read = {*_KNOWN, self.data_config.image_key, *filter(None, [hint_column(self.data_config)])}
         extra_info = _object(row, "extra_info", where)
         self._check_tools(row, extra_info, where)
         self._check_template_kwargs(row, where)
@@ -135,6 +136,14 @@ class Columns:
         )
         self.ignored |= {name: None for name in row if name not in self._read and not is_empty(row[name])}
         return prompt
+
+    def hinted(self, place: str, row: Row, prompt: Prompt) -> list[ChatMessage]:
+        """Return the messages of a row with its hint, [] without one. prompt: the result of `read`.
+
+        Raises: DataError.
+        """
+        where = f"{self.key}: {place}"
+        return hinted_messages(row, prompt.messages, self.data_config, where, struct_nulls=self._struct_nulls)
 
     def _check_media(self, row: Row, where: str) -> None:
         """Reject columns with media that the model does not read."""
@@ -266,14 +275,18 @@ def format_notes(noted: Mapping[str, int], ignored: Collection[str] = ()) -> tup
 
 
 def check_keys(data_config: DataConfig, paths: Mapping[str, Names]) -> None:
-    """Check that data.prompt_key and data.answer_key, if set, name a column of at least one file.
+    """Check that data.prompt_key, data.answer_key and data.hint_key, if set, name a column of at least one file.
 
     One file may lack the column, because rows in verl's format do not need it. Reads the first row of each file.
     `paths` maps configuration keys to their values.
 
     Raises: DataError.
     """
-    wanted = {"data.prompt_key": data_config.prompt_key, "data.answer_key": data_config.answer_key}
+    wanted = {
+        "data.prompt_key": data_config.prompt_key,
+        "data.answer_key": data_config.answer_key,
+        "data.hint_key": hint_column(data_config),
+    }
     if not any(wanted.values()):
         return
     columns: dict[str, None] = {}
@@ -299,7 +312,8 @@ def listing(columns: Row, nearest: str | None = None) -> str:
 
 
 def _remedy(key: str, wanted: str, row: Row) -> str:
-    return f"the columns are {listing(row, wanted)}; set {key} to one of them, or to null for the default columns"
+    without = "no hints" if key == "data.hint_key" else "the default columns"
+    return f"the columns are {listing(row, wanted)}; set {key} to one of them, or to null for {without}"
 
 
 def _is_verl_row(row: Row) -> bool:

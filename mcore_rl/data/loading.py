@@ -26,7 +26,13 @@ from mcore_rl.vision.processor import ImageProcessor
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+HINT_LIMIT = "data.max_hinted_tokens"
 _NO_TARGET = np.empty(0, np.int32)
+
+
+def hinted_limit(data_config: DataConfig, rollout_config: RolloutConfig) -> int:
+    """Return the maximum length of a prompt with its hint. Units: tokens."""
+    return data_config.max_hinted_tokens or rollout_config.max_prompt_tokens
 
 
 def load_prompts(
@@ -102,9 +108,10 @@ def _read(
     files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: int | None
 ) -> tuple[SupervisedSet, LoadReport]:
     limits, how, path = tokeniser.rollout_config, tokeniser.data_config.long_prompts, format_files(files)
-    limit = limits.max_prompt_tokens
+    limit, hint_limit = limits.max_prompt_tokens, hinted_limit(tokeniser.data_config, limits)
     kept: list[tuple[Prompt, np.ndarray]] = []
     lengths: list[int] = []
+    too_long_with_hint = 0
     longest_target = 0
     noted: Counter[str] = Counter()
     ignored: dict[str, None] = {}
@@ -117,6 +124,10 @@ def _read(
         prompts = [_truncated(prompt, limit, how, tokeniser.tokenizer) for prompt in block.prompts]
         rows = zip(prompts, block.targets or [_NO_TARGET] * len(prompts), strict=True)
         fitting = [row for row in rows if len(row[0].token_ids) <= limit and len(row[1]) <= limits.max_response_tokens]
+        if tokeniser.reads_hints:
+            hinted = [row for row in fitting if row[0].hint_ids is None or len(row[0].hint_ids) <= hint_limit]
+            too_long_with_hint += len(fitting) - len(hinted)
+            fitting = hinted
         if max_prompts is not None:
             fitting = fitting[: max_prompts - len(kept)]
         kept += fitting
@@ -133,6 +144,9 @@ def _read(
             f"{exceeding} prompts {exceeded}, {dropped - exceeding} targets longer than"
             f" rollout.max_response_tokens={limits.max_response_tokens}"
         )
+    if too_long_with_hint:
+        dropped += too_long_with_hint
+        exceeded += f", {too_long_with_hint} longer with the hint than {HINT_LIMIT}={hint_limit}"
     if not kept:
         raise _nothing_kept(tokeniser, path, exceeded, lengths, longest_target)
     targets = [target for _, target in kept]
@@ -157,6 +171,8 @@ def _nothing_kept(
     key = tokeniser.key
     if not lengths:
         return DataError(f"{key}: {path} has no rows; set {key} to a file with prompts")
+    if HINT_LIMIT in exceeded:
+        return DataError(f"{key}: all {len(lengths)} rows of {path} are too long ({exceeded}); raise the limits")
     if tokeniser.with_targets:
         return DataError(
             f"{key}: all {len(lengths)} rows of {path} are too long ({exceeded}; the longest prompt has {max(lengths)}"

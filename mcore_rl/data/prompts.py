@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 
-from mcore_rl.data.trajectories import distinct_images, offsets_of
+from mcore_rl.data.trajectories import distinct_images, hint_arrays, offsets_of, ragged_tokens
 from mcore_rl.types import Prompt, PromptImages, RolloutScalars, TrajectoryBuffers
 from mcore_rl.vision.processor import ImageProcessor
 
-COLUMNS = tuple(each.name for each in fields(Prompt) if each.name not in ("row", "token_ids"))
-"""Fields of Prompt that are stored as lists: all after row and token_ids."""
+COLUMNS = tuple(each.name for each in fields(Prompt) if each.name not in ("row", "token_ids", "hint_ids"))
+"""Fields of Prompt that are stored as lists: all after row and token_ids, except the last one, hint_ids."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,15 @@ class PromptSet:
 
     columns: the N values of each field of Prompt in COLUMNS, in that order.
 
-    Shapes: tokens int32 [sum P]; offsets int64 [N + 1].
+    Shapes: tokens int32 [sum P]; offsets int64 [N + 1]; hint_tokens int32 [sum H], hint_offsets int64 [N + 1], prompts
+    with hints; None: hints were not read.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
     columns: dict[str, list[Any]]
+    hint_tokens: np.ndarray | None = None
+    hint_offsets: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -39,7 +42,10 @@ class PromptSet:
             raise IndexError(f"row {row} of a prompt set with {len(self)} rows")
         token_ids = self.tokens[self.offsets[row] : self.offsets[row + 1]]
         # Positional arguments: a curriculum may read a million rows, and keywords take 30 % longer.
-        return Prompt(int(row), token_ids, *map(itemgetter(row), self.columns.values()))
+        prompt = Prompt(int(row), token_ids, *map(itemgetter(row), self.columns.values()))
+        if self.hint_tokens is None or self.hint_offsets is None:
+            return prompt
+        return replace(prompt, hint_ids=self.hint_tokens[self.hint_offsets[row] : self.hint_offsets[row + 1]])
 
     @property
     def has_images(self) -> bool:
@@ -82,12 +88,9 @@ class LoadReport:
 
 def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
     """Join prompts into flat arrays."""
-    tokens = [prompt.token_ids for prompt in prompts]
-    return PromptSet(
-        tokens=np.concatenate([*tokens, np.empty(0, np.int32)]).astype(np.int32, copy=False),
-        offsets=offsets_of([len(ids) for ids in tokens]),
-        columns={name: list(map(attrgetter(name), prompts)) for name in COLUMNS},
-    )
+    tokens, offsets = ragged_tokens([prompt.token_ids for prompt in prompts])
+    columns = {name: list(map(attrgetter(name), prompts)) for name in COLUMNS}
+    return PromptSet(tokens, offsets, columns, *hint_arrays([prompt.hint_ids for prompt in prompts]))
 
 
 def joined(sets: Sequence[PromptSet]) -> PromptSet:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypedDict
 
 import numpy as np
 
 from mcore_rl.types import PromptImages, TrajectoryBuffers
 
-OFFSETS = {"token_offsets", "response_offsets", "kept_offsets"}
+OFFSETS = {"token_offsets", "response_offsets", "kept_offsets", "hint_offsets"}
 """Offsets of runs; buffers are joined by adding up their lengths."""
 
 
@@ -37,16 +37,19 @@ def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers
         kept_words=None if kept is None else kept.words,
         kept_offsets=None if kept is None else kept.offsets,
         **_chosen_images([(buffers, rows)]),
+        **_chosen_hints(buffers, rows),
     )
 
 
 def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
     """Concatenate the trajectories of buffers. Routed experts, turn rewards and kept sets must exist in all buffers
-    or in none.
+    or in none. Without hints in a buffer, its trajectories have none.
 
     Raises: ValueError naming a column that some buffers lack.
     """
     names = {field.name for field in fields(TrajectoryBuffers)} - {"images", "image_rows"}
+    if any(part.hint_offsets is not None for part in parts):
+        parts = [part if part.hint_offsets is not None else _without_hints(part) for part in parts]
     columns = {name: [getattr(part, name) for part in parts] for name in names}
     # Temperatures may be scalar in one buffer and an array in another, so they need their own function.
     temperatures = _joined_temperatures(parts)
@@ -62,6 +65,70 @@ def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
         joined[name] = offsets_of(lengths)
     images = _chosen_images([(part, np.arange(len(part.prompt_tokens))) for part in parts])
     return TrajectoryBuffers(**joined, temperatures=temperatures, **images)
+
+
+class _HintColumns(TypedDict):
+    hint_tokens: np.ndarray | None
+    hint_offsets: np.ndarray | None
+
+
+def _chosen_hints(buffers: TrajectoryBuffers, rows: np.ndarray) -> _HintColumns:
+    """Return the hints of rows of buffers."""
+    if buffers.hint_tokens is None or buffers.hint_offsets is None:
+        return {"hint_tokens": None, "hint_offsets": None}
+    tokens, offsets = ragged(buffers.hint_offsets, rows)
+    return {"hint_tokens": buffers.hint_tokens[tokens], "hint_offsets": offsets}
+
+
+def _without_hints(buffers: TrajectoryBuffers) -> TrajectoryBuffers:
+    count = len(buffers.prompt_tokens)
+    return replace(buffers, hint_tokens=np.empty(0, np.int32), hint_offsets=np.zeros(count + 1, np.int64))
+
+
+def has_hint(buffers: TrajectoryBuffers) -> np.ndarray:
+    """Return True for each trajectory with a hint. Shapes: bool [B]."""
+    if buffers.hint_offsets is None:
+        return np.zeros(len(buffers.prompt_tokens), bool)
+    return np.diff(buffers.hint_offsets) > 0
+
+
+def after_hints(buffers: TrajectoryBuffers) -> TrajectoryBuffers:
+    """Replace the prompts of trajectories by their prompts with hints, if they have one.
+
+    The response tokens and their values stay the same. Experts of prompt tokens and images have no place in the result.
+    """
+    if buffers.hint_tokens is None or buffers.hint_offsets is None:
+        return buffers
+    starts, ends = buffers.token_offsets[:-1], buffers.token_offsets[:-1] + buffers.prompt_tokens
+    own = np.split(buffers.tokens, np.stack([starts, ends], axis=1).ravel())[1:]
+    # own: prompt and response of each trajectory in turn.
+    hints = np.split(buffers.hint_tokens, buffers.hint_offsets[1:-1])
+    prompts = [hint if len(hint) else prompt for hint, prompt in zip(hints, own[::2], strict=False)]
+    tokens, offsets = ragged_tokens([run for pair in zip(prompts, own[1::2], strict=True) for run in pair])
+    return replace(
+        buffers,
+        tokens=tokens,
+        token_offsets=offsets[::2],
+        prompt_tokens=np.array([len(prompt) for prompt in prompts], np.int32),
+        routed_experts=None,
+        images=(),
+        image_rows=None,
+        hint_tokens=None,
+        hint_offsets=None,
+    )
+
+
+def hint_arrays(hints: Sequence[np.ndarray | None]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Join prompts with hints to tokens and offsets; (None, None) if none was read."""
+    if all(hint is None for hint in hints):
+        return None, None
+    return ragged_tokens([np.empty(0, np.int32) if hint is None else hint for hint in hints])
+
+
+def ragged_tokens(runs: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Join runs of tokens. Shapes: int32 [sum], offsets int64 [runs + 1]."""
+    joined = np.concatenate([*runs, np.empty(0, np.int32)]).astype(np.int32, copy=False)
+    return joined, offsets_of([len(run) for run in runs])
 
 
 class _ImageColumns(TypedDict):

@@ -7,17 +7,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mcore_rl.data.trajectories import compact_temperatures, distinct_images, offsets_of
+from mcore_rl.data.trajectories import compact_temperatures, distinct_images, hint_arrays, offsets_of
 from mcore_rl.errors import McoreRLError
-from mcore_rl.types import NOT_SAMPLED, TokenSets, Trajectory, TrajectoryBuffers
+from mcore_rl.types import NOT_SAMPLED, Prompt, TokenSets, Trajectory, TrajectoryBuffers
 
 MAX_NAMED = 10
 """Maximum number of requests named in an error."""
 
 
-def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] = ()) -> TrajectoryBuffers:
+def pack_trajectories(
+    trajectories: Sequence[Trajectory], names: Sequence[str] = (), hints: Sequence[np.ndarray | None] = ()
+) -> TrajectoryBuffers:
     """Pack prompts, each followed by its response, into flat buffers. `names` of the trajectories are used in error
-    messages; default: numbers.
+    messages; default: numbers. `hints`: prompt of each trajectory with its hint, see hinted_prompt; default: none.
 
     Raises: McoreRLError naming trajectories without routed experts or sampling sets if others have them.
     """
@@ -26,6 +28,7 @@ def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] =
     pieces = [piece for t in trajectories for piece in (t.prompt_ids, t.token_ids)]
     images, image_rows = distinct_images([t.images for t in trajectories])
     kept = _kept(trajectories, names)
+    hint_tokens, hint_offsets = hint_arrays(hints)
     has_turns = any(t.rewards is not None for t in trajectories)
     return TrajectoryBuffers(
         tokens=_concatenate(pieces, np.int32),
@@ -44,7 +47,23 @@ def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] =
         image_rows=image_rows,
         kept_words=None if kept is None else kept.words,
         kept_offsets=None if kept is None else kept.offsets,
+        hint_tokens=hint_tokens,
+        hint_offsets=hint_offsets,
     )
+
+
+def hinted_prompt(trajectory: Trajectory, prompt: Prompt) -> np.ndarray | None:
+    """Return the prompt of a trajectory with the hint of its row: int32 [H], empty without a hint; None: not read.
+
+    An episode may start a sequence whose tokens continue the row's prompt; the tokens after it are kept. A sequence
+    that does not start with the row's prompt has no hint.
+    """
+    hint, own = prompt.hint_ids, len(prompt.token_ids)
+    if hint is None or not len(hint):
+        return hint
+    if not np.array_equal(trajectory.prompt_ids[:own], prompt.token_ids):
+        return hint[:0]
+    return np.concatenate([hint, trajectory.prompt_ids[own:]])
 
 
 def version_spans(versions: np.ndarray) -> list[list[int]]:

@@ -22,7 +22,7 @@ from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch, Player
 from mcore_rl.rollout.journal import JournaledResponse, first_id, read_journal
 from mcore_rl.rollout.results import Response, scalars_of, write_records
 from mcore_rl.rollout.tasks import NO_CALLBACKS, RequestCallbacks
-from mcore_rl.rollout.trajectories import pack_trajectories
+from mcore_rl.rollout.trajectories import hinted_prompt, pack_trajectories
 from mcore_rl.types import (
     EpisodeOutcome,
     GenerationRequest,
@@ -79,7 +79,7 @@ class RolloutWorker:
             graded_here.append(keys[place])
             text, tokens = outcome.text, sum(len(trajectory.token_ids) for trajectory in outcome.trajectories)
             # Graders read texts: images of several megabytes would be sent to their processes once per response.
-            prompt = replace(attempts[place].prompt, images=())
+            prompt = replace(attempts[place].prompt, images=(), hint_ids=None)
             if outcome.extra:  # graders receive the episode's fields
                 prompt = replace(prompt, extra_info={**prompt.extra_info, **outcome.extra})
             self.rewarder.submit(keys[place], prompt, text, tokens, group=group_of[place], task=keys)
@@ -163,7 +163,8 @@ def _packed(
 ) -> tuple[TrajectoryBuffers, RolloutScalars]:
     """Pack the responses of a task, and write its records."""
     names = [r.attempt.request.request_id for r in responses for _ in r.outcome.trajectories]
-    buffers = pack_trajectories([t for r in responses for t in r.outcome.trajectories], names)
+    hints = [hinted_prompt(t, r.attempt.prompt) for r in responses for t in r.outcome.trajectories]
+    buffers = pack_trajectories([t for r in responses for t in r.outcome.trajectories], names, hints)
     scalars = scalars_of(task, responses, buffers, seconds)
     if task.records is not None:
         write_records(Path(task.records), task, responses)

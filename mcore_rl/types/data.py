@@ -23,6 +23,7 @@ import numpy as np
 
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 from mcore_rl.types.json import JsonValue
+from mcore_rl.types.shares import SHARE_COLUMNS, RankShares
 from mcore_rl.types.token_sets import TokenSets
 from mcore_rl.types.vision import ImageSource, PromptImages
 
@@ -48,7 +49,8 @@ class Prompt:
     run's limit, `tools` are the OpenAI schemas offered for this row; None: the run's settings apply.
     `images`: encoded images, in the order of their places in the prompt.
 
-    Shapes: token_ids int32 [P], with one placeholder token per feature of an image; `text` has one per image.
+    Shapes: token_ids int32 [P], with one placeholder token per feature of an image; `text` has one per image;
+    hint_ids int32 [H], the prompt with the row's hint (data.hint_key), empty for a row without a hint; None: not read.
     """
 
     row: int
@@ -62,6 +64,7 @@ class Prompt:
     max_turns: int | None = None
     tools: list[ToolSchema] | None = None
     images: tuple[ImageSource, ...] = ()
+    hint_ids: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,9 @@ class TrajectoryBuffers:
     None for all tokens: not recorded (files of earlier versions, target texts); the run's temperature applies;
     image_rows int32 [B], index in `images` of each trajectory's images, -1 for one without images; None: no images;
     kept_words int32 [W], kept_offsets int64 [sum T + 1]: sets that response tokens were sampled from (TokenSets), None
-    if not recorded.
+    if not recorded;
+    hint_tokens int32 [sum H], hint_offsets int64 [B + 1]: prompts with hints, after which teachers score the responses
+    (data.hint_key); empty for a trajectory without a hint; None: no trajectory has one.
     """
 
     tokens: np.ndarray
@@ -198,6 +203,8 @@ class TrajectoryBuffers:
     image_rows: np.ndarray | None = None
     kept_words: np.ndarray | None = None
     kept_offsets: np.ndarray | None = None
+    hint_tokens: np.ndarray | None = None
+    hint_offsets: np.ndarray | None = None
 
     @property
     def kept(self) -> TokenSets | None:

@@ -25,6 +25,8 @@ _DTYPES: dict[str, tuple[type, ...]] = {
     "routed_experts": (np.uint8, np.int16),
     "kept_words": (np.int32,),
     "kept_offsets": (np.int64,),
+    "hint_tokens": (np.int32,),
+    "hint_offsets": (np.int64,),
     **IMAGE_DTYPES,
 }
 """Allowed types of the arrays of TrajectoryBuffers and of their images."""
@@ -126,6 +128,7 @@ def _buffers(path: Path, arrays: Mapping[str, np.ndarray], count: int) -> Trajec
         if (array := getattr(buffers, name)) is not None and array.shape[:1] != (size,):
             raise damaged(path, f"{name} has another length than its offsets")
     _check_kept(path, buffers)
+    _check_hints(path, buffers)
     lengths = buffers.prompt_tokens + np.diff(buffers.response_offsets)
     if not np.array_equal(lengths, np.diff(buffers.token_offsets)):
         raise damaged(path, "lengths of prompts and responses do not add up")
@@ -142,3 +145,15 @@ def _check_kept(path: Path, buffers: TrajectoryBuffers) -> None:
     tokens = int(buffers.response_offsets[-1])
     if offsets.shape != (tokens + 1,) or offsets[0] or (np.diff(offsets) < 0).any() or words.shape != (offsets[-1],):
         raise damaged(path, "kept_offsets are no offsets of its response tokens in kept_words")
+
+
+def _check_hints(path: Path, buffers: TrajectoryBuffers) -> None:
+    """Check that the prompts with hints belong to the trajectories."""
+    tokens, offsets = buffers.hint_tokens, buffers.hint_offsets
+    if (tokens is None) != (offsets is None):
+        raise damaged(path, "it has only one of hint_tokens and hint_offsets")
+    if tokens is None or offsets is None:
+        return
+    shape = (len(buffers.prompt_tokens) + 1,)
+    if offsets.shape != shape or offsets[0] or (np.diff(offsets) < 0).any() or tokens.shape != (offsets[-1],):
+        raise damaged(path, "hint_offsets are no offsets of its trajectories in hint_tokens")

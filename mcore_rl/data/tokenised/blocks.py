@@ -83,6 +83,11 @@ class BlockTokeniser:
         """True if the run samples responses to these rows and trains on them."""
         return self.key == "data.train" and not self.with_targets
 
+    @property
+    def reads_hints(self) -> bool:
+        """True if a teacher scores responses to these rows after other prompts."""
+        return self.samples_train and self.data_config.hint_key is not None
+
     def tokenise(self, block: RawBlock) -> Block:
         """Tokenise a block.
 
@@ -109,10 +114,24 @@ class BlockTokeniser:
             replace(row, messages=row_messages, text=text, token_ids=token_ids)
             for (_, row), row_messages, text, token_ids in zip(rows, messages, texts, ids, strict=True)
         ]
+        if self.reads_hints:
+            hints = self._hints(block, columns, [row for _, row in rows])
+            prompts = [replace(prompt, hint_ids=hint) for prompt, hint in zip(prompts, hints, strict=True)]
         targets = self._targets(block.rows) if self.with_targets else []
         # Columns does not read the target column and would report it as ignored.
         ignored = [name for name in columns.ignored if name != self._target_column]
         return Block(block.file, prompts, targets, columns.notes + self._renderer.take_notes(), ignored)
+
+    def _hints(self, block: RawBlock, columns: Columns, rows: list[Prompt]) -> list[np.ndarray]:
+        """Tokenise the prompts with hints; empty for rows without a hint. Shapes: int32 [H] each."""
+        found = [
+            (columns.hinted(place, raw, row), f"{self.key}: {place}: prompt with the hint", row.tools)
+            for (place, raw), row in zip(block.rows, rows, strict=True)
+        ]
+        shown = [(self._renderer.canonical(given, where), where, tools) for given, where, tools in found if given]
+        texts = list(self._renderer.render_all(shown)) if shown else []
+        ids = iter(encode(self.tokenizer, texts, self._renderer.leading_ids))
+        return [next(ids) if given else np.empty(0, np.int32) for given, _, _ in found]
 
     def _with_images(self, token_ids: np.ndarray, row: Prompt, where: str) -> np.ndarray:
         """Repeat the placeholders of images. Shapes: int32 [tokens of the text] -> int32 [P]."""

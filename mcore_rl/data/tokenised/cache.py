@@ -36,7 +36,8 @@ FORMAT = 5
 """Version of the cached files. Increase it when the same rows would be read, rendered or written differently."""
 # Keys that change the tokenised rows. data.shuffle and data.weights, for example, do not.
 _DATA_KEYS = (
-    "prompt_key answer_key image_key template plain_template system_prompt template_kwargs long_prompts".split()
+    *("prompt_key", "answer_key", "image_key", "template", "plain_template", "system_prompt", "template_kwargs"),
+    *("long_prompts", "hint_key", "hint_template", "max_hinted_tokens"),
 )
 _ROLLOUT_KEYS = ("keep_sampling_mask", "max_prompt_tokens", "max_response_tokens")
 _PACKAGES = ("mcore-rl", "transformers", "tokenizers", "jinja2")
@@ -101,7 +102,7 @@ def _tokenizer_facts(tokeniser: BlockTokeniser) -> list[str]:
 
 
 _REPORT = b"mcore_rl.report"
-_TOKENS, _TARGETS, _TEXTS, _ROWS = "tokens", "targets", "texts", "rows"
+_TOKENS, _TARGETS, _TEXTS, _ROWS, _HINTS = "tokens", "targets", "texts", "rows", "hints"
 _ROW_COLUMNS = tuple(name for name in COLUMNS if name not in ("text", "images"))
 """Columns that are stored as one JSON object per row."""
 
@@ -202,6 +203,8 @@ def _write(path: Path, rows: SupervisedSet, lines: list[str], report: LoadReport
         _TEXTS: pyarrow.array(prompts.columns["text"], pyarrow.large_string()),
         _ROWS: pyarrow.array(lines, pyarrow.large_string()),
     }
+    if prompts.hint_tokens is not None and prompts.hint_offsets is not None:
+        columns[_HINTS] = _ragged_column(prompts.hint_tokens, prompts.hint_offsets)
     types = [(name, column.type) for name, column in columns.items()]
     schema = pyarrow.schema(types, metadata={_REPORT: json.dumps(asdict(report)).encode()})
     # One batch, so that every column is one memory-mapped array.
@@ -228,7 +231,9 @@ def _read(path: Path) -> tuple[SupervisedSet, LoadReport]:
     texts = batch.column(_TEXTS).to_pylist()
     columns = {name: [row[name] for row in rows] for name in _ROW_COLUMNS}
     columns = {name: columns.get(name, texts) for name in COLUMNS} | {"images": [()] * len(rows)}
-    prompts = PromptSet(tokens.values.to_numpy(), tokens.offsets.to_numpy(), columns)
+    hints = [batch.column(_HINTS)] if _HINTS in batch.schema.names else []
+    hint_arrays = [array.to_numpy() for column in hints for array in (column.values, column.offsets)]
+    prompts = PromptSet(tokens.values.to_numpy(), tokens.offsets.to_numpy(), columns, *hint_arrays)
     report |= {name: tuple(report[name]) for name in ("notes", "of_files")}
     return SupervisedSet(prompts, targets.values.to_numpy(), targets.offsets.to_numpy()), LoadReport(**report)
 
