@@ -272,6 +272,8 @@ class TeacherSourceConfig:
     """Hugging Face directory of the teacher, like teacher.hf_path."""
     checkpoint: str | None = setting(None, path=True)
     """Megatron checkpoint of the teacher, like teacher.checkpoint."""
+    moving_average: float | None = setting(None, minimum=0, maximum=1)
+    """Rate of an average of the policy's weights as teacher, like teacher.moving_average."""
     url: str | None = None
     """Address of a server with the teacher, like teacher.url."""
     served_model: str | None = None
@@ -284,12 +286,22 @@ class TeacherSourceConfig:
     @property
     def given(self) -> str:
         """Key and value that select the teacher, for messages."""
-        return f"{self.chosen}={self.url or self.checkpoint or self.hf_path}"
+        return f"{self.chosen}={getattr(self, self._choice)}"
 
     @property
     def chosen(self) -> str:
         """Key that selects the teacher, for messages."""
-        return self.key("url" if self.url is not None else "hf_path" if self.checkpoint is None else "checkpoint")
+        return self.key(self._choice)
+
+    @property
+    def _choice(self) -> str:
+        given = (name for name in ("url", "checkpoint", "moving_average") if getattr(self, name) is not None)
+        return next(given, "hf_path")
+
+    @property
+    def averages(self) -> bool:
+        """True if the teacher is an average of the policy's weights, which has no files of its own."""
+        return self.moving_average is not None
 
     @property
     def directory(self) -> str:
@@ -299,7 +311,7 @@ class TeacherSourceConfig:
 
 @dataclass
 class TeacherConfig:
-    """Frozen model from which the policy learns (distillation): it computes the probabilities of the policy's own
+    """Model from which the policy learns (distillation): it computes the probabilities of the policy's own
     responses, on the actor's ranks and in the actor's layout, on engines, or on a server."""
 
     hf_path: str | None = setting(None, path=True, hub="model")
@@ -311,9 +323,13 @@ class TeacherConfig:
     url: str | None = None
     """Address of a server with the teacher that returns log-probabilities of given tokens, such as
     http://host:8000/v1; null: no server."""
+    moving_average: float | None = setting(None, minimum=0, maximum=1)
+    """Rate r of a teacher that is the moving average of the policy's own weights, on the actor's ranks
+    (self-distillation). After the updates of a step, average <- r average + (1 - r) policy. 0: the policy at the start
+    of the step; 1: the policy at the start of the run; null: another teacher."""
     by_source: list[TeacherSourceConfig] = field(default_factory=list)
-    """List of teachers by data_source. Responses to rows of other sources learn from the teacher of hf_path, checkpoint
-    or url; if all three are null, no term is added for them."""
+    """List of teachers by data_source. Responses to rows of other sources learn from the teacher of hf_path,
+    checkpoint, url or moving_average; if all are null, no term is added for them."""
     in_advantage: float = setting(0.0, minimum=0)
     """Weight of log p_teacher - log p_old (nats) of each sampled token, which is added to the token's advantage. p_old
     is the old policy of the loss (algorithm.old_logp). 0: no such term."""
@@ -367,6 +383,9 @@ class TeacherConfig:
     @property
     def entries(self) -> list[TeacherSourceConfig]:
         """All teachers: the one for all other rows first, if there is one, with the source `OTHERS`."""
-        others = TeacherSourceConfig(OTHERS, self.hf_path, self.checkpoint, self.url, self.served_model)
-        named = any(value is not None for value in (self.hf_path, self.checkpoint, self.url))
+        others = TeacherSourceConfig(
+            OTHERS, self.hf_path, self.checkpoint, self.moving_average, self.url, self.served_model
+        )
+        choices = (self.hf_path, self.checkpoint, self.moving_average, self.url)
+        named = any(value is not None for value in choices)
         return ([others] if named else []) + self.by_source

@@ -73,7 +73,8 @@ class ModelRole(KeyNames):
     @classmethod
     def teacher(cls, teacher: TeacherSourceConfig, actor: ActorConfig, model: ModelConfig) -> ModelRole:
         """Return a teacher in the actor's layout, without the parts of the actor that belong to training."""
-        own = replace(model, hf_path=teacher.directory, random_init=False)
+        directory = model.hf_path if teacher.averages else teacher.directory
+        own = replace(model, hf_path=directory, random_init=False)
         section = replace(
             actor,
             moe=MoeConfig(dispatcher=actor.moe.dispatcher),

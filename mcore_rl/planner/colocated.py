@@ -23,7 +23,7 @@ from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.judge import has_judge_engines, validate_judge
 from mcore_rl.config.rules.models import base_is_reference, has_reference, uses_reward_model
-from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks
+from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks, teacher_prompt_tokens
 from mcore_rl.config.rules.validation import validate_critic, validate_reward_model
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -145,8 +145,8 @@ def colocated_ranks(config: Config, policy: ResolvedModel, *, cuda: bool) -> Col
     teacher: tuple[ColocatedRank, ...] = ()
     teacher_engines = None
     if is_on_ranks(config.teacher):
-        specs = [resolved_teacher(config.teacher, entry, policy) for entry in config.teacher.entries]
-        teacher = _take_turns([teacher_ranks(config, spec, cuda=cuda) for spec in specs])
+        specs = [(resolved_teacher(config.teacher, entry, policy), entry.averages) for entry in config.teacher.entries]
+        teacher = _take_turns([teacher_ranks(config, spec, averages=averages, cuda=cuda) for spec, averages in specs])
     elif is_on_engines(config.teacher):
         teacher_engines = _widest(
             _sleeping_rank(teacher_on_engines(config, entry), config, cuda=cuda) for entry in config.teacher.entries
@@ -174,6 +174,7 @@ def _take_turns(teachers: list[tuple[ColocatedRank, ...]]) -> tuple[ColocatedRan
             resident=(resident := sum(each.resident for each in ranks)),
             working=resident + max(each.working - each.resident for each in ranks),
             host_bytes=sum(each.host_bytes for each in ranks),
+            checkpoint_bytes=sum(each.checkpoint_bytes for each in ranks),
         )
         for ranks in of_ranks
     )
@@ -220,9 +221,12 @@ def value_model_ranks(role: ModelRole, config: Config, *, trained: bool, cuda: b
     return tuple(rank for stage in of_stages for rank in stage)
 
 
-def teacher_ranks(config: Config, spec: ResolvedModel, *, cuda: bool) -> tuple[ColocatedRank, ...]:
+def teacher_ranks(
+    config: Config, spec: ResolvedModel, *, averages: bool = False, cuda: bool
+) -> tuple[ColocatedRank, ...]:
     """Compute the memory of every rank of a teacher. Ranks of the last stage keep its outputs for all responses of a
-    step in host memory and, for the reverse KL over the vocabulary, its output projection on the GPU.
+    step in host memory and, for the reverse KL over the vocabulary, its output projection on the GPU. An average of
+    the policy's weights has float32 values beside bfloat16 weights, and is in checkpoints.
 
     Raises: ConfigError.
     """
@@ -235,7 +239,11 @@ def teacher_ranks(config: Config, spec: ResolvedModel, *, cuda: bool) -> tuple[C
     outputs = tokens * token // (spec.layout.dp * spec.layout.cp)
     projection = spec.arguments.vocab_size * hidden * element // spec.layout.tp if whole else 0
     offload = OffloadConfig(params=teacher.offload)
-    *earlier, last = _model_ranks(spec, config, PolicyModel, offload, trained=False, cuda=cuda)
+    longest = teacher_prompt_tokens(config) + rollout.max_response_tokens
+    stages = _model_ranks(
+        spec, config, PolicyModel, offload, trained=False, averages=averages, longest=longest, cuda=cuda
+    )
+    *earlier, last = stages
     last = [
         replace(
             rank,
@@ -249,11 +257,20 @@ def teacher_ranks(config: Config, spec: ResolvedModel, *, cuda: bool) -> tuple[C
 
 
 def _model_ranks(
-    spec: ResolvedModel, config: Config, kind: type[PolicyModel], offload: OffloadConfig, *, trained: bool, cuda: bool
+    spec: ResolvedModel,
+    config: Config,
+    kind: type[PolicyModel],
+    offload: OffloadConfig,
+    *,
+    trained: bool,
+    averages: bool = False,
+    longest: int | None = None,
+    cuda: bool,
 ) -> list[list[ColocatedRank]]:
-    """Compute the memory of every rank of each stage of a model. `offload`: the parts of it that leave the GPU."""
+    """Compute the memory of every rank of each stage of a model. `offload`: the parts of it that leave the GPU.
+    `averages`: the weights are a moving average. `longest`: tokens of a sequence, by default the policy's."""
     implementation = spec.implementation(config.cluster.gpus_per_node, planned_machine(cuda=cuda))
-    longest = longest_sequence(config.rollout)
+    longest = longest or longest_sequence(config.rollout)
     run = execution_of(spec, implementation, config.plan, longest=longest, cuda=cuda)
     responses = config.trainer.prompts_per_update * config.rollout.samples_per_prompt
     microbatches = num_microbatches(responses, run.section.tokens_per_microbatch, spec.layout, longest)
@@ -267,12 +284,31 @@ def _model_ranks(
             # A frozen model has no backward pass.
             activation = activations.total_bytes if trained else activations.forward_only_bytes
             activation += state.gathered_update_bytes if trained else state.gathered_forward_bytes
-            stages[-1].append(
-                ColocatedRank(
-                    resident=held.resident_bytes(offload),
-                    working=held.total_bytes + max(int(activation), held.piece_bytes),
-                    host_bytes=held.offloaded_bytes(offload),
-                    checkpoint_bytes=held.checkpoint_bytes,
-                )
+            rank = ColocatedRank(
+                resident=held.resident_bytes(offload),
+                working=held.total_bytes + max(int(activation), held.piece_bytes),
+                host_bytes=held.offloaded_bytes(offload),
+                checkpoint_bytes=held.checkpoint_bytes,
             )
+            if averages:
+                replicas = 1 if spec.role.section.shards_parameters else spec.layout.dp * spec.layout.cp
+                rank = _averaged(rank, held, run.element_bytes, offload, replicas=replicas)
+            stages[-1].append(rank)
     return stages
+
+
+def _averaged(
+    rank: ColocatedRank, held: RankState, element_bytes: int, offload: OffloadConfig, *, replicas: int
+) -> ColocatedRank:
+    """Add the float32 averages of a rank's weights. `replicas`: ranks with the same weights, of which one writes a
+    checkpoint."""
+    # weights_bytes are those that the rank stores, which is less than its parameters with sharded parameters.
+    average = held.weights_bytes // element_bytes * 4
+    beside = 0 if element_bytes == 4 else average
+    on_device, on_host = (0, beside) if offload.params else (beside, 0)
+    return ColocatedRank(
+        resident=rank.resident + on_device,
+        working=rank.working + on_device,
+        host_bytes=rank.host_bytes + on_host,
+        checkpoint_bytes=average // replicas,
+    )

@@ -21,7 +21,7 @@ from mcore_rl.config.objectives import PAIRED
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import has_reference, uses_lora
 from mcore_rl.config.rules.objective import responses_per_prompt
-from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks
+from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks, teacher_prompt_tokens
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.planner.engine import longest_sequence
@@ -119,19 +119,22 @@ def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float
 def teacher_flops(config: Config, batch: BatchArithmetic) -> float:
     """Count the FLOP of the teachers' forward pass over a step's responses; 0 for teachers on servers.
 
-    The mean of all teachers, because the responses of each data source are unknown. Raises: ConfigError.
+    The mean of all teachers, because the responses of each data source are unknown. Prompts with hints have the mean
+    fraction of data.max_hinted_tokens, like prompts of theirs. Raises: ConfigError.
     """
     if not (is_on_ranks(config.teacher) or is_on_engines(config.teacher)):
         return 0.0
     # Engines compute the logits of prompts, too.
-    predicted = 1.0 if is_on_engines(config.teacher) else batch.mean_response / batch.mean_tokens
+    longer = (teacher_prompt_tokens(config) - config.rollout.max_prompt_tokens) * config.plan.mean_response_fraction
+    mean_tokens = batch.mean_tokens + longer
+    predicted = 1.0 if is_on_engines(config.teacher) else batch.mean_response / mean_tokens
     forwards = []
     for entry in config.teacher.entries:
         role = ModelRole.teacher(entry, config.actor, config.model)
         hf_config, _ = policy_config(role)
         size = model_size(hf_config, bound_rows(hf_config, DTYPES[config.model.dtype], role.checkpoint))
-        forwards.append(forward_flops(model_arguments(hf_config, role.checkpoint), size, batch.mean_tokens, predicted))
-    return batch.tokens * sum(forwards) / len(forwards)
+        forwards.append(forward_flops(model_arguments(hf_config, role.checkpoint), size, mean_tokens, predicted))
+    return batch.tokens * mean_tokens / batch.mean_tokens * sum(forwards) / len(forwards)
 
 
 def passes_before_updates(config: Config, batch: BatchArithmetic) -> float:

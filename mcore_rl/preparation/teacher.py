@@ -21,7 +21,7 @@ from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.preparation.models import check_implementation, check_weights
 from mcore_rl.resolved.layout import conversion_errors, model_arguments
 from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
-from mcore_rl.resolved.teacher import check_vocabulary_sizes, resolved_teacher, teacher_on_engines
+from mcore_rl.resolved.teacher import check_vocabulary_sizes, resolved_teacher, teacher_on_engines, teacher_sequences
 from mcore_rl.types import TokenSequence
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ def check_teacher(config: Config, policy: ResolvedModel, estimator: Estimator) -
         else:
             spec = resolved_teacher(teacher, entry, policy)
             check_implementation(config.cluster, spec)
-            rollout = EngineRole.rollout(config.rollout, config.model)
-            check_positions(rollout, spec.hf_config, f"{entry.chosen}'s")
-            if entry.checkpoint is None:
+            rollout = EngineRole.rollout(teacher_sequences(config), config.model)
+            check_positions(rollout, spec.hf_config, f"{entry.chosen}'s{_with_hint(config)}")
+            if entry.hf_path is not None:
                 check_weights(spec.role)
-            else:
+            elif entry.checkpoint is not None:
                 # Reads with torch.distributed.checkpoint, a slow import that other runs do not need.
                 from model_converters.dcp.convert import open_saved
 
@@ -78,12 +78,17 @@ def _check_engines(config: Config, policy: ResolvedModel, entry: TeacherSourceCo
         )
     check_vocabulary_sizes(config.teacher, entry, sizes.vocab_size, policy.arguments.vocab_size)
     # Before check_engine_sizes, which would name keys of the section teacher.
-    longer = replace(config.rollout, max_response_tokens=config.rollout.max_response_tokens + 1)
-    whose = f"{role.checkpoint}'s (vLLM samples one more token)"
+    longer = replace(teacher_sequences(config), max_response_tokens=config.rollout.max_response_tokens + 1)
+    whose = f"{role.checkpoint}'s{_with_hint(config)} (vLLM samples one more token)"
     check_positions(EngineRole.rollout(longer, config.model), hf_config, whose)
     check_engine_sizes(role, hf_config, cuda=config.cluster.uses_cuda)
     check_engine_model(role, config.algorithm, hf_config)
     check_weights(weights)
+
+
+def _with_hint(config: Config) -> str:
+    """Return the addition to a message about lengths that names the key of prompts with hints."""
+    return "" if config.data.hint_key is None else " (prompts with hints: data.max_hinted_tokens)"
 
 
 def _check_served(config: Config, policy: ResolvedModel, entry: TeacherSourceConfig) -> None:
@@ -127,7 +132,7 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase) -> None
     """
     ours = tokenizer.get_vocab()
     for entry in config.teacher.entries:
-        if entry.url is None:
+        if entry.url is None and not entry.averages:
             _compare(ours, entry.directory, entry.chosen)
     if (path := config.teacher.tokenizer_path) is not None:
         _compare(ours, path, "teacher.tokenizer_path")
@@ -151,7 +156,7 @@ def _compare(ours: dict[str, int], path: str, key: str) -> None:
 
 def _check_server(config: Config, entry: TeacherSourceConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a server computes sequences as long as the run's, and knows the policy's tokens."""
-    teacher, rollout = config.teacher, config.rollout
+    teacher, rollout = config.teacher, teacher_sequences(config)
     scorer = connect(teacher, entry, server_key(teacher))
     # Servers sample a token after the sequence.
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens + 1
@@ -159,7 +164,8 @@ def _check_server(config: Config, entry: TeacherSourceConfig, tokenizer: PreTrai
     if limit is not None and limit < longest:
         raise ConfigError(
             f"{entry.given}: the server's model reads sequences of up to {limit} tokens, and rollout.max_prompt_tokens "
-            f"+ rollout.max_response_tokens + 1 = {longest}; lower them, or start the server with a larger limit"
+            f"+ rollout.max_response_tokens + 1 = {longest}{_with_hint(config)}; lower them, or start the server "
+            "with a larger limit"
         )
     _compare_texts(scorer, tokenizer, min(longest - 1, limit or longest), compare=teacher.tokenizer_path is None)
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
-from mcore_rl.config.schema import Config
+from mcore_rl.config.rules.teacher import teacher_prompt_tokens
+from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import ResolvedModel, policy_config
@@ -41,12 +42,17 @@ def resolved_teacher(teacher: TeacherConfig, entry: TeacherSourceConfig, policy:
     return spec
 
 
+def teacher_sequences(config: Config) -> RolloutConfig:
+    """Return the rollout section with the length of the prompts that teachers read."""
+    return replace(config.rollout, max_prompt_tokens=teacher_prompt_tokens(config))
+
+
 def teacher_on_engines(config: Config, entry: TeacherSourceConfig) -> EngineRole:
     """Return the role of the engines of an entry's teacher. model.float32_router applies if the teacher has experts.
 
     Raises: ConfigError for an unreadable config.json, or an unknown family.
     """
-    role = EngineRole.teacher(config.teacher, entry, config.rollout, config.model)
+    role = EngineRole.teacher(config.teacher, entry, teacher_sequences(config), config.model)
     hf_config, _ = policy_config(ModelRole.on_engines(role))
     if model_arguments(hf_config, role.checkpoint).transformer.get("num_moe_experts"):
         return role

@@ -47,7 +47,6 @@ from mcore_rl.types.rollout import (
 )
 from mcore_rl.types.saved import SavedFile, SavedState
 from mcore_rl.types.sequences import SequenceLogp, SequenceSums
-from mcore_rl.types.shares import RankShare, RankShares
 from mcore_rl.types.token_column import TokenColumn
 from mcore_rl.types.token_scores import ScoreColumn, TokenScores, TokenSequence
 from mcore_rl.types.token_sets import TokenSets

@@ -23,7 +23,6 @@ import numpy as np
 
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 from mcore_rl.types.json import JsonValue
-from mcore_rl.types.shares import SHARE_COLUMNS, RankShares
 from mcore_rl.types.token_sets import TokenSets
 from mcore_rl.types.vision import ImageSource, PromptImages
 

@@ -23,6 +23,7 @@ from model_converters.dcp.convert import to_mcore
 from model_converters.mapping.layout import TrainLayout
 from tests.distributed import policy_batch
 from tests.distributed.gradient_oracle import ONE_MICROBATCH, SMALL, case_parameters, check_gradients, launch_cases
+from tests.distributed.teacher_oracle import all_logp, distance, outcomes, ppo_loss, reverse_kl
 from tests.tiny_models import checkpoint_tensors, write_tiny_model
 
 # Float32 against float64, as in test_reference; a wrong sign, weight or token differs by 1e-2.
@@ -78,7 +79,7 @@ class _Expected:
         teacher = policy_batch.reference_model(f"{directory} teacher")
         with torch.no_grad():
             logp = {s: policy_batch.reference_logp(self.policy, s)[0] for s in SAMPLES}
-            self.log_q = [{s: _log_p(model, s) for s in SAMPLES} for model in (teacher, self.policy)]
+            self.log_q = [{s: all_logp(model, s) for s in SAMPLES} for model in (teacher, self.policy)]
             self.at_tokens = [{s: policy_batch.reference_logp(teacher, s)[0] for s in SAMPLES}, logp]
         self.old = {s: logp[s] + torch.from_numpy(policy_batch.drift(s)).double() for s in SAMPLES}
 
@@ -88,41 +89,24 @@ class _Expected:
         total, kls = torch.zeros((), dtype=torch.float64), []
         self.policy.zero_grad()
         for sample in SAMPLES:
-            log_p = _log_p(self.policy, sample)
+            log_p = all_logp(self.policy, sample)
             logp = policy_batch.reference_logp(self.policy, sample)[0]
             entropy = -(log_p.exp() * log_p).sum(1)
             advantage = torch.full_like(logp.detach(), 0.0 if terms.get("alone") else rewards[sample])
             number = int(TEACHERS_OF[sample]) if name == "sources" else 0
-            at_tokens, kl = self.at_tokens[number][sample], _kl(log_p, self.log_q[number][sample], terms)
+            at_tokens, kl = self.at_tokens[number][sample], reverse_kl(log_p, self.log_q[number][sample], terms)
             if name == "served":
                 scores = served(sample)
                 at_tokens, ids = torch.from_numpy(scores.logp), torch.from_numpy(scores.top_ids).long()
-                kl = _distance(_outcomes(log_p.exp().gather(1, ids)), torch.from_numpy(scores.top_logp))
+                kl = distance(outcomes(log_p.exp().gather(1, ids)), torch.from_numpy(scores.top_logp))
             if number >= 0:
                 advantage = advantage + terms["in_advantage"] * (at_tokens - self.old[sample])
                 kls.append(kl.detach())
-            loss = _ppo(logp, self.old[sample], advantage) + terms.get("in_loss", 0.0) * (kl if number >= 0 else 0)
+            loss = ppo_loss(logp, self.old[sample], advantage) + terms.get("in_loss", 0.0) * (kl if number >= 0 else 0)
             total = total + weights[sample] * (loss - policy_batch.ENTROPY_COEFFICIENT * entropy).sum()
         total.backward()
         gradients = {name: parameter.grad for name, parameter in self.policy.named_parameters()}
         return float(total.detach()), float(torch.cat(kls).mean()), checkpoint_tensors(self.policy, gradients)
-
-
-def _log_p(model: torch.nn.Module, sample: int) -> torch.Tensor:
-    """Log-probabilities of the whole vocabulary at the trained tokens, at their temperatures."""
-    tokens = torch.from_numpy(policy_batch.sequence(sample).astype(np.int64))
-    trained = policy_batch.trained(sample)
-    positions = policy_batch.PROMPTS[sample] + np.flatnonzero(trained)
-    divisor = torch.from_numpy(policy_batch.temperatures(sample)[trained > 0]).double()
-    divisor = divisor.nan_to_num(policy_batch.TEMPERATURE)[:, None]
-    return torch.log_softmax(model(tokens[None]).logits[0][positions - 1] / divisor, -1)
-
-
-def _ppo(logp: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-    ratio = torch.exp(logp - old)
-    bounded = -advantage * ratio.clamp(1 - policy_batch.CLIP_LOW, 1 + policy_batch.CLIP_HIGH)
-    loss = torch.maximum(-advantage * ratio, bounded)
-    return torch.where(advantage < 0, torch.minimum(loss, -advantage * policy_batch.DUAL_CLIP), loss)
 
 
 def served(sample: int) -> TokenScores:
@@ -131,27 +115,6 @@ def served(sample: int) -> TokenScores:
     ids = np.stack([generator.permutation(policy_batch.VOCABULARY)[:K] for _ in range(count)])
     parts = np.log(generator.dirichlet(np.ones(K + 1), count))
     return TokenScores.of(generator.normal(-4, 1, count), ids, parts[:, :K])
-
-
-def _outcomes(probabilities: torch.Tensor) -> torch.Tensor:
-    """Add the probability of all other tokens."""
-    return torch.cat((probabilities, 1 - probabilities.sum(1, keepdim=True)), 1)
-
-
-def _distance(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    return (p * (p.log() - log_q)).sum(1)
-
-
-def _kl(log_p: torch.Tensor, log_q: torch.Tensor, terms: dict[str, Any]) -> torch.Tensor:
-    if k := terms.get("top_k"):
-        best = log_q.topk(k).indices
-        p, q = log_p.exp().gather(1, best), log_q.exp().gather(1, best)
-        if terms.get("rest") == "renormalize":
-            p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
-        else:
-            p, q = _outcomes(p), _outcomes(q)
-        return _distance(p, q.log())
-    return _distance(log_p.exp(), log_q)
 
 
 def _measure(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Runs with a teacher: a policy that equals its teacher stays as it is, and another one approaches it."""
+"""Runs with a teacher: a policy that equals its teacher stays as it is, another one approaches it, and a policy
+learns from its own average after hints."""
 
 from __future__ import annotations
 
@@ -56,3 +57,17 @@ def test_policy_approaches_a_teacher_of_another_family_without_rewards(task: Pat
     # The mean over sampled tokens estimates the same quantity.
     assert rows[1]["distillation/kl"] == pytest.approx(rows[1]["distillation/kl_loss"], rel=0.5)
     assert all(row["reward/mean"] == 0 for step, row in rows.items() if step)
+
+
+def test_policy_learns_from_its_own_average_after_hints(task: Path) -> None:
+    run = task.parent / "own"
+    hints = ("data.hint_key=answer", "data.hint_template='{hint}{hint}{prompt}'", "data.max_hinted_tokens=18")
+    # The last value of a key counts.
+    train(
+        task, run, *KEYS, *ONE_RANK, "teacher.moving_average=0.5", *hints, "trainer.steps=2", "checkpoint.every_steps=2"
+    )
+    rows = metrics(run)
+    assert rows[1]["distillation/hinted_fraction"] == 1
+    # The average is the policy in the first step: only the hint differs.
+    assert rows[1]["distillation/kl_loss"] > 1e-3
+    assert any("average.0." in path.read_text() for path in run.glob("checkpoints/step_2/*.json"))

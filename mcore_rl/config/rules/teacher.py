@@ -24,6 +24,8 @@ SERVER_KEYS = ("api", "tokenizer_path", "api_key_variable", "timeout_seconds", "
 """Keys with an effect on teachers behind servers only."""
 SERVED_KEYS = ("max_concurrent_requests",)
 """Keys without effect on teachers on the actor's ranks."""
+HINT_KEYS = ("hint_key", "hint_template", "max_hinted_tokens")
+"""Keys of `data` about the prompts that teachers read."""
 
 
 def uses_teacher(teacher: TeacherConfig) -> bool:
@@ -70,13 +72,54 @@ def server_key(teacher: TeacherConfig) -> str | None:
     raise ConfigError(f"teacher.api_key_variable={variable}: there is no such environment variable; export it")
 
 
+def teacher_prompt_tokens(config: Config) -> int:
+    """Return the length of the longest prompt that a teacher reads. Units: tokens."""
+    policy = config.rollout.max_prompt_tokens
+    if config.data.hint_key is None:
+        return policy
+    # Rows without a hint have the policy's prompt.
+    return max(policy, config.data.max_hinted_tokens or policy)
+
+
+def check_hints(config: Config) -> None:
+    """Raise ConfigError for keys of hints without a teacher or without hints, and for hints that cannot be used."""
+    data, teacher = config.data, config.teacher
+    if not uses_teacher(teacher):
+        remedy = "set teacher.moving_average, or teacher.hf_path, teacher.checkpoint or teacher.url"
+        reject_unless_default("data", data, remedy, HINT_KEYS)
+    if data.hint_key is None:
+        reject_unless_default("data", data, "set data.hint_key", HINT_KEYS)
+        return
+    if missing := [place for place in ("{prompt}", "{hint}") if place not in data.hint_template]:
+        raise ConfigError(
+            f"data.hint_template has no {missing[0]}; put it where the {missing[0].strip('{}')} of a row goes"
+        )
+    if data.long_prompts != "drop":
+        raise ConfigError(
+            f"data.long_prompts={data.long_prompts} would shorten the policy's prompt and not the prompt with the hint "
+            "(data.hint_key); set it to drop"
+        )
+    longest, row = (
+        teacher_prompt_tokens(config) + config.rollout.max_response_tokens,
+        config.actor.tokens_per_microbatch,
+    )
+    if is_on_ranks(teacher) and longest > row:
+        raise ConfigError(
+            f"actor.tokens_per_microbatch={row} is below the {longest} tokens of a prompt with its hint "
+            "(data.max_hinted_tokens) and a response; raise it, or lower data.max_hinted_tokens"
+        )
+
+
 def check_teacher(config: Config) -> None:
     """Raise ConfigError for a key that has no effect or that another key excludes."""
     teacher, algorithm = config.teacher, config.algorithm
+    check_hints(config)
     if not uses_teacher(teacher):
         # 1 was the default of in_advantage, so the configurations of earlier runs have it.
         checked = replace(teacher, in_advantage=0.0) if teacher.in_advantage == FORMER_DEFAULT else teacher
-        reject_unless_default("teacher", checked, "set teacher.hf_path, teacher.checkpoint or teacher.url")
+        reject_unless_default(
+            "teacher", checked, "set teacher.hf_path, teacher.checkpoint, teacher.url or teacher.moving_average"
+        )
         return
     if teacher.served_model is not None and teacher.url is None:
         raise ConfigError(
@@ -124,14 +167,14 @@ def _check_entries(teacher: TeacherConfig) -> None:
     if OTHERS in named:
         raise ConfigError(
             "teacher.by_source has an entry with an empty source; name a data_source, or set teacher.hf_path, "
-            "teacher.checkpoint or teacher.url for all other rows"
+            "teacher.checkpoint, teacher.url or teacher.moving_average for all other rows"
         )
     for entry in teacher.entries:
         _check_entry(teacher, entry)
     if is_on_server(teacher) and any(entry.url is None for entry in teacher.entries):
         raise ConfigError(
-            "teacher: some teachers have a url and others a directory; set url for all of them, or hf_path or "
-            "checkpoint for all of them"
+            "teacher: some teachers have a url and others do not; set url for all of them, or hf_path, checkpoint or "
+            "moving_average for all of them"
         )
 
 
@@ -141,7 +184,7 @@ def _check_entry(teacher: TeacherConfig, entry: TeacherSourceConfig) -> None:
     if url is not None:
         # First, because other messages show the URL.
         _check_url(entry.key("url"), url)
-    chosen = {name: getattr(entry, name) for name in ("hf_path", "checkpoint", "url")}
+    chosen = {name: getattr(entry, name) for name in ("hf_path", "checkpoint", "url", "moving_average")}
     given = [f"{entry.key(name)}={value}" for name, value in chosen.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(
@@ -149,7 +192,14 @@ def _check_entry(teacher: TeacherConfig, entry: TeacherSourceConfig) -> None:
             "teacher.tokenizer_path)"
         )
     if not given:
-        raise ConfigError(f"{entry.key('hf_path')}, checkpoint or url must be set: the entry has no teacher")
+        raise ConfigError(
+            f"{entry.key('hf_path')}, checkpoint, url or moving_average must be set: the entry has no teacher"
+        )
+    if teacher.num_engines and entry.averages:
+        raise ConfigError(
+            f"teacher.num_engines={teacher.num_engines}: the average of {given[0]} is on the actor's ranks; set "
+            "teacher.num_engines=0"
+        )
     if teacher.num_engines and entry.checkpoint is not None:
         raise ConfigError(
             f"teacher.num_engines={teacher.num_engines}: engines read Hugging Face directories; convert "

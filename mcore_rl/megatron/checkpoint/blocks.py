@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
@@ -27,6 +28,9 @@ from mcore_rl.megatron.model.value_model import heads
 from mcore_rl.megatron.optim.optimizer_state import ParameterState, parameter_states
 from model_converters.dcp.blocks import Box, CheckpointChunk, flat_index, range_boxes, slice_box
 from model_converters.hf.value_head import VALUE_HEAD
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.roles.rank_model import TrainedModel
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,9 @@ def blocks_to_save(models: list[ModelChunk], optimizer: MegatronOptimizer) -> li
     return blocks
 
 
-REFERENCE_PREFIX = "reference."
-"""Key prefix of the weights of a reference model; the converter ignores them."""
+REFERENCE_PREFIX, AVERAGE_PREFIX = "reference.", "average."
+"""Key prefixes of the weights of a reference model, and of moving averages of the policy's weights, each followed by
+the number of its teacher; the converter ignores them."""
 
 
 def weight_blocks(models: list[ModelChunk]) -> list[LiveBlock]:
@@ -99,14 +104,30 @@ def weight_blocks(models: list[ModelChunk]) -> list[LiveBlock]:
     ]
 
 
-def reference_blocks(models: list[ModelChunk], *, to_save: bool) -> list[LiveBlock]:
-    """Return the blocks of the weights of a reference model: all blocks of this rank, or only the blocks that it
-    writes."""
+def frozen_blocks(model: TrainedModel, *, to_save: bool) -> list[LiveBlock]:
+    """Return the blocks of the saved reference and of the averages of a trained model: all blocks of this rank, or
+    only the blocks that it writes. Loads the reference's weights."""
+    blocks: list[LiveBlock] = []
+    if (reference := model.saved_reference) is not None:
+        # Its weights are in host memory between passes.
+        reference.memory.load("params")
+        blocks += _frozen(reference.chunks, REFERENCE_PREFIX, {}, to_save=to_save)
+    for number, average in model.averages.items():
+        # float32 weights are the average themselves.
+        average.memory.load("params")
+        blocks += _frozen(average.chunks, f"{AVERAGE_PREFIX}{number}.", average.masters, to_save=to_save)
+    return blocks
+
+
+def _frozen(
+    models: list[ModelChunk], prefix: str, values: Mapping[int, torch.Tensor], *, to_save: bool
+) -> list[LiveBlock]:
+    """Return the blocks of a frozen model. `values` of a tensor, by its id, replace the tensor's own."""
     return [
         block
         for item in _model_tensors(models)
         if not to_save or is_main_replica(item.replica)
-        for block in _blocks(item, REFERENCE_PREFIX, item.tensor.detach().view(-1), item.first)
+        for block in _blocks(item, prefix, values.get(id(item.tensor), item.tensor).detach().view(-1), item.first)
     ]
 
 

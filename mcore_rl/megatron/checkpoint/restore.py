@@ -27,10 +27,11 @@ from mcore_rl.data.checksum import file_crc32
 from mcore_rl.data.read_progress import READS
 from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, McoreRLError
 from mcore_rl.megatron.checkpoint.blocks import (
+    AVERAGE_PREFIX,
     REFERENCE_PREFIX,
     LiveBlock,
     blocks_to_load,
-    reference_blocks,
+    frozen_blocks,
     weight_blocks,
 )
 from mcore_rl.megatron.checkpoint.format_files import read_common, saved_layout
@@ -68,13 +69,11 @@ def load_checkpoint(directory: str, model: TrainedModel, files: Sequence[SavedFi
     raise_on_every_rank(problem)
     reference = model.saved_reference
     check_reference_kept(directory, reader.shapes, kept_here=reference is not None)
+    check_averages_kept(directory, reader.shapes, model.averages)
     check_adapters(directory, common.get("adapters"), adapter_identity(model.role.section.lora, model.hf_config))
     # Blocks are views of live tensors, which must be on the device.
     model.memory.load("params", "optimizer")
-    blocks = blocks_to_load(model.chunks, model.optimizer)
-    if reference is not None:
-        reference.memory.load("params")
-        blocks += reference_blocks(reference.chunks, to_save=False)
+    blocks = blocks_to_load(model.chunks, model.optimizer) + frozen_blocks(model, to_save=False)
     # All checks precede the first write, so that a rejected checkpoint leaves the state unchanged.
     check_fit(reader, blocks, model.device)
     try:
@@ -82,6 +81,8 @@ def load_checkpoint(directory: str, model: TrainedModel, files: Sequence[SavedFi
         load_extra_states(model.chunks, reader)
         if reference is not None:
             reference.memory.offload()
+        for average in model.averages.values():
+            average.restored()
         set_updates_done(model.optimizer, common["optimizer_updates"])
         model.scheduler.load_state_dict(common["scheduler"])
         scale = common.get("loss_scale")
@@ -174,6 +175,21 @@ def check_reference_kept(directory: str, stored: Iterable[str], *, kept_here: bo
         f"{directory} {there} the weights of a reference, but this run {here}: restore the earlier values of "
         "algorithm.kl.in_loss, algorithm.kl.in_reward and reference.*, or set run.dir to a new directory"
     )
+
+
+def check_averages_kept(directory: str, stored: Iterable[str], here: Iterable[int]) -> None:
+    """Check that the checkpoint (by its keys) contains moving averages of the same teachers as this run, by number.
+
+    Raises: CheckpointError.
+    """
+    numbers = {key.removeprefix(AVERAGE_PREFIX).partition(".")[0] for key in stored if key.startswith(AVERAGE_PREFIX)}
+    if numbers != {str(number) for number in here}:
+        there, own = len(numbers), len(list(here))
+        raise CheckpointError(
+            f"{directory} contains {there} moving averages of the policy's weights, and this run has {own}, or others: "
+            "restore the earlier values of teacher.moving_average and teacher.by_source, or set run.dir to a new "
+            "directory"
+        )
 
 
 def check_adapters(directory: str, saved: Mapping[str, object] | None, configured: Mapping[str, object] | None) -> None:

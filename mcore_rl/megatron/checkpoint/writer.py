@@ -19,7 +19,7 @@ import torch
 
 from mcore_rl.data.checksum import Crc32, saved_file
 from mcore_rl.errors import CheckpointError
-from mcore_rl.megatron.checkpoint.blocks import blocks_to_save, reference_blocks
+from mcore_rl.megatron.checkpoint.blocks import blocks_to_save, frozen_blocks
 from mcore_rl.megatron.checkpoint.format_files import CommonState, saved_layout, write_format_files
 from mcore_rl.megatron.checkpoint.objects import extra_states, random_state_object
 from mcore_rl.megatron.optim.optimizer_state import updates_done
@@ -59,13 +59,8 @@ class CheckpointWriter:
 
     def __init__(self, directory: str, model: TrainedModel, *, snapshot: bool) -> None:
         self.directory = Path(directory)
-        reference = model.saved_reference
         model.memory.load("params", "optimizer")
-        blocks = blocks_to_save(model.chunks, model.optimizer)
-        if reference is not None:
-            # Its weights are in host memory between passes.
-            reference.memory.load("params")
-            blocks += reference_blocks(reference.chunks, to_save=True)
+        blocks = blocks_to_save(model.chunks, model.optimizer) + frozen_blocks(model, to_save=True)
         self._views = {(block.chunk.key, block.chunk.stored): block.view for block in blocks}
         assert len(self._views) == len(blocks), "a block would be saved twice"
         self._copied = snapshot

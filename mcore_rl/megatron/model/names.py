@@ -68,14 +68,23 @@ def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tens
     Raises: KeyError for a tensor without a canonical name, or for two tensors with the same name.
     """
     named: dict[str, torch.Tensor] = {}
+    for _, parts in stored_tensors(chunks):
+        if twice := named.keys() & parts.keys():
+            raise KeyError(f"two tensors have the canonical name {min(twice)}")
+        named |= parts
+    return named
+
+
+def stored_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
+    """Yield each weight that this rank stores, and its parts by canonical name. They share memory with the model.
+
+    Raises: KeyError for a tensor without a canonical name.
+    """
     for chunk in chunks:
         model = unwrap(chunk)
         for live_name, tensor in named_weights(model):
-            for name, part in _canonical_parts(model, live_name, tensor).items():
-                if name in named:
-                    raise KeyError(f"{live_name}: another tensor has the canonical name {name}")
-                named[name] = part
-    return named
+            shard = local_shard(tensor)
+            yield tensor if shard is None else shard, _canonical_parts(model, live_name, tensor)
 
 
 def trained_names(chunks: Sequence[torch.nn.Module]) -> set[str]:

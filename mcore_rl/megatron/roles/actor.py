@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.algorithms.passes import passes_over_later_updates
+from mcore_rl.config.models import TeacherSourceConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import base_is_reference, has_reference, uses_lora
 from mcore_rl.config.rules.objective import trains_scores
@@ -26,9 +27,10 @@ from mcore_rl.megatron.model.names import trained_names
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.value_model import ValueModel, train_head
 from mcore_rl.megatron.optim.optimizer import updates_of_run
+from mcore_rl.megatron.roles.moving_average import MovingAverage
 from mcore_rl.megatron.roles.rank_model import join_and_build
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
-from mcore_rl.megatron.roles.teacher import FrozenTeacher, served_outputs
+from mcore_rl.megatron.roles.teacher import FrozenTeacher, hinted_samples, served_outputs
 from mcore_rl.megatron.roles.whole_updates import WholeUpdates
 from mcore_rl.megatron.step.distillation import TeacherOutputs
 from mcore_rl.megatron.step.estimation import estimate_tokens
@@ -126,11 +128,20 @@ class MegatronActor(WholeUpdates):
                 self.saved_reference = self.reference if self.reference.is_saved else None
         self.teachers: list[FrozenTeacher] = []
         if is_on_ranks(config.teacher):
-            gpus = config.cluster.gpus_per_node
-            self.teachers = [
-                FrozenTeacher(config.teacher, entry, spec, self.objective, gpus_per_node=gpus)
-                for entry in config.teacher.entries
-            ]
+            self.teachers = [self._teacher(entry, spec) for entry in config.teacher.entries]
+        self.averages = {n: each for n, each in enumerate(self.teachers) if isinstance(each, MovingAverage)}
+
+    def _teacher(self, entry: TeacherSourceConfig, spec: ResolvedModel) -> FrozenTeacher:
+        section, gpus = self.config.teacher, self.config.cluster.gpus_per_node
+        if entry.averages:
+            return MovingAverage(section, entry, spec, self.objective, self.tensors(), gpus_per_node=gpus)
+        return FrozenTeacher(section, entry, spec, self.objective, gpus_per_node=gpus)
+
+    def update_averages(self) -> None:
+        """Average the policy's current weights into the teachers of teacher.moving_average, once per step. Call
+        `gather_parameters` before. Not collective."""
+        for average in self.averages.values():
+            average.update(self.tensors())
 
     def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
         """Measure how much the policy's log-probabilities differ from the recorded ones. Nothing is changed.
@@ -258,7 +269,7 @@ class MegatronActor(WholeUpdates):
         ]
         if not self.teachers:
             parts = [self._served_outputs(chosen_samples(share, numbers >= 0), batch, scores)]
-        return replace(batch, teacher=TeacherOutputs.joined(parts, untaught))
+        return replace(batch, teacher=TeacherOutputs.joined(parts, untaught, hinted_samples(share, batch.chunks)))
 
     def _served_outputs(self, share: RankShare, batch: RankBatch, scores: Sequence[ScoreColumn]) -> TeacherOutputs:
         outputs = served_outputs(self.microbatches(share, batch.chunks), scores, self.context)

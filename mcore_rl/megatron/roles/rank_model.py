@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -45,6 +46,7 @@ from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import Mean, Metric, RankShare, Total, TrajectoryBuffers, merge_metrics
 
 if TYPE_CHECKING:
+    from mcore_rl.megatron.roles.moving_average import MovingAverage
     from mcore_rl.megatron.roles.reference import FrozenPolicy
 
 Result = TypeVar("Result")
@@ -224,15 +226,16 @@ class FrozenModel(RankModel):
 class TrainedModel(RankModel):
     """A RankModel in DistributedDataParallel or ShardedDataParallel (`ddp`), with optimizer and scheduler.
 
-    A checkpoint contains `chunks` (without the weights under adapters), `optimizer`, `scheduler` and, if set, the
-    `loss_scaler` (of float16 models) and the `saved_reference`. `memory` offloads state; every method loads the parts
-    that it needs. `num_updates` is the number of optimizer updates of the run. `seed` is run.seed, from which a resumed
-    run may derive random streams.
+    A checkpoint contains `chunks` (without the weights under adapters), `optimizer`, `scheduler`, the `loss_scaler` of
+    a float16 model, the `saved_reference` if it is set, and the `averages` of the weights, by the number of the
+    teacher. `memory` offloads state; every method loads the parts that it needs. `num_updates` is the number of
+    optimizer updates of the run. `seed` is run.seed, from which a resumed run may derive random streams.
 
     Collective: every method, over all ranks.
     """
 
     saved_reference: FrozenPolicy | None = None
+    averages: Mapping[int, MovingAverage] = MappingProxyType({})
 
     def __init__(self, spec: ResolvedModel, chunks: list[ModelChunk], *, num_updates: int, seed: int) -> None:
         role, self.seed = spec.role, seed

@@ -31,6 +31,7 @@ class TeacherOutputs:
         by its number, and `teachers`, the number of each sample's teacher.
     top_ids, top_logp: the most probable tokens; the last column of top_logp is the probability of all other tokens.
     untaught: samples of the batch without a teacher (teacher.by_source). They have no term.
+    hinted: samples with a hint; None: hints were not read (data.hint_key).
 
     Shapes: logp float32 [n]; hidden [n, h]; top_ids int32 [n, k]; top_logp float32 [n, k + 1]. Units: logp in nats.
     """
@@ -42,13 +43,28 @@ class TeacherOutputs:
     weights: Mapping[int, torch.Tensor] = field(default_factory=dict)
     teachers: Mapping[int, int] = field(default_factory=dict)
     untaught: frozenset[int] = frozenset()
+    hinted: frozenset[int] | None = None
 
     @classmethod
-    def joined(cls, parts: Sequence[TeacherOutputs], untaught: frozenset[int]) -> TeacherOutputs:
+    def joined(
+        cls, parts: Sequence[TeacherOutputs], untaught: frozenset[int], hinted: frozenset[int] | None = None
+    ) -> TeacherOutputs:
         """Join the outputs of teachers of different samples."""
         names = ("logp", "hidden", "top_ids", "top_logp", "weights", "teachers")
         merged = {name: {key: value for part in parts for key, value in getattr(part, name).items()} for name in names}
-        return cls(**merged, untaught=untaught)
+        return cls(**merged, untaught=untaught, hinted=hinted)
+
+    def describe(self, batch: TrainedTokens) -> dict[str, Metric]:
+        """Return the fraction of tokens scored after a hint, of the tokens with a teacher; {} without hints."""
+        if self.hinted is None:
+            return {}
+        counts = [
+            (sample, count)
+            for sample, count in zip(batch.samples, batch.trained_counts, strict=True)
+            if sample not in self.untaught
+        ]
+        after = sum(count for sample, count in counts if sample in self.hinted)
+        return {"distillation/hinted_fraction": Mean(float(after), sum(count for _, count in counts))}
 
     def tokens(self, batch: TrainedTokens, teacher: int | None = None) -> torch.Tensor | None:
         """Return the indices of a micro-batch's trained tokens that have a teacher, or the teacher of this number:
@@ -136,7 +152,7 @@ class Distillation:
         Shapes: hidden [N, h], the policy's at the predictors; old_logp [N].
         Collective: the tensor-parallel group.
         """
-        metrics: dict[str, Metric] = {}
+        metrics = outputs.describe(batch)
         taught, total = outputs.tokens(batch), len(batch.targets)
         if self.teacher.by_source:
             known = total if taught is None else len(taught)

@@ -101,9 +101,15 @@ POLICY = (
         signs="rises; far from distillation/kl without teacher.top_k: tokens were sampled from another distribution",
     ),
     MetricEntry(
+        "distillation/hinted_fraction",
+        "the share of tokens of rows with a hint; only with data.hint_key",
+        (Remedy("set data.hint_key to a column that the rows have"),),
+        signs="falls: rows without hints, or episodes whose sequences do not begin with the row's prompt",
+    ),
+    MetricEntry(
         "distillation/untaught_fraction",
         "the share of tokens of sources without a teacher; only with teacher.by_source",
-        (Remedy("set teacher.hf_path or teacher.url for all other sources"),),
+        (Remedy("set teacher.hf_path, teacher.moving_average or teacher.url for all other sources"),),
         signs="1: no row of the step has a teacher",
     ),
     MetricEntry(

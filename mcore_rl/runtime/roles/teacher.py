@@ -15,6 +15,7 @@ from mcore_rl.config.models import TeacherConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.teacher import server_key
 from mcore_rl.config.schema import Config
+from mcore_rl.data.trajectories import after_hints
 from mcore_rl.engines.server.client import connect
 from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.errors import McoreRLError, TeacherError
@@ -71,11 +72,13 @@ class TeacherProcess(RunProcess):
                 self._scorers = {number: self._engine}
 
     def score(self, parts: list[ScoredSamples], trajectories: TrajectoryBuffers) -> list[Ref[ScoreColumn]]:
-        """Score the trained tokens of samples, which have at least one each. Returns a reference per part.
+        """Score the trained tokens of samples, which have at least one each, after the prompts with hints where there
+        are hints. Returns a reference per part.
 
         Raises: TeacherError if a server does not answer; McoreRLError for tokens that were not sampled at temperature
         1.
         """
+        trajectories = after_hints(trajectories)
         with self.spans.span("score"), self._awake():
             columns: dict[int, ScoreColumn] = {}
             for number in dict.fromkeys(part.teacher for part in parts):

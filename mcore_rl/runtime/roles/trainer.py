@@ -129,8 +129,10 @@ class TrainerProcess(TrainedRankProcess):
 
     def offload(self, parts: tuple[str, ...]) -> int:
         away = super().offload(parts)
-        if self.actor.reference is not None and "params" in parts:  # loading a checkpoint moves it to the device
-            self.actor.reference.memory.offload()
+        if "params" in parts:  # a checkpoint moves these models to the device
+            reference = [] if self.actor.reference is None else [self.actor.reference]
+            for model in (*reference, *self.actor.averages.values()):
+                model.memory.offload()
         return away
 
     @remote_method(num_returns=2)
@@ -158,6 +160,9 @@ class TrainerProcess(TrainedRankProcess):
             with self.spans.span("update"):
                 reports.append(self.actor.update(batch, index))
         self.actor.gather_parameters()  # afterwards, ranks read their weights without collectives
+        if self.actor.averages:
+            with self.spans.span("moving average"):
+                self.actor.update_averages()
         return reports
 
     def device_memory(self) -> DeviceMemory | None:

@@ -9,10 +9,12 @@ from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.teacher import server_key
 from mcore_rl.config.rules.validation import validate_keys
 from mcore_rl.errors import ConfigError
+from mcore_rl.resolved.teacher import teacher_sequences
 from model_converters.hf.side_files import HF_FOLDER
 
 ON = ["teacher.hf_path=/teacher", "teacher.in_advantage=1"]
 NONE = "reward.function=none"
+AVERAGE = ["teacher.moving_average=0.9", "teacher.in_advantage=1"]
 SERVED = ["teacher.url=http://a/v1", "teacher.in_advantage=1", "rollout.temperature=1"]
 ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
 
@@ -22,7 +24,7 @@ ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
     [
         (
             ["teacher.in_loss=0.1"],
-            r"^teacher\.in_loss=0\.1 has no effect; set teacher\.hf_path, teacher\.checkpoint or teacher\.url, or",
+            r"^teacher\.in_loss=0\.1 has no effect; set .*teacher\.url or teacher\.moving_average, or leave",
         ),
         (["teacher.alone=true"], r"^teacher\.alone=True has no effect; set teacher\.hf_path"),
         (ON[:1], r"^teacher\.hf_path=/teacher has no effect with .*set teacher\.in_advantage=1 .*teacher\.in_loss=1"),
@@ -91,7 +93,7 @@ ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
         ),
         (
             [*ON, "teacher.by_source=[{source: a}]"],
-            r"^teacher\.by_source, a: hf_path, checkpoint or url must be set",
+            r"^teacher\.by_source, a: hf_path, checkpoint, url or moving_average must be set",
         ),
         (
             [*ON, "teacher.by_source=[{source: a, hf_path: /b}, {source: a, hf_path: /c}]"],
@@ -103,7 +105,33 @@ ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
         ),
         (
             [*ON, "teacher.by_source=[{source: a, url: 'http://b'}]"],
-            r"^teacher: some teachers have a url and others a directory; set url for all",
+            r"^teacher: some teachers have a url and others do not; set url for all",
+        ),
+        (
+            [*ON, "teacher.moving_average=0.9"],
+            r"^teacher\.hf_path=/teacher has no effect with teacher\.moving_average=0\.9; set one of the two",
+        ),
+        (
+            [*AVERAGE, "teacher.num_engines=1", "rollout.temperature=1"],
+            r"^teacher\.num_engines=1: the average of teacher\.moving_average=0\.9 is on the actor's ranks; set .*=0",
+        ),
+        ([AVERAGE[1], "teacher.moving_average=1.5"], r"^teacher\.moving_average=1\.5 must be at most 1"),
+        (
+            ["data.hint_key=answer"],
+            r"^data\.hint_key=answer has no effect; set teacher\.moving_average, or teacher\.hf",
+        ),
+        ([*AVERAGE, "data.max_hinted_tokens=9"], r"^data\.max_hinted_tokens=9 has no effect; set data\.hint_key"),
+        (
+            [*AVERAGE, "data.hint_key=answer", "data.hint_template='{prompt}'"],
+            r"^data\.hint_template has no \{hint\}; put it where the hint of a row goes",
+        ),
+        (
+            [*AVERAGE, "data.hint_key=answer", "data.long_prompts=truncate_left"],
+            r"^data\.long_prompts=truncate_left would shorten .*set it to drop",
+        ),
+        (
+            [*AVERAGE, "data.hint_key=answer", "data.max_hinted_tokens=1000000"],
+            r"^actor\.tokens_per_microbatch=\d+ is below the 1\d+ tokens of a prompt with its hint .*; raise it, or",
         ),
         ([*ON, "teacher.in_advantage=-1"], r"^teacher\.in_advantage=-1\.0 must be 0 or more"),
         ([*ON, "teacher.top_k=8"], r"^teacher\.top_k=8 has no effect; set teacher\.in_loss above 0"),
@@ -152,6 +180,8 @@ def test_teacher_keys_that_contradict_are_rejected(base: str, overrides: list[st
         ["teacher.by_source=[{source: a, hf_path: /b}]", "teacher.hf_path=null"],
         [*ENGINES, "teacher.in_loss=1", "teacher.top_k=4", "teacher.tp=2", "teacher.max_concurrent_requests=2"],
         [*SERVED, "teacher.hf_path=null", "teacher.in_loss=1", "teacher.top_k=4", "teacher.api=sglang"],
+        ["teacher.hf_path=null", "teacher.moving_average=0", "teacher.in_loss=1", "data.hint_key=extra_info.solution"],
+        ["teacher.by_source=[{source: a, moving_average: 1}]", "data.hint_key=answer", "data.max_hinted_tokens=600"],
     ],
 )
 def test_teacher_valid_keys_pass(base: str, overrides: list[str]) -> None:
@@ -218,3 +248,23 @@ def test_configurations_of_earlier_runs_are_accepted(base: str) -> None:
     validate_keys(load_config(base, ["teacher.in_advantage=1"]))
     with pytest.raises(ConfigError, match=r"teacher\.in_advantage=0\.5 has no effect"):
         validate_keys(load_config(base, ["teacher.in_advantage=0.5"]))
+
+
+def test_teacher_engines_have_room_for_prompts_with_hints(base: str) -> None:
+    config = load_config(base, ["data.hint_key=answer", "data.max_hinted_tokens=4000"])
+    assert teacher_sequences(config).max_prompt_tokens == 4000
+    config.data.max_hinted_tokens = 1
+    # A row without a hint has the policy's prompt.
+    assert teacher_sequences(config).max_prompt_tokens == config.rollout.max_prompt_tokens
+
+
+def test_moving_average_reads_the_files_of_the_policy(base: str) -> None:
+    config = load_config(base, [*AVERAGE, "model.random_init=true"])
+    (entry,) = config.teacher.entries
+    role = ModelRole.teacher(entry, config.actor, config.model)
+    assert (role.checkpoint, role.model.hf_path, role.model.random_init) == (
+        "teacher.moving_average",
+        config.model.hf_path,
+        False,
+    )
+    assert entry.given == "teacher.moving_average=0.9"

@@ -184,6 +184,11 @@ def test_flop_and_seconds_of_a_teacher(deepseek: Config) -> None:
     two = [TeacherSourceConfig("a", deepseek.model.hf_path)]
     assert of(num_engines=4, tp=8, by_source=two) == pytest.approx((engines, engines / (64 * 0.25e15)))
     assert of(hf_path=None, url="http://a/v1") == (0.0, 0.0)
+    assert of(hf_path=None, moving_average=0.9)[0] == pytest.approx(one_pass)
+    # Prompts with hints twice as long as the policy's: at least the weights' part of the pass grows.
+    deepseek.data.hint_key, deepseek.data.max_hinted_tokens = "answer", 2 * deepseek.rollout.max_prompt_tokens
+    longer = batch.mean_prompt / batch.mean_tokens
+    assert of()[0] > (1 + 0.9 * longer) * one_pass
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.config.models import ActorConfig, OffloadConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import StageActivations
-from mcore_rl.planner.colocated import ColocatedModels, ColocatedRank, ColocatedRanks, _take_turns
+from mcore_rl.planner.colocated import ColocatedModels, ColocatedRank, ColocatedRanks, _averaged, _take_turns
 from mcore_rl.planner.engine import ASLEEP_BYTES, EngineRank
 from mcore_rl.planner.phases import Phases, rank_phases
 from mcore_rl.planner.state import RankState
@@ -98,6 +98,17 @@ def test_teachers_take_turns_on_a_rank() -> None:
     second = (ColocatedRank(resident=2, working=200, host_bytes=40), ColocatedRank(2, 20, 41))
     # The weights of both stay if they are not offloaded; only one pass runs at a time.
     assert _take_turns([first, second]) == (ColocatedRank(7, 7 + 198, 100), ColocatedRank(7, 7 + 85, 102))
+
+
+@pytest.mark.parametrize(("offload", "device", "host"), [(True, 0, 400), (False, 400, 0)])
+def test_moving_average_has_float32_values_beside_weights(offload: bool, device: int, host: int) -> None:
+    rank, held = ColocatedRank(resident=5, working=800, host_bytes=60), RankState(100, 200, 0, 0)
+    found = _averaged(rank, held, 2, OffloadConfig(params=offload), replicas=2)
+    # Two data-parallel ranks write the 400 bytes once.
+    assert found == ColocatedRank(5 + device, 800 + device, 60 + host, 200)
+    # float32 weights are the average themselves.
+    same = _averaged(rank, RankState(100, 400, 0, 0), 4, OffloadConfig(params=offload), replicas=2)
+    assert same == replace(rank, checkpoint_bytes=200)
 
 
 @pytest.mark.parametrize(("leaves", "elsewhere", "host"), [(True, 0, 20), (False, 20, 0)])

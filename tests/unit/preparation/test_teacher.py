@@ -15,7 +15,7 @@ from tiny_tokenizer import write as write_tokenizer
 from mcore_rl.algorithms import estimator
 from mcore_rl.config.models import ActorConfig, ParallelConfig, TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.schema import Config, ModelConfig, RolloutConfig
+from mcore_rl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from mcore_rl.data.prompts import prompt_set
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engines.server.interfaces import ServerAnswer
@@ -176,7 +176,8 @@ class _Scorer:
 
 def served_config(tokenizer_path: str | None = None) -> Any:
     section = TeacherConfig(url="http://a", in_advantage=1.0, tokenizer_path=tokenizer_path)
-    return SimpleNamespace(teacher=section, rollout=RolloutConfig(max_prompt_tokens=8, max_response_tokens=12))
+    rollout = RolloutConfig(max_prompt_tokens=8, max_response_tokens=12)
+    return SimpleNamespace(teacher=section, rollout=rollout, data=DataConfig())
 
 
 @pytest.mark.parametrize(

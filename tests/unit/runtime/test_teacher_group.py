@@ -146,9 +146,11 @@ class Scorer:
 
     number: int
     lengths: list[int] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
 
     def score(self, sequences: list[TokenSequence], top_k: int) -> list[TokenScores]:
         self.lengths.append(len(sequences))
+        self.prompts += [each.token_ids[: each.start].tolist() for each in sequences]
         found = []
         for each in sequences:
             tokens = each.token_ids[each.start :]
@@ -214,3 +216,16 @@ def test_process_rejects_ids_that_are_no_tokens(
     scores = TokenScores.of(np.zeros(len(ids)), np.array(ids), np.full((len(ids), 2), -9.0))
     with pytest.raises(TeacherError, match=rf"^teacher\.by_source, s1: url=http://1 {message}"):
         process_of(monkeypatch, Scorer(0), Scorer(1))._check(1, scores)
+
+
+def test_process_scores_responses_after_prompts_with_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    hints = {"hint_tokens": np.array([4, 5, 6], np.int32), "hint_offsets": np.array([0, 2, 2, 3])}
+    scorer = Scorer(0)
+    parts = [ScoredSamples(0, np.array([7, 8, 9]), np.array([2, 1, 0], np.int32))]
+    (column,) = process_of(monkeypatch, scorer).score(parts, replace(three_rows(), **hints))
+    assert scorer.prompts == [[6], [1], [4, 5]]
+    assert {sample: scores.logp.tolist() for sample, scores in column.by_sample().items()} == {  # type: ignore[attr-defined]
+        7: [30, 31, 32],
+        8: [20, 21],
+        9: [10],
+    }

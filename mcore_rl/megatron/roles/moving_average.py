@@ -1,0 +1,90 @@
+"""The moving average of the policy's weights on one rank, a teacher for self-distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
+from mcore_rl.megatron.model.names import stored_tensors
+from mcore_rl.megatron.roles.teacher import FrozenTeacher
+from mcore_rl.megatron.step.objective import Objective
+from mcore_rl.resolved.model import ResolvedModel
+
+
+class MovingAverage(FrozenTeacher):
+    """A teacher whose weights are the exponential moving average of the policy's (Tarvainen and Valpola, "Mean
+    teachers", arXiv 1703.01780):
+
+        average <- rate * average + (1 - rate) * policy,
+
+    once per step, after its updates, from the policy's weights at the start of the run. In a LoRA run the weights are
+    those with merged adapters.
+
+    `masters` are the float32 averages of weights that the model keeps in another dtype, by the id of the weight; they
+    have the shape of this rank's slice. A float32 weight is its own average. Without masters, a rate near 1 would
+    round every change of a bfloat16 weight away. With teacher.offload they stay in host memory, and the average is
+    computed there. A checkpoint contains the averages, in float32.
+
+    Collective: `outputs`, over all ranks.
+    """
+
+    def __init__(
+        self,
+        section: TeacherConfig,
+        entry: TeacherSourceConfig,
+        policy: ResolvedModel,
+        objective: Objective,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        gpus_per_node: int,
+    ) -> None:
+        """weights: the policy's, whole or this rank's shards, by canonical name."""
+        super().__init__(section, entry, policy, objective, gpus_per_node=gpus_per_node)
+        assert entry.moving_average is not None
+        self.rate = entry.moving_average
+        self.masters: dict[int, torch.Tensor] = {}
+        self.memory.load("params")
+        for stored, _ in stored_tensors(self.chunks):
+            if stored.dtype != torch.float32:
+                device = "cpu" if section.offload else stored.device
+                self.masters[id(stored)] = torch.empty(stored.shape, dtype=torch.float32, device=device)
+        self._average(weights, rate=0.0)
+
+    def update(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Average with the policy's `weights`, whole or this rank's shards, by canonical name. Not collective."""
+        self._average(weights, rate=self.rate)
+
+    def restored(self) -> None:
+        """Use averages that were written in place, by a checkpoint or an update."""
+        with torch.no_grad():
+            for stored, _ in stored_tensors(self.chunks):
+                if (master := self.masters.get(id(stored))) is not None:
+                    stored.copy_(master)
+        # Outputs over the whole vocabulary need the current output projection.
+        self._weight = None
+        self.memory.offload()
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """Return the averages by canonical name, in float32 where the model keeps another dtype. Not collective."""
+        self.memory.load("params")
+        found: dict[str, torch.Tensor] = {}
+        for stored, parts in stored_tensors(self.chunks):
+            master = self.masters.get(id(stored))
+            found |= parts if master is None else {n: _view_like(part, stored, master) for n, part in parts.items()}
+        return found
+
+    def _average(self, weights: Mapping[str, torch.Tensor], *, rate: float) -> None:
+        with torch.no_grad():
+            for name, average in self.averages().items():
+                policy = weights[name]
+                assert policy.shape == average.shape, f"{name}: {policy.shape} for an average of {average.shape}"
+                # Not lerp_ for rate 0: memory that was never written may contain NaN.
+                average.lerp_(policy.to(average), 1 - rate) if rate else average.copy_(policy)
+        self.restored()
+
+
+def _view_like(part: torch.Tensor, stored: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """Return the elements of `master` that `part` is of `stored`."""
+    return master.as_strided(part.shape, part.stride(), part.storage_offset() - stored.storage_offset())
