@@ -46,13 +46,15 @@ from mcore_rl.resolved.teacher import resolved_teacher, teacher_on_engines
 class ColocatedRank:
     """GPU bytes of one rank of another model: between its calls (`resident`) and at most during a call (`working`).
 
-    `host_bytes` is its host memory between calls. `checkpoint_bytes` is its part of a checkpoint.
+    `host_bytes` is its host memory between calls. `checkpoint_bytes` is its part of a checkpoint. `averaging_bytes`:
+    weights that are loaded after the policy's updates to be averaged with the policy's.
     """
 
     resident: int
     working: int
     host_bytes: int
     checkpoint_bytes: int = 0
+    averaging_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ def _take_turns(teachers: list[tuple[ColocatedRank, ...]]) -> tuple[ColocatedRan
             working=resident + max(each.working - each.resident for each in ranks),
             host_bytes=sum(each.host_bytes for each in ranks),
             checkpoint_bytes=sum(each.checkpoint_bytes for each in ranks),
+            averaging_bytes=max(each.averaging_bytes for each in ranks),
         )
         for ranks in of_ranks
     )
@@ -311,4 +314,5 @@ def _averaged(
         working=rank.working + on_device,
         host_bytes=rank.host_bytes + on_host,
         checkpoint_bytes=average // replicas,
+        averaging_bytes=held.weights_bytes if offload.params else 0,
     )

@@ -81,6 +81,7 @@ def rank_phases(
 
     forward = int(activations.forward_only_bytes) + state.gathered_forward_bytes
     update = int(activations.total_bytes) + state.gathered_update_bytes
+    averaging = 0 if models.teacher is None else models.teacher.averaging_bytes
     by_name = {
         "generate": resident + others + (engine.total_bytes if shared else 0),
         "score": max(at_work(models.reward_model, resident), at_work(models.judge, resident)),
@@ -88,8 +89,8 @@ def rank_phases(
         # Engines score before the ranks load their state for the step.
         "teacher": max(at_work(models.teacher, state.weights_bytes + kept), at_work(models.teacher_engine, resident)),
         "critic": at_work(models.critic, state.weights_bytes + kept),
-        # The activations are freed before the optimizer step.
-        "update": state.total_bytes + max(update, state.piece_bytes) + asleep + others,
+        # The activations are freed before the optimizer step, and a moving average follows it.
+        "update": state.total_bytes + max(update, state.piece_bytes, averaging) + asleep + others,
         "sync": state.weights_bytes + kept + others + (engine.updated_bytes if shared else 0),
     }
     return Phases(

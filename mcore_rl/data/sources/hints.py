@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.chat.messages import chat_messages, text_of
-from mcore_rl.data.json_text import to_plain
+from mcore_rl.data.json_text import parse_json, to_plain
 from mcore_rl.data.templates import with_system
 from mcore_rl.errors import DataError
 from mcore_rl.types.chat import ChatMessage
@@ -21,7 +22,7 @@ def hint_column(data_config: DataConfig) -> str | None:
 
 
 def hinted_messages(
-    row: Mapping[str, object],
+    hint: object,
     messages: Sequence[ChatMessage],
     data_config: DataConfig,
     where: str,
@@ -35,7 +36,6 @@ def hinted_messages(
 
     Raises: DataError for a hint of another type, or for a text without a user message.
     """
-    hint = _value(row, str(data_config.hint_key))
     if hint is None or hint in ("", [], ()) or hint != hint:  # NaN differs from itself
         return []
     where = f"{where}: hint {data_config.hint_key!r}"
@@ -58,10 +58,14 @@ def hinted_messages(
     return [*messages[: places[-1]], {**last, "content": text}, *messages[places[-1] + 1 :]]
 
 
-def _value(row: Mapping[str, object], key: str) -> object:
-    """Return the value of a column, or of a field such as extra_info.solution; None if the row lacks it."""
-    value: object = row
-    # A column may have a dot in its name.
-    for name in [key] if key in row else key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+def hint_of(row: Mapping[str, object], data_config: DataConfig, where: str) -> object:
+    """Return the value of data.hint_key: a column, or a field such as extra_info.solution; None if the row lacks it.
+
+    Raises: DataError for a column with fields that is damaged JSON text.
+    """
+    key, found = str(data_config.hint_key), cast("object", row)
+    for name in key.split("."):
+        if isinstance(found, str) and found.lstrip().startswith("{"):  # an object in a CSV file
+            found = parse_json(found, f"{where}: {key}")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found

@@ -72,7 +72,7 @@ class FrozenTeacher(FrozenModel):
         Raises: NonFiniteError on every rank, naming the samples.
         """
         hinted = any(chunk.hint_tokens is not None for chunk in chunks)
-        self._places = trained_places(self.microbatches(share, chunks), self.context) if hinted else {}
+        self._places = self._policy_places(share, chunks) if hinted and self.context.size > 1 else {}
         batches = self.microbatches(*after_hints_of(share, chunks)) if hinted else self.microbatches(share, chunks)
         found = self.infer(batches, self._host_fields)
         bad = [sample for _, _, samples in found for sample in samples]
@@ -92,16 +92,21 @@ class FrozenTeacher(FrozenModel):
             teachers=dict.fromkeys(share.samples.tolist(), number),
         )
 
+    def _policy_places(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, torch.Tensor]:
+        """Return trained_places of the policy's micro-batches. Not collective: data-parallel ranks without
+        trajectories do not know whether there are hints. The places do not depend on the division into rows."""
+        alone = replace(self.packing, group=None, device="cpu")
+        return trained_places(build_microbatches(share, chunks, alone), self.context)
+
     def _of_samples(self, batch: MicroBatch, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Split the values of a micro-batch by sample, in the order of the policy's tokens."""
-        moved = self._places and self.context.size > 1
-        counts = [len(self._places[s]) for s in batch.samples] if moved else list(batch.trained_counts)
+        counts = [len(self._places[s]) for s in batch.samples] if self._places else list(batch.trained_counts)
         return zip(batch.samples, values.split(counts), strict=True)
 
     def _host_fields(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> HostFields:
         fields = self._fields(chunk, batch, hidden)
         bad = [sample for values in fields.values() for sample in _bad(batch, values)]
-        if self._places and self.context.size > 1 and batch.samples:
+        if self._places and len(batch.owners):
             fields = {name: self._moved(batch, values) for name, values in fields.items()}
         # Now, because the hidden states of a whole step do not fit on the device.
         return batch, {name: values.cpu() for name, values in fields.items()}, tuple(bad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,20 @@ def test_hint_of_a_field_may_be_absent(texts: Any) -> None:
 
 def test_hint_messages_replace_the_prompt(texts: Any) -> None:
     assert texts("extra_info.told")[0] == ["<system>s</system><user>told</user><assistant>", ""]
+
+
+def test_hint_in_json_text_of_a_csv_file_is_parsed(tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer.chat_template = CHAT_TEMPLATE
+    path = tmp_path / "rows.csv"
+    fields = json.dumps({"told": TOLD, "steps": "two"}).replace('"', '""')
+    path.write_text(
+        f'prompt,answer,fields,told\n1+1?,2,"{fields}","{json.dumps(TOLD).replace(chr(34), chr(34) * 2)}"\n'
+    )
+    for key, wanted in (("fields.steps", "1+1?\n\ntwo"), ("fields.told", "told"), ("told", "told")):
+        config = DataConfig(hint_key=key)
+        hint = load_prompts(str(path), tokenizer, config, RolloutConfig(max_prompt_tokens=90))[0][0].hint_ids
+        assert hint is not None
+        assert f"<user>{wanted}</user>" in tokenizer.decode(hint)
 
 
 def test_rows_that_are_too_long_with_the_hint_are_dropped(texts: Any) -> None:

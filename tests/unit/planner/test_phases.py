@@ -105,10 +105,17 @@ def test_moving_average_has_float32_values_beside_weights(offload: bool, device:
     rank, held = ColocatedRank(resident=5, working=800, host_bytes=60), RankState(100, 200, 0, 0)
     found = _averaged(rank, held, 2, OffloadConfig(params=offload), replicas=2)
     # Two data-parallel ranks write the 400 bytes once.
-    assert found == ColocatedRank(5 + device, 800 + device, 60 + host, 200)
+    assert found == ColocatedRank(5 + device, 800 + device, 60 + host, 200, 200 if offload else 0)
     # float32 weights are the average themselves.
     same = _averaged(rank, RankState(100, 400, 0, 0), 4, OffloadConfig(params=offload), replicas=2)
-    assert same == replace(rank, checkpoint_bytes=200)
+    assert same == replace(rank, checkpoint_bytes=200, averaging_bytes=400 if offload else 0)
+
+
+def test_moving_average_is_loaded_after_the_updates() -> None:
+    """Its weights need the memory of the activations."""
+    of = [ColocatedModels(teacher=ColocatedRank(0, 1, 2, averaging_bytes=size)) for size in (0, 300, 450)]
+    updates = [phases(models).by_name["update"] for models in of]
+    assert updates == [updates[0], updates[0], updates[0] + 150]
 
 
 @pytest.mark.parametrize(("leaves", "elsewhere", "host"), [(True, 0, 20), (False, 20, 0)])
