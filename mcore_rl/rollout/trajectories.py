@@ -52,18 +52,21 @@ def pack_trajectories(
     )
 
 
-def hinted_prompt(trajectory: Trajectory, prompt: Prompt) -> np.ndarray | None:
+def hinted_prompt(trajectory: Trajectory, prompt: Prompt, max_response_tokens: int) -> np.ndarray | None:
     """Return the prompt of a trajectory with the hint of its row: int32 [H], empty without a hint; None: not read.
 
-    An episode may start a sequence whose tokens continue the row's prompt; the tokens after it are kept. A sequence
-    that does not start with the row's prompt has no hint.
+    An episode may start a sequence whose prompt continues the row's prompt; the tokens after it are kept. There is no
+    hint for a sequence that does not start with the row's prompt, or has more than `max_response_tokens` after it, for
+    which the teacher's rows have no room.
     """
     hint, own = prompt.hint_ids, len(prompt.token_ids)
     if hint is None or not len(hint):
         return hint
-    if not np.array_equal(trajectory.prompt_ids[:own], prompt.token_ids):
+    later = trajectory.prompt_ids[own:]
+    starts = np.array_equal(trajectory.prompt_ids[:own], prompt.token_ids)
+    if not starts or len(later) + len(trajectory.token_ids) > max_response_tokens:
         return hint[:0]
-    return np.concatenate([hint, trajectory.prompt_ids[own:]])
+    return np.concatenate([hint, later])
 
 
 def version_spans(versions: np.ndarray) -> list[list[int]]:

@@ -163,7 +163,8 @@ def _packed(
 ) -> tuple[TrajectoryBuffers, RolloutScalars]:
     """Pack the responses of a task, and write its records."""
     names = [r.attempt.request.request_id for r in responses for _ in r.outcome.trajectories]
-    hints = [hinted_prompt(t, r.attempt.prompt) for r in responses for t in r.outcome.trajectories]
+    longest = task.sampling.max_response_tokens
+    hints = [hinted_prompt(t, r.attempt.prompt, longest) for r in responses for t in r.outcome.trajectories]
     buffers = pack_trajectories([t for r in responses for t in r.outcome.trajectories], names, hints)
     scalars = scalars_of(task, responses, buffers, seconds)
     if task.records is not None:

@@ -127,11 +127,12 @@ def packed(hints: list[np.ndarray | None]) -> TrajectoryBuffers:
 def test_hinted_prompt_continues_like_the_sequence() -> None:
     prompt = Prompt(0, ints(1, 2), "", "", None, hint_ids=ints(5, 6, 7))
     response = Trajectory(ints(1, 2), ints(3), np.zeros(1), np.zeros(1, np.int32))
-    for start, wanted in ((ints(1, 2), [5, 6, 7]), (ints(1, 2, 9), [5, 6, 7, 9]), (ints(1, 3, 9), [])):
-        found = hinted_prompt(replace(response, prompt_ids=start), prompt)
+    starts = (ints(1, 2), [5, 6, 7]), (ints(1, 2, 9), [5, 6, 7, 9]), (ints(1, 2, 9, 9), []), (ints(1, 3), [])
+    for start, wanted in starts:
+        found = hinted_prompt(replace(response, prompt_ids=start), prompt, 2)
         assert found is not None
         assert found.tolist() == wanted
-    assert hinted_prompt(response, replace(prompt, hint_ids=None)) is None
+    assert hinted_prompt(response, replace(prompt, hint_ids=None), 2) is None
 
 
 def test_after_hints_replaces_prompts_and_nothing_else() -> None:
