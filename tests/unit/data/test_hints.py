@@ -14,6 +14,7 @@ from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.columns import check_keys
 from mcore_rl.data.kept_steps.reader import _buffers
 from mcore_rl.data.loading import load_prompts
+from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.trajectories import after_hints, has_hint, hint_arrays, join_rows, take_rows
 from mcore_rl.errors import DataError
 from mcore_rl.rollout.trajectories import hinted_prompt, pack_trajectories
@@ -41,6 +42,12 @@ def texts(tmp_path: Path, tokenizer: Any) -> Any:
         return [tokenizer.decode(ids) for ids in hints if ids is not None], str(report)
 
     return read
+
+
+def hint_ids(prompts: PromptSet, row: int) -> list[int]:
+    found = prompts[row].hint_ids
+    assert found is not None
+    return [int(token) for token in found]
 
 
 def test_hint_text_becomes_part_of_the_last_user_message(texts: Any) -> None:
@@ -107,10 +114,9 @@ def test_validation_rows_and_cached_rows_keep_hints_apart(tmp_path: Path, tokeni
     config, rollout = DataConfig(hint_key="answer", cache_dir=str(tmp_path)), RolloutConfig(max_prompt_tokens=90)
     first, again = (load_prompts(path, tokenizer, config, rollout)[0] for _ in range(2))
     assert "read from" in str(load_prompts(path, tokenizer, config, rollout)[1])
-    for one, other in ((first, again), (first, first.take([0, 1]))):
-        assert [one[row].hint_ids.tolist() for row in range(2)] == [other[row].hint_ids.tolist() for row in range(2)]
-    assert first[0].hint_ids is not None
-    assert len(first[0].hint_ids) > len(first[0].token_ids)
+    for other in (again, first.take([0, 1])):
+        assert [hint_ids(first, row) for row in range(2)] == [hint_ids(other, row) for row in range(2)]
+    assert len(hint_ids(first, 0)) > len(first[0].token_ids)
     assert load_prompts(path, tokenizer, config, rollout, "data.val")[0][0].hint_ids is None
 
 
@@ -151,6 +157,7 @@ def test_hints_follow_selected_and_joined_rows() -> None:
     hinted, plain = packed([ints(4, 5, 6), ints(9)]), packed([])
     joined = join_rows([plain, take_rows(hinted, np.array([1, 0]))])
     assert joined.hint_tokens is not None
+    assert joined.hint_offsets is not None
     assert (joined.hint_tokens.tolist(), joined.hint_offsets.tolist()) == ([9, 4, 5, 6], [0, 0, 0, 1, 4])
     assert join_rows([plain, plain]).hint_tokens is None
     assert hint_arrays([None, None]) == (None, None)
