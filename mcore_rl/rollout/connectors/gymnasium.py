@@ -39,7 +39,7 @@ class GymnasiumRows:
             for seed in range(first, first + (request.limit or NUM_SEEDS)):
                 observation, _ = environment.reset(seed=seed)
                 text = "\n\n".join(filter(None, (instruction, _shown(environment, observation))))
-                part = {
+                part: JsonObject = {
                     "name": request.name,
                     "arguments": dict(request.arguments),
                     "actions": list(request.actions),

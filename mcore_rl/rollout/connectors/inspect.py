@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Unpack, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from mcore_rl.config.functions import absolute_spec, describe, load_function
 from mcore_rl.errors import ConfigError, DataError
@@ -40,7 +40,7 @@ class InspectSuite:
         task = self._load(name, request.arguments)
         shown = request.name.rpartition(":")[2]
         for number, sample in enumerate(task.dataset):
-            part = {"name": name, "arguments": dict(request.arguments), "sample": number}
+            part: JsonObject = {"name": name, "arguments": dict(request.arguments), "sample": number}
             messages = [{"role": each.role, "content": each.text} for each in _messages(sample)]
             target = sample.target if isinstance(sample.target, str) else " ".join(sample.target)
             yield row_of(KIND, shown, messages, part, target)
@@ -112,9 +112,11 @@ def _generate_of(model: Model, config: GenerateConfig) -> Generate:
     async def generate(
         state: TaskState,
         tool_calls: Literal["loop", "single", "none"] = "loop",
-        **options: Unpack[GenerateConfigArgs],
+        **options: object,
     ) -> TaskState:
-        return await task_generate(model, state, tool_calls, NOT_GIVEN, config.merge(options))
+        return await task_generate(
+            model, state, tool_calls, NOT_GIVEN, config.merge(cast("GenerateConfigArgs", options))
+        )
 
     return generate
 
@@ -153,7 +155,8 @@ def _result(scores: Sequence[Score], name: str) -> dict[str, object]:
     """
     from inspect_ai.scorer import value_to_float
 
-    as_number, metrics = value_to_float(), {}
+    as_number = value_to_float()
+    metrics: dict[str, float] = {}
     for number, score in enumerate(scores):
         values = score.value if isinstance(score.value, Mapping) else {"score": score.value}
         suffix = f"_{number}" if number else ""

@@ -46,7 +46,7 @@ class OpenEnvRows:
         source = urlsplit(request.name).netloc
         for seed in range(first, first + (request.limit or NUM_SEEDS)):
             reset = {"seed": seed, **request.arguments}
-            part = {"url": request.name, "schema": schema, "reset": reset}
+            part: JsonObject = {"url": request.name, "schema": schema, "reset": reset}
             yield row_of(KIND, source, [{"role": "user", "content": instruction}], part)
 
 

@@ -41,7 +41,7 @@ class VerifiersSuite:
         shown = Path(request.name).stem
         for example in examples:
             given = cast(JsonObject, to_plain(example))
-            part = {"name": name, "arguments": dict(request.arguments), "input": given}
+            part: JsonObject = {"name": name, "arguments": dict(request.arguments), "input": given}
             messages = given.get("prompt")
             if not isinstance(messages, list):  # environments of the completions interface
                 raise ConfigError(f"{request.name}: the prompts are no chat messages; use message_type='chat'")
