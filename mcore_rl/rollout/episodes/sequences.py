@@ -115,14 +115,16 @@ class TokenSequence:
         place = (len(self.tokens) if end is None else end) - len(self.prompt_ids) - 1
         self._rewards[place] = self._rewards.get(place, 0.0) + value
 
+    def _joined(self, name: str) -> np.ndarray:
+        columns: list[np.ndarray] = [getattr(piece, name) for piece in self._pieces]
+        # Most sequences have one turn.
+        return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
     def trajectory(self, *, trained: bool = True) -> Trajectory:
         """Return the trajectory. With `trained` False, no token is trained, and turns have no rewards."""
-        logp, versions, temperatures, sampled = (
-            np.concatenate([getattr(piece, name) for piece in self._pieces])
-            for name in ("logp", "versions", "temperatures", "sampled")
-        )
+        logp, versions, temperatures, sampled = map(self._joined, ("logp", "versions", "temperatures", "sampled"))
         rewards = np.zeros(len(sampled), np.float32)
-        if trained:
+        if trained and self._rewards:
             rewards[list(self._rewards)] = list(self._rewards.values())
         response = self.tokens[len(self.prompt_ids) :]
         logp, versions = logp.astype(np.float32, copy=False), versions.astype(np.int32, copy=False)
