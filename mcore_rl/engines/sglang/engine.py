@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
@@ -35,7 +36,6 @@ class SglangEngine(RankEngine):
         super().__init__(settings)
         config, device = settings.rollout_config, _device()
         self._discards_weights = device == "cuda"
-        self._reads_images = has_vision_tower(settings.model_dir)
         self._request_ranks = RequestRanks(engine_layout(config))
         ranks = RankSettings(
             server_arguments(settings, device),
@@ -56,6 +56,10 @@ class SglangEngine(RankEngine):
                 raise ConfigError(f"{key} ({config.gpu_memory_fraction:g}) is too small: {error}") from error
             raise
         self.vocab_size = self._ranks.vocab_size
+
+    @cached_property
+    def _reads_images(self) -> bool:
+        return has_vision_tower(self._settings.model_dir)
 
     def shutdown(self) -> None:
         self._ranks.end()
