@@ -11,7 +11,6 @@ from tiny_processor import END, IMAGE, START, VIDEO
 SPECIAL = {IMAGE: IMAGE_TOKEN, VIDEO: 91, START: 92, END: 93}
 SGLANG_TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"patch_size": 14, "window_size": 56},
-    "qwen3_vl_moe": {"deepstack_visual_indexes": [0, 1, 2]},
 }
 """Sizes of towers that are constants of SGLang (Family.check_sglang)."""
 TEMPLATE = (

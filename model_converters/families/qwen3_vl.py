@@ -6,7 +6,6 @@ Features of several depths of the tower (deepstack) are added behind the first d
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from model_converters.errors import ConversionError
 from model_converters.families.dense import QWEN3
@@ -23,8 +22,6 @@ from model_converters.mapping.table import Row
 
 _SECTIONS = (24, 20, 20)
 """Default of transformers."""
-_SGLANG_DEEPSTACK = 3
-"""Constant of SGLang's model with experts."""
 
 
 def _moe_rows(config: HFConfig) -> list[Row]:
@@ -44,17 +41,12 @@ def _moe_arguments(config: HFConfig) -> ModelArguments:
     return tower_arguments(QWEN3_MOE, _SECTIONS, {**config, "norm_topk_prob": True}, interleaved=True)
 
 
-def _check_sglang(config: HFConfig, *, num_deepstack: int | None = None) -> None:
+def _check_sglang(config: HFConfig) -> None:
     indexes = vision.deepstack_indexes(config)
     if indexes != sorted(indexes):
         raise ConversionError(
             f"config.json: vision_config.deepstack_visual_indexes {indexes} do not ascend, and SGLang 0.5.23 merges "
             "their features with the weights of other blocks then; set rollout.engine to vllm"
-        )
-    if num_deepstack not in (None, len(indexes)):
-        raise ConversionError(
-            f"config.json: vision_config.deepstack_visual_indexes has {len(indexes)} entries, but SGLang 0.5.23 adds "
-            f"the features of {num_deepstack} blocks to this model, whatever the field says; set rollout.engine to vllm"
         )
 
 
@@ -83,7 +75,7 @@ QWEN3_VL_MOE = replace(
     architecture="Qwen3VLMoeForConditionalGeneration",
     own_fields=vision.OWN_FIELDS | {"decoder_sparse_step", "mlp_only_layers"},
     vllm_imports=("torchvision",),
-    check_sglang=partial(_check_sglang, num_deepstack=_SGLANG_DEEPSTACK),
+    refused_by_engines={"sglang": "its images and weight updates are not tested for this model"},
     description=replace(
         QWEN3_MOE.description,
         models="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",

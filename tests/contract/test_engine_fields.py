@@ -108,7 +108,7 @@ REJECTED_BESIDE = {
     "vllm": {"deepseek_v32", "glm_moe_dsa"},
     "sglang": {
         *("deepseek_v32", "glm_moe_dsa", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
-        *("qwen3_5_text", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_moe"),
     },
 }
 """Engine -> families that runs reject (resolved.model, Family.refused_by_engines,

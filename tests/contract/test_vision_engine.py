@@ -43,7 +43,7 @@ FAMILIES_IN_VLLM = {
     "qwen3_5_moe": TrainLayout(2, ep=2),
 }
 """Families with a vision tower that run in vLLM, and the trainer layout that exports the engine's first weights."""
-FAMILIES_IN_SGLANG = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")
+FAMILIES_IN_SGLANG = ("qwen3_vl", "qwen2_5_vl")
 pytestmark = needs_package("torchvision", "make setup")
 
 

@@ -393,9 +393,9 @@ class MegatronActor(WholeUpdates):
 
         Raises: McoreRLError naming weights.
         """
-        trained = trained_names(self.chunks) | {name for name, _ in adapters(self.chunks)}
-        stale = sorted(trained & plan.frozen_parameters)
-        if stale:
+        frozen = plan.frozen_parameters
+        trained = trained_names(self.chunks) | {name for name, _ in adapters(self.chunks)} if frozen else set()
+        if stale := sorted(trained & frozen):
             raise McoreRLError(f"weights are trained, but engines would receive them only once: {', '.join(stale[:8])}")
 
     @property

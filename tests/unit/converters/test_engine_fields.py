@@ -158,7 +158,6 @@ def test_check_for_engine_scaling_that_sglang_does_not_read_is_rejected() -> Non
     [
         ("qwen2_5_vl", {"patch_size": 16}, "patches of 1536 numbers .* but SGLang 0.5.23 reads patches of 1176 only"),
         ("qwen3_vl", {"deepstack_visual_indexes": [2, 0]}, r"deepstack_visual_indexes \[2, 0\] do not ascend"),
-        ("qwen3_vl_moe", {"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes has 1 entries, .* of 3 blocks"),
     ],
 )
 def test_check_for_engine_tower_of_other_sizes_is_rejected(name: str, tower: dict[str, object], message: str) -> None:
