@@ -69,7 +69,7 @@ class HFTrainer:
         """files: folder of the weights if transport is files. trained: weights that `perturb` changes; all others are
         frozen."""
         self.model, self.files = model, files
-        self.engine = self._engine = engine
+        self._engine = engine
         self._pool = ThreadPoolExecutor(32)  # threads of a broken update wait until the engine has disconnected
         self._sending: list[Future[Any]] = []
         self.setups: list[TrainerSetup] = []

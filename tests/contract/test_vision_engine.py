@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from mcore_rl.weights.frozen import TrainedWeights
 from model_converters.mapping.layout import TrainLayout
 from tests.contract.engines import WITH_SGLANG, RemoteEngine
 from tests.contract.hf_trainer import HFTrainer
-from tests.contract.test_stepping import finish, publish_update, steps
 from tests.exported import export_through
 from tests.selection import needs_package, on_demand_unless
 from tests.tiny_models import tiny_model, write_tiny_model
@@ -123,41 +121,18 @@ def check_images(engine: RemoteEngine, model: Any, version: int) -> None:
         assert np.concatenate(gaps).mean() < 0.05
 
 
-def check_recomputed(trainer: HFTrainer, model: Any, version: int) -> None:
-    """Update decoder and tower while requests run. Their later tokens must be those of the new weights, with features
-    that the new tower computes."""
-    requests = requests_of(trainer.engine.directory, SamplingOptions(TOKENS, temperature=0.0))
-    trainer.engine.call("submit", requests)
-    assert not trainer.engine.call(steps, 6)[1]
-    trainer.perturb(version)
-    publish_update(trainer, version, recompute=True)
-    done = {completion.request_id: completion for completion in finish(trainer.engine)}
-    for request in requests:
-        completion = done[request.request_id]
-        tokens, later = completion.token_ids.tolist(), completion.versions == version
-        assert 0 < later.sum() < TOKENS
-        logp = reference(model, request, tokens)
-        gaps = np.abs(completion.logp - logp.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy())[later]
-        if trainer.engine.settings["dtype"] == "float32":
-            assert (logp.argmax(-1).numpy() == tokens)[later].all()
-            assert gaps.max() < 5e-5
-        else:
-            assert gaps.mean() < 0.05
+CASES = [
+    *(pytest.param("vllm", each, id=f"vllm-{each}") for each in FAMILIES_IN_VLLM),
+    *(
+        pytest.param("sglang", each, id=f"sglang-{each}", marks=[WITH_SGLANG, *on_demand_unless(each == "qwen3_vl")])
+        for each in FAMILIES_IN_SGLANG
+    ),
+]
 
 
-def sglang_cases() -> Iterator[Any]:
-    for model_type in FAMILIES_IN_SGLANG:
-        for tp in (1, 2):
-            marks = [WITH_SGLANG, *on_demand_unless((model_type, tp) == ("qwen3_vl", 1))]
-            yield pytest.param("sglang", model_type, {"tp": tp}, id=f"sglang-{model_type}-tp{tp}", marks=marks)
-
-
-CASES = [*(pytest.param("vllm", each, {}, id=f"vllm-{each}") for each in FAMILIES_IN_VLLM), *sglang_cases()]
-
-
-@pytest.mark.parametrize(("process", "model_type", "rollout"), CASES, indirect=["process"])
+@pytest.mark.parametrize(("process", "model_type"), CASES, indirect=["process"])
 def test_vision_model_from_export_and_after_update_is_exact(
-    process: RemoteEngine, model_type: str, rollout: dict[str, Any], tmp_path: Path
+    process: RemoteEngine, model_type: str, tmp_path: Path
 ) -> None:
     saved, exported, sizes = tmp_path / "saved", tmp_path / "exported", engine_sizes(model_type)
     if process.kind == "sglang":
@@ -169,7 +144,7 @@ def test_vision_model_from_export_and_after_update_is_exact(
     model = tiny_model(model_type, **sizes)
     # vLLM's kernels of gated delta nets compute in bfloat16 only.
     dtype = "bfloat16" if model_type.startswith("qwen3_5") else "float32"
-    engine = process.start(exported, dtype=dtype, max_prompt_tokens=64, **rollout)
+    engine = process.start(exported, dtype=dtype, max_prompt_tokens=64)
     check_images(engine, model, 0)
     trainer = HFTrainer(model, engine, 40 << 10, 2)
     # The tower is updated, too: features of the earlier weights must not be used again.
@@ -177,10 +152,9 @@ def test_vision_model_from_export_and_after_update_is_exact(
     trainer.publish(1)
     check_images(engine, model, 1)
     assert trainer.certify() > 10
-    check_recomputed(trainer, model, 2)
     # The engine holds the tower now, and the next update lacks it.
     trainer = HFTrainer(model, engine, 40 << 10, 2, trained=TrainedWeights(vision=False))
-    trainer.perturb(3)
-    trainer.publish(3, trainer.plan.first_trained_round)
-    check_images(engine, model, 3)
+    trainer.perturb(2)
+    trainer.publish(2, trainer.plan.first_trained_round)
+    check_images(engine, model, 2)
     assert trainer.certify() > 10

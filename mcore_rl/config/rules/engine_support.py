@@ -90,6 +90,11 @@ def check_sglang_model(role: EngineRole, hf: dict[str, Any], *, cuda: bool) -> N
             f"{role.key('gpu_memory_fraction')}=1 leaves SGLang no memory for activations and CUDA graphs, which it "
             "does not count as its own; set it to at most 0.95"
         )
+    if hf.get("vision_config") and role.section.tp > 1:
+        raise ConfigError(
+            f"{role.key('tp')}={role.section.tp}: SGLang with a vision tower is not tested on several ranks; set it to "
+            f"1, or {engine} to vllm"
+        )
     if role.section.data_parallel_attention:
         _check_data_parallel_attention(role, hf, cuda=cuda)
     if role.section.tp > 1:

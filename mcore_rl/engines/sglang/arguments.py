@@ -10,7 +10,7 @@ from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.sglang.layout_arguments import layout_arguments
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import GenerationRequest
-from mcore_rl.weights.engine_config import engine_layout, engine_overrides, has_vision_tower
+from mcore_rl.weights.engine_config import engine_layout, engine_overrides
 
 SPARE_TOKENS = 6
 """Tokens added to SGLang's context length. It truncates responses two tokens before the end of the context, and rejects
@@ -37,8 +37,6 @@ def server_arguments(settings: EngineSettings, device: str) -> dict[str, object]
         "enable_return_routed_experts": settings.capture_routing,
         "enable_fp32_lm_head": settings.float32_head,
     }
-    if config.tp > 1 and has_vision_tower(settings.model_dir):
-        arguments["mm_enable_dp_encoder"] = True  # every rank has the whole tower, as the trainer sends it
     if config.max_batched_tokens is not None:
         arguments["chunked_prefill_size"] = config.max_batched_tokens
     arguments |= layout_arguments(engine_layout(config), settings.hosts.num, cuda=device == "cuda")

@@ -91,3 +91,14 @@ def test_engine_sizes_of_nested_text_model_are_checked() -> None:
     role = EngineRole.rollout(config.rollout, config.model)
     with pytest.raises(ConfigError, match=r"^rollout\.tp=3 must divide the model's 4 attention heads"):
         check_engine_sizes(role, nested_fields(tiny_fields("qwen3_vl")), cuda=False)
+
+
+def test_sglang_ranks_of_a_model_with_tower_are_rejected() -> None:
+    config = Config()
+    config.rollout.engine, config.rollout.tp = "sglang", 2
+    config.rollout.max_prompt_tokens = config.rollout.max_response_tokens = 64
+    role, model = EngineRole.rollout(config.rollout, config.model), nested_fields(tiny_fields("qwen3_vl"))
+    with pytest.raises(ConfigError, match=r"^rollout\.tp=2: SGLang with a vision tower .*; set it to 1"):
+        check_engine_sizes(role, model, cuda=False)
+    config.rollout.tp = 1
+    check_engine_sizes(role, model, cuda=False)
