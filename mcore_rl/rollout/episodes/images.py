@@ -8,7 +8,7 @@ contains it. Without that token, the place of a small image would be the beginni
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -128,7 +128,7 @@ class EpisodeImages:
             self._add(_PlacedImage(image, whole[: start + count + 1], start))
         return tokens.tolist()
 
-    def inside(self, ids: np.ndarray, known: Sequence[np.ndarray]) -> PromptImages | None:
+    def inside(self, ids: np.ndarray, known: Iterable[np.ndarray]) -> PromptImages | None:
         """Return the images of a sequence; None if it has none.
 
         known: token sequences of the episode, in which placeholders without image are tokens that the policy sampled.

@@ -135,7 +135,7 @@ def _as_returned(session: Session, token_ids: Sequence[int], mask: Sequence[int]
     trajectory = sequence.trajectory()
     if mask is None:
         return trajectory
-    wanted = np.asarray(mask, np.uint8)[len(sequence.prompt_ids) :]
+    wanted = np.asarray(mask, np.uint8)[sequence.num_prompt :]
     if len(np.asarray(mask)) != len(ids):
         raise DataError(f"it returned a mask of length {len(np.asarray(mask))} for {len(ids)} tokens")
     if (wanted[trajectory.versions == NOT_SAMPLED] > 0).any():

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mcore_rl.rollout.episodes.shared_tokens import SharedTokens
 from mcore_rl.types import NOT_SAMPLED, Completion, PromptImages, TokenSets, Trajectory
 
 
@@ -51,13 +52,12 @@ class _Before:
 class TokenSequence:
     """One sequence."""
 
-    def __init__(self, prompt_ids: np.ndarray, role: str = "") -> None:
-        self.prompt_ids = prompt_ids
+    def __init__(self, prompt: SharedTokens, role: str = "") -> None:
+        self.num_prompt = len(prompt)
         self.role = role
         self.images: PromptImages | None = None
         """Images in `tokens`."""
-        self.tokens = prompt_ids
-        """All tokens including the prompt, int32 [S]."""
+        self._tokens = prompt
         self._pieces: list[_Piece] = []
         """Pieces in the order of the response."""
         self._experts: np.ndarray | None = None
@@ -68,7 +68,30 @@ class TokenSequence:
 
     def is_prefix_of(self, token_ids: np.ndarray) -> bool:
         """Return True if `token_ids` start with this sequence."""
-        return len(token_ids) >= len(self.tokens) and np.array_equal(token_ids[: len(self.tokens)], self.tokens)
+        return len(token_ids) >= len(self) and self._tokens.num_common(token_ids) == len(self)
+
+    def __len__(self) -> int:
+        """Number of tokens including the prompt."""
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Copy of all tokens including the prompt, int32 [S]."""
+        return self._tokens.first(len(self))
+
+    def first(self, count: int) -> np.ndarray:
+        """Return a copy of the first `count` tokens, int32 [count]."""
+        return self._tokens.first(count)
+
+    def branch(self, token_ids: np.ndarray) -> SharedTokens:
+        """Return `token_ids`, int32 [S], whose beginning shares the memory of this sequence."""
+        made = self._tokens.branch(self._tokens.num_common(token_ids))
+        made.append(token_ids[len(made) :].copy())
+        return made
+
+    def num_common(self, token_ids: np.ndarray) -> int:
+        """Return the number of leading tokens that `token_ids` have in common with this sequence."""
+        return self._tokens.num_common(token_ids)
 
     def extend(
         self, token_ids: np.ndarray, completion: Completion, temperature: float, images: PromptImages | None = None
@@ -76,10 +99,11 @@ class TokenSequence:
         """Append the part of `token_ids` that follows this sequence (not sampled), and the completion, sampled at
         `temperature`. `token_ids` start with this sequence. `images`: images in `token_ids`."""
         experts = 0 if self._experts is None else len(self._experts)
-        before = _Before(len(self.tokens), len(self._pieces), experts, self.images)
+        before = _Before(len(self), len(self._pieces), experts, self.images)
         # Tokens between the last sampled one and the new completion: tool results, user messages, template tokens.
-        if num_said := len(token_ids) - len(self.tokens):
+        if num_said := len(token_ids) - len(self):
             self._pieces.append(_Piece.said(num_said))
+            self._tokens.append(token_ids[len(self) :].copy())
         ones, temperatures = np.ones(len(completion.logp), np.uint8), completion.sampled_at(temperature)
         self._pieces.append(_Piece(completion.logp, completion.versions, temperatures, ones, completion.kept))
         if completion.routed_experts is not None:
@@ -87,23 +111,23 @@ class TokenSequence:
             # weights.
             known = self._experts if self._experts is not None else completion.routed_experts[:0]
             self._experts = np.concatenate([known, completion.routed_experts[len(known) :]])
-        self.tokens = np.concatenate([token_ids, completion.token_ids]).astype(np.int32, copy=False)
+        self._tokens.append(completion.token_ids)
         self.images = images
-        self._turns[len(self.tokens)] = before
+        self._turns[len(self)] = before
 
     def drop(self, end: int) -> None:
         """Remove the turn that ended at length `end`. If later turns continue it, its tokens stay, but are not
         trained."""
         before = self._turns.pop(end)
-        if end < len(self.tokens):
+        if end < len(self):
             piece = self._pieces[before.num_pieces + (self._pieces[before.num_pieces].versions[0] == NOT_SAMPLED)]
             piece.sampled = np.zeros_like(piece.sampled)
             return
-        self.tokens, self.images = self.tokens[: before.num_tokens], before.images
+        self._tokens, self.images = self._tokens.branch(before.num_tokens), before.images
         del self._pieces[before.num_pieces :]
         if self._experts is not None:
             self._experts = self._experts[: before.num_experts]
-        self._rewards.pop(end - len(self.prompt_ids) - 1, None)
+        self._rewards.pop(end - self.num_prompt - 1, None)
 
     @property
     def is_empty(self) -> bool:
@@ -112,7 +136,7 @@ class TokenSequence:
 
     def reward(self, value: float, end: int | None = None) -> None:
         """Add to the reward of a sampled turn: the last one, or the turn that ended at length `end` of the sequence."""
-        place = (len(self.tokens) if end is None else end) - len(self.prompt_ids) - 1
+        place = (len(self) if end is None else end) - self.num_prompt - 1
         self._rewards[place] = self._rewards.get(place, 0.0) + value
 
     def _joined(self, name: str) -> np.ndarray:
@@ -126,12 +150,12 @@ class TokenSequence:
         rewards = np.zeros(len(sampled), np.float32)
         if trained and self._rewards:
             rewards[list(self._rewards)] = list(self._rewards.values())
-        response = self.tokens[len(self.prompt_ids) :]
+        prompt_ids, response = np.split(self.tokens, [self.num_prompt])
         logp, versions = logp.astype(np.float32, copy=False), versions.astype(np.int32, copy=False)
         mask = sampled if trained else np.zeros_like(sampled)
         kept = [piece.kept for piece in self._pieces if piece.kept is not None]
         return Trajectory(
-            *(self.prompt_ids, response, logp, versions, mask, rewards, self._experts, temperatures, self.images),
+            *(prompt_ids, response, logp, versions, mask, rewards, self._experts, temperatures, self.images),
             # All calls of an episode keep their sets, or none does.
             kept=TokenSets.joined(kept) if len(kept) == len(self._pieces) else None,
             role=self.role,
@@ -148,7 +172,7 @@ class SequenceBook:
         """Return the longest sequence of a role with which `token_ids` start, or None."""
         found = [each for each in self.sequences if each.role == role and each.is_prefix_of(token_ids)]
         # The longest one: branches of an episode share their first turns.
-        return max(found, key=lambda sequence: len(sequence.tokens), default=None)
+        return max(found, key=len, default=None)
 
     def add(
         self,
@@ -163,10 +187,19 @@ class SequenceBook:
         `images`: images in `token_ids`."""
         sequence = self.find(token_ids, role)
         if sequence is None:
-            sequence = TokenSequence(token_ids, role)
+            sequence = TokenSequence(self._prompt(token_ids), role)
             self.sequences.append(sequence)
         sequence.extend(token_ids, completion, temperature, images)
         return sequence
+
+    def _prompt(self, token_ids: np.ndarray) -> SharedTokens:
+        """Return the prompt of a new sequence, which shares the longest beginning with another one."""
+        nearest = max(self.sequences, key=lambda sequence: sequence.num_common(token_ids), default=None)
+        if nearest is not None:
+            return nearest.branch(token_ids)
+        made = SharedTokens()
+        made.append(token_ids)
+        return made
 
     def drop(self, sequence: TokenSequence, end: int) -> None:
         """Remove the turn of a sequence that ended at length `end`, and the sequence if nothing else was sampled."""

@@ -151,7 +151,7 @@ class Session:
         ids = np.asarray(token_ids, np.int32)
         sequence = self.book.find(ids, role)
         # The limit counts from the prompt of the sequence; other tokens than its own start a new one.
-        num_prompt = len(ids) if sequence is None else len(sequence.prompt_ids)
+        num_prompt = len(ids) if sequence is None else sequence.num_prompt
         room = self.limits.room(self.num_turns, num_prompt, len(ids))
         request = self._request_of(ids, self._options(sampling, room))
         self.num_turns += 1
@@ -358,7 +358,7 @@ class Session:
         return GenerationRequest(name, ids, seed, options, tokens_per_version=per_version, images=images)
 
     def _images_in(self, ids: np.ndarray) -> PromptImages | None:
-        return self.images.inside(ids, [sequence.tokens for sequence in self.book.sequences])
+        return self.images.inside(ids, (sequence.tokens for sequence in self.book.sequences))
 
     def _history_key(self, ids: np.ndarray, images: PromptImages | None) -> bytes:
         # Other images of equal size have equal tokens.

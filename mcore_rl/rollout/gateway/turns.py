@@ -49,8 +49,8 @@ class Turn:
     @property
     def token_ids(self) -> np.ndarray:
         """All tokens up to the end of the turn, int32 [end]."""
-        # A slice of the sequence as it is now: a copy per turn would take quadratic memory.
-        return self.sampled.sequence.tokens[: self.sampled.end]
+        # From the sequence, which stores them once: a copy per turn would take quadratic memory.
+        return self.sampled.sequence.first(self.sampled.end)
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.rollout.episodes.sequences import SequenceBook
+from mcore_rl.rollout.episodes.shared_tokens import SharedTokens
 from mcore_rl.types import NOT_SAMPLED, Completion, TokenSets, Trajectory
 
 
@@ -157,3 +158,33 @@ def test_dropped_turn_with_a_later_turn_is_not_trained() -> None:
     (trajectory,) = trajectories(book)
     assert trajectory.trained is not None
     assert trajectory.trained.tolist() == [1, 1, 0, 0, 0, 1]
+
+
+def test_branches_store_their_common_tokens_once() -> None:
+    book = SequenceBook()
+    prompt = np.arange(100_000, dtype=np.int32)
+    first = book.add(prompt, sampled(*range(10)), 1.0)
+    # The row's prompt is stored by the session, and a branch begins inside the first reply.
+    branches = [book.add(np.append(prompt, ids(*range(5), 77 + n)), sampled(n), 1.0) for n in range(50)]
+    (segment, *_) = first._tokens.segments
+    assert all(np.shares_memory(branch._tokens.segments[0], segment) for branch in branches)
+    own = [sum(s.nbytes for s in branch._tokens.segments if s.base is None) for branch in branches]
+    assert max(own) <= 4 * 2, "one token of the branch and one sampled token"
+    for number, branch in enumerate(branches):
+        assert branch.tokens.tolist() == [*range(100_000), *range(5), 77 + number, number]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=5), st.lists(st.integers(0, 2), max_size=8)
+)
+def test_shared_tokens_equal_one_array(segments: list[list[int]], other: list[int]) -> None:
+    tokens = SharedTokens()
+    for segment in segments:
+        tokens.append(ids(*segment))
+    whole = [token for segment in segments for token in segment]
+    assert tokens.first(len(tokens)).tolist() == whole
+    common = next(
+        (n for n, (a, b) in enumerate(zip(whole, other, strict=False)) if a != b), min(len(whole), len(other))
+    )
+    assert tokens.num_common(np.array(other, np.int32)) == common
+    assert tokens.branch(common).first(common).tolist() == whole[:common]
