@@ -12,7 +12,7 @@ import torch
 
 from mcore_rl.config.models import OffloadConfig, ParallelConfig
 from tests.distributed import lora, policy_batch
-from tests.distributed.syncing import sync_plan, synced_slices
+from tests.distributed.syncing import synced_slices
 from tests.distributed.two_steps import train_two_steps
 
 Layout = tuple[int, dict[str, Any]]
@@ -120,7 +120,6 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
         "state": _state(actor),
         "written": _written(actor),
         "digests": _digests(actor),
-        "frozen": sync_plan(actor).frozen_names,
     }
     export_hf(actor, f"{root}/{case} merged", f"{root}/{case.model}")
     export_adapter(actor, f"{root}/{case} adapter", f"{root}/{case.model}")

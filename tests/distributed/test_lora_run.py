@@ -194,14 +194,6 @@ def test_engines_receive_merged_weights(case: Case, root: Path, saved: Any) -> N
             assert found == digest(part), (name, start)
             sent[name] += part.numel()
     assert sent == {name: tensor.numel() for name, tensor in merged.items()}
-    base = load_file(root / case.model / "model.safetensors")
-    changed = {
-        name for name in merged.keys() & base.keys() if not merged[name].equal(base[name].to(merged[name].dtype))
-    }
-    (frozen,) = set(saved[str(case)]["frozen"])
-    assert changed
-    assert len(frozen) > 3
-    assert not changed & frozen  # engines receive these once
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
