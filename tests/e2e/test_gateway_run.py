@@ -85,7 +85,7 @@ def programs(keys: tuple[str, ...]) -> str:
 def kill_driver_amid_programs(run: TrainProcess, step: int, engine: psutil.Process) -> None:
     """Kill the driver when the checkpoint of `step` is complete and programs of the next step wait for replies."""
     run.wait_until((run.run_dir / "checkpoints" / f"step_{step}" / "complete.json").exists)
-    suspend_in_midst_of_responses(run, engine)
+    suspend_in_midst_of_responses(run, engine, step=1)
     assert not (run.run_dir / "rollouts" / f"step_{step + 1}.jsonl").exists()
     run.process.kill()
     run.process.wait()

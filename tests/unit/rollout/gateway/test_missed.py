@@ -160,9 +160,9 @@ def test_choices_of_a_request_that_is_aborted_are_not_trained(played: Play) -> N
     async def client(answers: Answers) -> None:
         generate, ended = answers.session.generate, asyncio.Event()
 
-        async def second_hangs(*arguments: Any) -> Any:
+        async def second_hangs(*arguments: Any, **named: Any) -> Any:
             is_second = ended.is_set()
-            sampled = await generate(*arguments)
+            sampled = await generate(*arguments, **named)
             ended.set()
             if is_second:
                 await asyncio.sleep(60)
