@@ -55,6 +55,7 @@ class Run:
 class _Plan:
     topology: Topology
     num_tensors: int = 7
+    first_trained_round: int = 0
 
 
 class _Call:
@@ -92,7 +93,7 @@ class _Process(Process):
         super().__init__(engine.name)
         self.number, self.test = engine.number, engine.test
 
-    def receive_update(self, version: int, recompute: bool) -> list[object]:
+    def receive_update(self, version: int, recompute: bool, first_round: int) -> list[object]:
         return self._answer("send", [0])
 
     def compare_weights(self) -> list[object]:

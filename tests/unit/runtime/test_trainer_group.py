@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -35,6 +35,8 @@ class RecordedActor:
     class estimator:
         class needs:
             values = False
+
+    averages: Mapping[int, object] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -242,7 +244,7 @@ def test_create_buffers_frees_those_of_the_earlier_connection(monkeypatch: pytes
 
     monkeypatch.setattr("mcore_rl.weights.connection.TrainerSetup", Setup)
     process: Any = TrainerProcess("rank")
-    process.actor = SimpleNamespace(rank=0)
+    process.actor = SimpleNamespace(rank=0, require_frozen=lambda plan: None)
     process.disconnect_weights()
     for plan in range(3):  # none of the connections succeeds
         process.create_buffers(plan)
