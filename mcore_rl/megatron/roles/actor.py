@@ -20,10 +20,9 @@ from mcore_rl.config.rules.objective import trains_scores
 from mcore_rl.config.rules.teacher import is_on_ranks
 from mcore_rl.config.schema import Config
 from mcore_rl.data.kept_steps.writers import TrajectoryWriter
-from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron.lora.adapters import adapters, attach_adapters
+from mcore_rl.megatron.lora.adapters import attach_adapters
+from mcore_rl.megatron.lora.trained_weights import require_frozen
 from mcore_rl.megatron.model.loading import fill_value_model, load_hf
-from mcore_rl.megatron.model.names import trained_names
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.value_model import ValueModel, train_head
 from mcore_rl.megatron.optim.optimizer import updates_of_run
@@ -393,10 +392,7 @@ class MegatronActor(WholeUpdates):
 
         Raises: McoreRLError naming weights.
         """
-        frozen = plan.frozen_parameters
-        trained = trained_names(self.chunks) | {name for name, _ in adapters(self.chunks)} if frozen else set()
-        if stale := sorted(trained & frozen):
-            raise McoreRLError(f"weights are trained, but engines would receive them only once: {', '.join(stale[:8])}")
+        require_frozen(self.chunks, plan.frozen_parameters)
 
     @property
     def _dtype(self) -> torch.dtype:
