@@ -126,6 +126,8 @@ def _texts(section: type) -> dict[str, str]:
 
 
 def _written(value: object) -> str:
-    """Format a value as in a configuration file."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    """Format a value as in a configuration file, on one line."""
+    # Only text in double quotes has escaped line breaks.
+    style = '"' if isinstance(value, str) and "\n" in value else None
+    text: str = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")

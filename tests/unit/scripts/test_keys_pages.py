@@ -49,7 +49,7 @@ def test_key_text_is_escaped_and_keys_become_links() -> None:
     ) in page
 
 
-@pytest.mark.parametrize("default", ['say "no"', r"\boxed{}", "a: b", ["x"], {}, None, 1e-6])
+@pytest.mark.parametrize("default", ['say "no"', r"\boxed{}", "a: b", "a\n\nb", ["x"], {}, None, 1e-6])
 def test_key_default_is_a_valid_option_of_the_directive(default: object) -> None:
     entry = replace(ENTRY, default=default, required=False)
     page = Reference([entry], {"run": ""}, {}).pages()["run.md"]
