@@ -86,13 +86,16 @@ class RankEngine(SteppedEngine):
         that was in flight, with the version of the earlier weights.
 
         first_round: 0, or SyncPlan.first_trained_round if the engine holds the frozen weights, which the update lacks
-        then. It holds them after a complete update from round 0 on, until it sleeps without its weights.
+        then. It holds them after a complete update from round 0 on, until it sleeps without its weights or another
+        update from round 0 begins.
 
         Raises: WeightSyncError if the engine lacks the frozen weights.
         """
         if first_round and not self._holds_frozen:
             raise WeightSyncError(f"the update begins at round {first_round}, but the engine lacks the frozen weights")
         self.weights_complete, self._is_whole = False, not first_round
+        # An interrupted whole update may have replaced some of the frozen weights.
+        self._holds_frozen &= not self._is_whole
         self._ranks.call("begin_update", first_round)
 
     def receive_bucket(self, sync_round: int) -> list[int]:

@@ -98,3 +98,6 @@ def test_update_without_frozen_weights_needs_a_complete_whole_one() -> None:
         engine.begin_update(3)
     update(engine, 4)
     engine.begin_update(3)
+    engine.begin_update()  # discards the unfinished update
+    with pytest.raises(WeightSyncError, match=message):
+        engine.begin_update(3)
