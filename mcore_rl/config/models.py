@@ -73,18 +73,22 @@ class ParallelConfig:
     """Divide parameters and gradients over data-parallel ranks too; each layer is gathered for its passes (FSDP)."""
 
 
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
+"""Range of the loss scale. Float32 holds these powers of two and their reciprocals without loss of bits."""
+
+
 @dataclass
 class LossScaleConfig:
     """Loss scaling with model.dtype=float16: the loss is multiplied by a scale, by which gradients are divided before
     the optimizer's step. An update whose gradients overflow is skipped. Scales are powers of two, so that scaling
     rounds nothing."""
 
-    initial: float = setting(2.0**32, above=0)
-    """Scale of the first update."""
-    minimum: float = setting(1.0, above=0)
+    initial: float = setting(2.0**32, minimum=SMALLEST_SCALE, maximum=LARGEST_SCALE)
+    """Scale of the first update; 2^-126 to 2^126."""
+    minimum: float = setting(1.0, minimum=SMALLEST_SCALE, maximum=LARGEST_SCALE)
     """Smallest scale. The run ends when an overflow would lower the scale further."""
     window: int = setting(1000, minimum=1, unit="updates")
-    """Updates in a row without an overflow after which the scale doubles."""
+    """Updates in a row without an overflow after which the scale doubles, up to 2^126."""
     hysteresis: int = setting(2, minimum=1, unit="updates")
     """Number of overflows from which on each one halves the scale; counted anew when the scale doubles."""
 

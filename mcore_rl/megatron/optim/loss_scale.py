@@ -21,7 +21,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-from mcore_rl.config.models import LossScaleConfig
+from mcore_rl.config.models import LARGEST_SCALE, LossScaleConfig
 
 GROWTH, BACKOFF = 2.0, 0.5
 
@@ -58,6 +58,8 @@ class LossScaler(DynamicGradScaler):
     def finish_update(self) -> None:
         """Change the scale after the step of all optimizers."""
         super().update(self._overflowed)
+        # Gradients that are exactly 0 never overflow, and an infinite scale would never be lowered again.
+        self._scale.clamp_(max=LARGEST_SCALE)
         self._overflowed = False
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:

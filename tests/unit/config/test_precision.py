@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import Config
+from mcore_rl.config.fields import check_domains
 from mcore_rl.config.load import load_config, load_text
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
@@ -89,6 +90,22 @@ def test_judge_computes_in_its_own_dtype() -> None:
         (["actor.optimizer.loss_scale.initial=1000"], r"loss_scale\.initial=1000 must be a power of two"),
         (["actor.optimizer.loss_scale.minimum=3"], r"loss_scale\.minimum=3 must be a power of two"),
         (
+            [f"actor.optimizer.loss_scale.initial={2.0**127}"],
+            r"loss_scale\.initial=1\.7\S+ must be at most 8\.5\S+e\+37",
+        ),
+        (
+            [f"actor.optimizer.loss_scale.minimum={2.0**127}"],
+            r"loss_scale\.minimum=1\.7\S+ must be at most 8\.5\S+e\+37",
+        ),
+        (
+            [f"actor.optimizer.loss_scale.initial={2.0**-127}"],
+            r"loss_scale\.initial=5\.8\S+ must be at least 1\.1\S+e-38",
+        ),
+        (
+            [f"actor.optimizer.loss_scale.minimum={2.0**-127}"],
+            r"loss_scale\.minimum=5\.8\S+ must be at least 1\.1\S+e-38",
+        ),
+        (
             ["actor.optimizer.loss_scale.initial=16", "actor.optimizer.loss_scale.minimum=32"],
             r"loss_scale\.minimum=32 must be at most actor\.optimizer\.loss_scale\.initial=16",
         ),
@@ -115,8 +132,10 @@ def test_validate_critic_in_float16_names_its_own_keys(base: str) -> None:
         validate_critic(config)
 
 
-def test_check_float16_with_fractional_powers_of_two_is_accepted(base: str) -> None:
-    config = load_config(base, ["model.dtype=float16", "actor.optimizer.loss_scale.minimum=0.25"])
+def test_check_float16_with_the_extreme_powers_of_two_is_accepted(base: str) -> None:
+    scale = "actor.optimizer.loss_scale"
+    config = load_config(base, ["model.dtype=float16", f"{scale}.minimum={2.0**-126}", f"{scale}.initial={2.0**126}"])
+    check_domains(config)
     check_float16(ModelRole.policy(config.actor, config.model), cuda=False)
 
 
