@@ -124,3 +124,18 @@ class Outlier:
 
     def describe(self) -> str:
         return f"above {self.times:g} times the median of the last {WINDOW} steps"
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """now > limit, and so were the last steps - 1 values. steps: at most WINDOW + 1."""
+
+    limit: float
+    steps: int
+
+    def holds(self, now: float, history: History) -> bool:
+        last = [*history.recent, now][-self.steps :]
+        return len(last) == self.steps and min(last) > self.limit
+
+    def describe(self) -> str:
+        return f"above {self.limit:g} in {self.steps} steps in a row"

@@ -14,6 +14,7 @@ from mcore_rl.observe.guide.conditions import (
     History,
     Outlier,
     Outside,
+    Repeated,
     Risen,
 )
 
@@ -54,3 +55,14 @@ def test_outlier_with_a_median_of_zero_never_holds() -> None:
     history = History(first=0.0)
     history.recent.extend([0.0] * WINDOW)
     assert not Outlier(20).holds(1.0, history)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "holds"),
+    [([1, 2], 1, True), ([0, 1, 2], 1, True), ([1, 0, 1], 1, False), ([1, 1], 0, False), ([1], 1, False)],
+)
+def test_repeated_needs_every_step_above_its_limit(earlier: list[float], now: float, holds: bool) -> None:
+    history = History(first=0.0)
+    history.recent.extend(earlier)
+    assert Repeated(0, steps=3).holds(now, history) == holds
+    assert Repeated(0, steps=3).describe() == "above 0 in 3 steps in a row"
