@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from mcore_rl.config.models import LoraConfig
 from mcore_rl.errors import NonFiniteError
+from mcore_rl.megatron.step.loss.rank_batch import RankBatch
 from mcore_rl.types import merge_metrics
 from tests.distributed import policy_batch
 from tests.distributed.gradient_oracle import SMALL, launch_cases
@@ -168,6 +170,30 @@ def test_overflow_at_the_smallest_scale_ends_the_run_with_names(directories: dic
         assert "model.dtype=bfloat16" in found["message"]
         assert found["skipped"] == ["actor/skipped_updates", "actor/skipped_updates"][: found["reports"]]
         assert found["changed"] == []
+
+
+def test_sample_that_is_not_finite_is_no_matter_of_the_scale(directories: dict[str, str]) -> None:
+    """Gradients of the ranks without that sample are not finite either."""
+    for messages in launch(_poison, 2, directories["qwen3"]):
+        for message in messages:
+            assert "sample 8 (" in message
+            assert message.endswith("set model.dtype=bfloat16")
+            assert "gradient of" not in message
+
+
+def _poison(rank: int, directory: str) -> list[str]:
+    actor = _actor(directory, {}, SCALE)
+    shares = policy_batch.shares(actor)
+    advantages = np.where(shares[0].samples == 8, np.nan, shares[0].advantages)
+    batch = RankBatch([replace(shares[0], advantages=advantages)], policy_batch.chunks())
+    messages = []
+    for minimum in (1.0, SCALE):
+        actor.loss_scaler.settings.minimum = minimum
+        assert actor.loss_scaler.is_exhausted == (minimum == SCALE)
+        with pytest.raises(NonFiniteError) as caught:
+            actor.update(batch, 0)
+        messages.append(str(caught.value))
+    return messages
 
 
 def _exhaust(rank: int, directory: str) -> dict[str, Any]:

@@ -78,11 +78,13 @@ class LossScaler(DynamicGradScaler):
 
     @property
     def remedy(self) -> str:
-        """Advice for the error that ends a float16 run."""
-        return (
-            "model.dtype=float16 holds no numbers above 65,504: set model.dtype=bfloat16, or, if only gradients "
-            f"overflow, lower {self.key}.minimum={self.settings.minimum:g}"
-        )
+        """Advice for the error that ends a float16 run because of samples."""
+        return "model.dtype=float16 holds no numbers above 65,504: set model.dtype=bfloat16"
+
+    @property
+    def gradient_remedy(self) -> str:
+        """Advice for the error that ends a float16 run because gradients overflow although the scale is exhausted."""
+        return f"{self.remedy}, or lower {self.key}.minimum={self.settings.minimum:g}"
 
     def state(self) -> LossScaleState:
         """Return the state for a checkpoint."""

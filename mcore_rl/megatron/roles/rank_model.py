@@ -278,10 +278,14 @@ class TrainedModel(RankModel):
         self.routers.reset()
         reports = self.run(batches, rows, evaluate, forward_only=False)
         bad = [sample for report in reports for sample in report.non_finite]
-        scaler, problem = self.loss_scaler, describe_samples(suspects, bad, share)
-        if scaler is None or scaler.is_exhausted:
-            problem = problem or describe_gradients(self.ddp, share)
-        require_finite(problem, self.device, remedy="" if scaler is None else scaler.remedy)
+        scaler, remedy, problem = self.loss_scaler, "", describe_samples(suspects, bad, share)
+        if scaler is not None:
+            # No loss scale helps samples, and their gradients are not finite either, possibly on other ranks.
+            require_finite(problem, self.device, remedy=scaler.remedy)
+            if not scaler.is_exhausted:
+                return reports
+            remedy = scaler.gradient_remedy
+        require_finite(problem or describe_gradients(self.ddp, share), self.device, remedy=remedy)
         return reports
 
     def _step(
