@@ -116,6 +116,8 @@ class SlicePublisher:
             if self._broken or members != self._members or _lack_weights(members):
                 self._connect(members, members)
             self._send(version, first_round)
+            if self.plan.topology.delta:
+                self._record_delta()
             for engine in members:
                 engine.holds_frozen = True
 
@@ -128,7 +130,8 @@ class SlicePublisher:
 
     def _supply_frozen(self, version: int, members: Sequence[FleetEngine]) -> int:
         """Return the first round of an update of all `members`. If only some lack frozen weights, these first receive a
-        whole update in a transfer group of their own, so that the others need not receive them again."""
+        whole update in a transfer group of their own, so that the others need not receive them again. The metrics of
+        deltas leave it out: they describe the sync of all engines."""
         first_round = self.plan.first_trained_round
         lacking = [engine for engine in members if not engine.holds_frozen]
         if not first_round or not lacking:
@@ -244,8 +247,6 @@ class SlicePublisher:
                 if acknowledged[reader] != sent[number]:
                     name = topology.name(topology.member(reader))
                     raise WeightSyncError(f"{name} acknowledged {acknowledged[reader]} of {sent[number]} bytes")
-        if topology.delta:
-            self._record_delta()
 
     def _record_delta(self) -> None:
         """Record the bytes of the last sync between hosts, and their share of the weights that they stand for."""

@@ -16,6 +16,8 @@ from mcore_rl.errors import WorkerDiedError
 from mcore_rl.runtime.engines.fleet import PARTS, Fleet
 from mcore_rl.runtime.phases import DevicePhases, Phase, Stages, staged
 from mcore_rl.runtime.publisher import SlicePublisher
+from mcore_rl.types import Metric, Total
+from mcore_rl.weights.delta.copies import FrameBytes
 from mcore_rl.weights.transports.hosts import Host
 from mcore_rl.weights.transports.link import open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
@@ -102,8 +104,12 @@ class Machine:
             cast(Any, self), self.fleet, record=lambda _: None, span=lambda _: nullcontext()
         )
         endpoints = [Endpoint(Host("here", ("", 0)), "127.0.0.1")] * (num_engines + 1)
-        plan = Plan(Topology((endpoints[0],), tuple(endpoints[1:]), 1), first_trained_round=first_trained_round)
-        self.publisher = SlicePublisher(cast(Any, self), self.fleet, cast(Any, plan), store)
+        topology = Topology((endpoints[0],), tuple(endpoints[1:]), 1, delta=True)
+        plan = Plan(topology, first_trained_round=first_trained_round)
+        self.recorded: list[dict[str, Metric]] = []
+        self.publisher = SlicePublisher(
+            cast(Any, self), self.fleet, cast(Any, plan), store, record=self.recorded.append
+        )
 
     def require_room(self) -> None:
         assert not self.of_trainer, f"an engine starts beside {self.of_trainer}"
@@ -116,7 +122,7 @@ class Machine:
     def call(self, method: Callable[..., object], *_: object) -> SimpleNamespace:
         if method.__name__ in ("send_weights", "send_digests"):
             self.load({"params"}, beside={"weights"})
-        made = {} if method.__name__ == "create_buffers" else None
+        made = {"create_buffers": {}, "delta_bytes": FrameBytes(sent=30, content=1000)}.get(method.__name__)
         return SimpleNamespace(references=[None], results=lambda: [made], in_order=lambda _: [[0]])
 
     def load(self, state: set[str], beside: set[str]) -> None:
@@ -201,6 +207,7 @@ def test_frozen_weights_are_sent_again_to_a_restarted_engine_only(monkeypatch: p
     machine.engines[1].starting = None
     machine.publisher.publish(2)
     assert machine.updates == [(1, 0), (0, 3), (1, 3), (2, 3)]
+    assert [each["weights/delta_bytes"] for each in machine.recorded] == [Total(30)] * 3  # one per version
     machine.updates.clear()
     machine.publisher.publish(3)
     assert machine.updates == [(0, 3), (1, 3), (2, 3)]
