@@ -81,6 +81,18 @@ class LoadsWeights(Protocol):
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], /) -> object: ...
 
 
+def outermost_modules(names: Iterable[str]) -> list[str]:
+    """Return the distinct names without modules inside another one of them. The model itself has the name ""."""
+    chosen = dict.fromkeys(names)
+    return [name for name in chosen if not any(outer in chosen for outer in _containing(name))]
+
+
+def _containing(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
 class SliceLoader(ABC):
     """Loads boxes of HF tensors into the model of an engine rank.
 

@@ -16,7 +16,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
 from sglang.srt.runtime_context import get_exec
 
 from mcore_rl.engines.held_weights import Held
-from mcore_rl.engines.kept_slices import KeptSlice, SliceLoader, record, storage_key
+from mcore_rl.engines.kept_slices import KeptSlice, SliceLoader, outermost_modules, record, storage_key
 from mcore_rl.engines.sglang.held_weights import held_tensors
 from mcore_rl.errors import ConfigError
 from mcore_rl.weights.slices.shard_map import Boxes
@@ -78,10 +78,11 @@ class ParameterLoader(SliceLoader):
 
     def _converted(self) -> list[torch.nn.Module]:
         """Return the modules that change their format for an update. Modules with frozen weights only keep it: SGLang
-        restores the shapes of some formats but not the values, and would convert converted weights again."""
+        restores the shapes of some formats but not the values, and would convert converted weights again. A call for a
+        module includes the modules inside it."""
         if self._whole:
             return [self._model]
-        return [self._modules[name] for name in dict.fromkeys(each.module for each in self._missing)]
+        return [self._modules[name] for name in outermost_modules(each.module for each in self._missing)]
 
     @torch.no_grad()
     def _clear_padding(self, kept: Sequence[KeptSlice]) -> None:

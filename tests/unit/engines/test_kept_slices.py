@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from mcore_rl.engines.kept_slices import KeptSlice, kept_boxes, record, storage_key
+from mcore_rl.engines.kept_slices import KeptSlice, kept_boxes, outermost_modules, record, storage_key
 from mcore_rl.errors import WeightSyncError
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "v": (3, 6)}
@@ -107,3 +107,16 @@ def test_kept_boxes_pieces_along_one_dim_are_one_box() -> None:
 )
 def test_kept_boxes_other_pieces_stay_separate(pieces: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
     assert kept_boxes(_slices(*pieces)) == {"conv": tuple(pieces)}
+
+
+@pytest.mark.parametrize(
+    ("names", "outermost"),
+    [
+        (["a.b", "a", "a.b.c", "a"], ["a"]),
+        (["a.b", "a.bc", "a.b.c.d"], ["a.b", "a.bc"]),
+        (["a.b", ""], [""]),
+        ([], []),
+    ],
+)
+def test_outermost_modules_contain_every_module_once(names: list[str], outermost: list[str]) -> None:
+    assert outermost_modules(names) == outermost
