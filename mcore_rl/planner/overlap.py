@@ -60,7 +60,7 @@ def overlap_of(times: StepTimes, layout: TrainLayout, sync: WeightSync) -> Overl
     overlap = Overlap(
         generate_seconds=generate,
         train_seconds=train,
-        swap_seconds=sync.seconds if sync.bytes_crossing_hosts else 0.0,
+        swap_seconds=sync.steady.seconds if sync.steady.bytes_crossing_hosts else 0.0,
         engine_gpus=rollout.num_engines * rollout.tp,
         trainer_gpus=layout.world_size,
         max_staleness=rollout.hard_staleness,

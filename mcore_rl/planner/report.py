@@ -16,7 +16,7 @@ from mcore_rl.planner.phases import PHASES
 from mcore_rl.planner.plan import Plan
 from mcore_rl.planner.state import RankState
 from mcore_rl.planner.suggest import Suggestions
-from mcore_rl.planner.sync import WeightSync
+from mcore_rl.planner.sync import SyncAmounts, WeightSync
 from mcore_rl.planner.times import StepSeconds
 from mcore_rl.planner.workload import StepFlops
 
@@ -69,12 +69,7 @@ def _summary(plan: Plan) -> Table:
         f"weights {_gib(engine.weights_bytes)}, KV cache {_gib(max(engine.kv_cache_bytes, 0))} for "
         f"{engine.sequences:.1f} sequences of full length{_all_ranks(engine)}"
     )
-    moved = (
-        f"{_gib(sync.bytes_per_engine_rank)} per engine rank (floor {_gib(sync.floor_bytes_per_engine_rank)}"
-        f"{_first(sync)}), "
-        f"{sync.buckets} buckets, {sync.transport}, at most {sync.max_peers} peers per rank{_across(sync)}"
-    )
-    engines = [("engine rank", cache), ("weight sync", moved)]
+    engines = [("engine rank", cache), *sync_rows(sync)]
     if is_supervised(plan.times.config.algorithm):
         engines = [("engines", "none: no responses are generated")]
     rows = [
@@ -94,19 +89,27 @@ def _all_ranks(engine: EngineRank) -> str:
     return f", {engine.engine_sequences:.1f} on all ranks" if engine.request_ranks > 1 else ""
 
 
-def _first(sync: WeightSync) -> str:
-    """Format the bytes of an engine's first sync, if later ones lack frozen weights."""
-    first = sync.first_bytes_per_engine_rank
-    return f"; first sync {_gib(first)}" if first > sync.bytes_per_engine_rank else ""
+def sync_rows(sync: WeightSync) -> list[tuple[str, str]]:
+    """Format a sync of all weights, and later syncs if they lack frozen weights."""
+    files = f", {_gib(sync.directory_bytes)} in weights.directory" if sync.directory_bytes else ""
+    moved = f"{_moved(sync)}, {sync.transport}, at most {sync.max_peers} peers per rank{_across(sync)}{files}"
+    rows = [("weight sync", moved)]
+    if sync.later is not None:
+        rows.append(("later syncs", f"{_moved(sync.later)}{_across(sync.later)}; without frozen weights"))
+    return rows
 
 
-def _across(sync: WeightSync) -> str:
+def _moved(sync: SyncAmounts) -> str:
+    received, floor = _gib(sync.bytes_per_engine_rank), _gib(sync.floor_bytes_per_engine_rank)
+    return f"{received} per engine rank (floor {floor}), {sync.buckets} buckets"
+
+
+def _across(sync: SyncAmounts) -> str:
     if not sync.bytes_crossing_hosts:
         return ""
     seconds = "" if sync.seconds is None else f", {sync.seconds:.1f} s at plan.network_gib_per_second"
     across, busiest = _gib(sync.bytes_crossing_hosts), _gib(sync.busiest_sender_bytes)
-    files = f", {_gib(sync.directory_bytes)} in weights.directory" if sync.directory_bytes else ""
-    return f", {across} across hosts, {busiest} from the busiest sender{seconds}{files}"
+    return f", {across} across hosts, {busiest} from the busiest sender{seconds}"
 
 
 def _phases(flops: StepFlops) -> list[str]:

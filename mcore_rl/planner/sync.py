@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -30,32 +31,47 @@ ON_HOST = (SHARED_MEMORY, FILES)
 """Transports that stage weights in host memory also if the ranks have GPUs."""
 
 
-@dataclass(frozen=True)
-class WeightSync:
-    """Bytes, buckets and seconds of a weight sync after the first one.
+@dataclass(frozen=True, kw_only=True)
+class SyncAmounts:
+    """Bytes, buckets and seconds of one sync.
 
     `bytes_per_engine_rank`: received by the fullest rank. `floor_bytes_per_engine_rank`: the lower bound, which is the
-    size of its weights, without those that training never changes and the engine keeps (weights/frozen.py).
-    `first_bytes_per_engine_rank`: received in the first sync after the engine's start. `slots_bytes`: staging buffers
-    in one host's memory. `busiest_sender_bytes`: sent to other devices. `max_peers`: largest number of other GPUs (on
-    CPU: ranks) with which one exchanges weights. `seconds`: time between hosts at plan.network_gib_per_second; None if
-    that is not set or nothing crosses hosts. `directory_bytes`: largest size of the files in weights.directory.
-    `copies_bytes`: memory of the host with most copies of weights that cross hosts, with weights.delta.
+    size of its weights in the sync. `total_bytes`: received by all engine ranks. `busiest_sender_bytes`: sent to other
+    devices. `seconds`: time between hosts at plan.network_gib_per_second; None if that is not set or nothing crosses
+    hosts.
     """
 
     bytes_per_engine_rank: int
     floor_bytes_per_engine_rank: int
     buckets: int
-    transport: str
     total_bytes: int
-    slots_bytes: int
     bytes_crossing_hosts: int
     busiest_sender_bytes: int
-    max_peers: int
     seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSync(SyncAmounts):
+    """A sync of all weights, as after the start of an engine, and the memory of all syncs.
+
+    `later`: syncs without the frozen weights, which training never changes and the engines keep (weights/frozen.py);
+    None if every sync contains all weights. `slots_bytes`: staging buffers in one host's memory. `max_peers`: largest
+    number of other GPUs (on CPU: ranks) with which one exchanges weights. `directory_bytes`: largest size of the files
+    in weights.directory. `copies_bytes`: memory of the host with most copies of weights that cross hosts, with
+    weights.delta.
+    """
+
+    transport: str
+    slots_bytes: int
+    max_peers: int
     directory_bytes: int = 0
     copies_bytes: int = 0
-    first_bytes_per_engine_rank: int = 0
+    later: SyncAmounts | None = None
+
+    @property
+    def steady(self) -> SyncAmounts:
+        """Every sync after the first one."""
+        return self.later or self
 
 
 def weight_sync(
@@ -85,38 +101,47 @@ def weight_sync(
     with conversion_errors(f"rollout.tp={rollout.tp}, weights.bucket_mib: "):
         shard_map = ShardMap(rows, engine, rollout.quantization, rollout.quantization_group, frozen)
         route_map = RouteMap(placement, shard_map, routed)
-        first = totals = of_copies = count_totals(route_map, bucket_bytes)
+        totals = of_copies = count_totals(route_map, bucket_bytes)
+        of_later = None
         if frozen and not shares_device(cluster, config.actor.offload, cuda=cuda):
-            totals = count_totals(route_map, bucket_bytes, frozen=False)
+            of_later = count_totals(route_map, bucket_bytes, frozen=False)
         if weights.delta and copied is not routed:
             of_copies = count_totals(RouteMap(placement, shard_map, copied), bucket_bytes)
-    bandwidth = config.plan.network_gib_per_second
-    # The busiest rank in one direction determines the time: links send and receive at once.
-    busiest = max(int(totals.sent_across.max()), int(totals.received_across.max()))
     # On GPUs, the other transports stage weights in device memory (staging_bytes).
     on_host = not cuda or kind in ON_HOST
     num_buffers = min(cluster.gpus_per_node if cuda else rollout.tp, len(totals.received))
     fetched = 0
     if kind == FILES:  # every engine rank keeps a whole update
         num_buffers = int(np.bincount(locations.engine_hosts).max())
-        fetched = _most_on_a_host((locations.engine_hosts, _of_all_engines(first.received, locations)))
-    slots_bytes = min(weights.num_buckets, first.buckets) * bucket_bytes * num_buffers + fetched
-    crossing = int(totals.sent_across.sum())
+        fetched = _most_on_a_host((locations.engine_hosts, _of_all_engines(totals.received, locations)))
+    slots_bytes = min(weights.num_buckets, totals.buckets) * bucket_bytes * num_buffers + fetched
+    amounts = partial(_amounts, files=kind == FILES, readers=readers, bandwidth=config.plan.network_gib_per_second)
+    # All kept transfers but the first one of the run are later ones.
+    written = [totals, *[of_later or totals] * (KEPT_TRANSFERS - 1)] if kind == FILES else []
     return WeightSync(
+        **asdict(amounts(totals)),
+        transport=kind,
+        slots_bytes=slots_bytes if on_host else 0,
+        max_peers=0 if kind == FILES else int(totals.peers.max()),
+        directory_bytes=sum(int(each.sent_across.sum()) for each in written),
+        copies_bytes=copies_bytes(of_copies, locations if kind == FILES else copied) if weights.delta else 0,
+        later=None if of_later is None else amounts(of_later),
+    )
+
+
+def _amounts(totals: Totals, *, files: bool, readers: int, bandwidth: float | None) -> SyncAmounts:
+    """Return the amounts of a sync. readers: engines that read each file. bandwidth: in GiB per second."""
+    crossing = int(totals.sent_across.sum())
+    # The busiest rank in one direction determines the time: links send and receive at once.
+    busiest = max(int(totals.sent_across.max()), int(totals.received_across.max()))
+    return SyncAmounts(
         bytes_per_engine_rank=int(totals.received.max()),
         floor_bytes_per_engine_rank=int(totals.needed.max()),
         buckets=totals.buckets,
-        transport=kind,
         total_bytes=int(totals.received.sum()) * readers,
-        slots_bytes=slots_bytes if on_host else 0,
-        bytes_crossing_hosts=crossing * (1 + readers) if kind == FILES else crossing,
+        bytes_crossing_hosts=crossing * (1 + readers) if files else crossing,
         busiest_sender_bytes=int(totals.sent.max()),
-        max_peers=0 if kind == FILES else int(totals.peers.max()),
         seconds=busiest / (bandwidth * GIB) if bandwidth is not None and busiest else None,
-        # All kept transfers but the first one of the run are later ones.
-        directory_bytes=int(first.sent_across.sum()) + (KEPT_TRANSFERS - 1) * crossing if kind == FILES else 0,
-        copies_bytes=copies_bytes(of_copies, locations if kind == FILES else copied) if weights.delta else 0,
-        first_bytes_per_engine_rank=int(first.received.max()),
     )
 
 

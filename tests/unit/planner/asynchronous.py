@@ -40,4 +40,6 @@ def sides_of(config: Config, *, flops: StepFlops = FLOPS, engine: EngineRank = E
 
 
 def sync_of(seconds: float | None, crossing: int = 1) -> WeightSync:
-    return WeightSync(0, 0, 1, "network", crossing, 0, crossing, crossing, 1, seconds)
+    amounts = {"bytes_per_engine_rank": 0, "floor_bytes_per_engine_rank": 0, "buckets": 1}
+    of_hosts = dict.fromkeys(("total_bytes", "bytes_crossing_hosts", "busiest_sender_bytes"), crossing)
+    return WeightSync(**amounts, **of_hosts, seconds=seconds, transport="network", slots_bytes=0, max_peers=1)

@@ -11,12 +11,13 @@ from mcore_rl.config.schema import Config
 from mcore_rl.planner.engine import GIB, EngineRank
 from mcore_rl.planner.host_memory import HostMemory, fullest_node
 from mcore_rl.planner.phases import Phases
-from mcore_rl.planner.sync import WeightSync, copies_bytes
+from mcore_rl.planner.sync import copies_bytes
 from mcore_rl.weights.slices.senders import RankLocations
 from mcore_rl.weights.slices.totals import Totals
+from tests.unit.planner.asynchronous import sync_of
 
 ENGINE = EngineRank(1000, 200, 4000, 1, 10.0, kept_bytes=1100, routing_bytes=30)
-SYNC = WeightSync(0, 0, 1, "cuda_ipc", 0, 7, 0, 0, 0, None)
+SYNC = replace(sync_of(None, 0), slots_bytes=7)
 PHASES = [Phases({}, host_bytes=10 * rank, checkpoint_bytes=3) for rank in range(4)]
 STORE = GIB // 2
 

@@ -118,6 +118,16 @@ def test_what_is_not_known_is_not_invented() -> None:
     assert within.swap_seconds == 0
 
 
+def test_swap_takes_the_seconds_of_later_syncs() -> None:
+    later = sync_of(0.25)
+    found = overlap_of(sides_of(config_of()), LAYOUT, replace(sync_of(0.75), later=later))
+    assert found is not None
+    assert found.swap_seconds == 0.25
+    within = overlap_of(sides_of(config_of()), LAYOUT, replace(sync_of(0.75), later=sync_of(None, crossing=0)))
+    assert within is not None
+    assert within.swap_seconds == 0
+
+
 def test_the_table() -> None:
     found = overlap_of(sides_of(config_of()), LAYOUT, sync_of(0.72))
     assert found is not None

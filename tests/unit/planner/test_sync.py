@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mcore_rl.config.schema import Config
-from mcore_rl.planner.sync import WeightSync, weight_sync
+from mcore_rl.planner.report import sync_rows
+from mcore_rl.planner.sync import SyncAmounts, WeightSync, weight_sync
 from mcore_rl.weights.frozen import TrainedWeights, frozen_rows
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.families import family_for
@@ -95,19 +96,48 @@ def test_later_syncs_lack_frozen_weights_unless_engines_discard_them(transport: 
     config.cluster = replace(config.cluster, nodes=2, gpus_per_node=2, placement="disaggregated")
     config.rollout = replace(config.rollout, nodes=1, num_engines=2, tp=1)
     config.weights = replace(config.weights, transport=transport, bucket_mib=0.05)
+    config.plan.network_gib_per_second = 1.0
     whole = weight_sync(config, rows, layout, cuda=True)
-    later = weight_sync(config, rows, layout, cuda=True, frozen=frozen)
+    assert whole.later is None
+    sync = weight_sync(config, rows, layout, cuda=True, frozen=frozen)
+    later = sync.later
+    assert later is not None
+    # Files of a whole version and a later one need less space. Senders of frozen and of other weights are chosen apart.
+    differing = {"directory_bytes": whole.directory_bytes, "busiest_sender_bytes": whole.busiest_sender_bytes}
+    assert replace(sync, later=None, **differing) == whole
+    assert sync.busiest_sender_bytes == pytest.approx(whole.busiest_sender_bytes, rel=0.01)
     assert later.bytes_per_engine_rank == later.floor_bytes_per_engine_rank == attention
-    assert later.first_bytes_per_engine_rank == whole.bytes_per_engine_rank > 2 * attention
+    assert whole.bytes_per_engine_rank > 2 * attention
     assert later.total_bytes == 2 * attention
     assert later.buckets < whole.buckets / 2
+    assert later.busiest_sender_bytes < whole.busiest_sender_bytes
+    assert later.seconds == pytest.approx(attention / 2**30, rel=0.1)
     files = transport == "files"
     assert later.bytes_crossing_hosts == (3 if files else 2) * attention
-    assert later.directory_bytes == (whole.bytes_per_engine_rank + attention if files else 0)
-    assert later.slots_bytes == whole.slots_bytes
+    assert sync.directory_bytes == (whole.bytes_per_engine_rank + attention if files else 0)
     config.cluster = replace(config.cluster, placement="colocated")
     config.rollout = replace(config.rollout, nodes=None, num_engines=4)
     config.weights = replace(config.weights, transport="auto")
-    assert weight_sync(config, rows, TrainLayout(4), cuda=True, frozen=frozen).bytes_per_engine_rank == (
-        whole.bytes_per_engine_rank
+    assert weight_sync(config, rows, TrainLayout(4), cuda=True, frozen=frozen).later is None
+
+
+def test_report_has_a_row_for_later_syncs_without_frozen_weights() -> None:
+    whole = planned("network", cuda=True)
+    ((name, text),) = sync_rows(whole)
+    assert name == "weight sync"
+    assert "later" not in text
+    later = SyncAmounts(
+        bytes_per_engine_rank=3 << 30,
+        floor_bytes_per_engine_rank=2 << 30,
+        buckets=5,
+        total_bytes=6 << 30,
+        bytes_crossing_hosts=4 << 30,
+        busiest_sender_bytes=1 << 30,
+        seconds=1.5,
     )
+    rows = dict(sync_rows(replace(whole, later=later)))
+    assert rows.pop("weight sync") == text
+    assert rows == {
+        "later syncs": "3.00 GiB per engine rank (floor 2.00 GiB), 5 buckets, 4.00 GiB across hosts, 1.00 GiB from the "
+        "busiest sender, 1.5 s at plan.network_gib_per_second; without frozen weights"
+    }
