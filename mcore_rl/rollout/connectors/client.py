@@ -30,10 +30,13 @@ def client(endpoint: Endpoint) -> AsyncOpenAI:
     return _client().with_options(base_url=endpoint.url, api_key=endpoint.key)
 
 
-async def reply(endpoint: Endpoint, messages: Sequence[ChatMessage], stop: Sequence[str] = ()) -> str:
-    """Return the model's text. stop: strings that end it, which the text excludes."""
+async def reply(
+    endpoint: Endpoint, messages: Sequence[ChatMessage], stop: Sequence[str] = (), max_tokens: int | None = None
+) -> str:
+    """Return the model's text. stop: strings that end it, which the text excludes. max_tokens: None for the run's."""
     given = cast("list[ChatCompletionMessageParam]", list(messages))
-    answer = await client(endpoint).chat.completions.create(model=MODEL, messages=given, stop=list(stop))
+    create = client(endpoint).chat.completions.create
+    answer = await create(model=MODEL, messages=given, stop=list(stop), max_tokens=max_tokens)
     return answer.choices[0].message.content or ""
 
 

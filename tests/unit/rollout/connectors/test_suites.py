@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.cli import main
+from mcore_rl.rollout.connectors.client import Endpoint
 from mcore_rl.rollout.gateway.harness.function import FunctionHarness
 from mcore_rl.types import EpisodeOutcome
 from tests.selection import needs_package
@@ -95,6 +98,11 @@ filter_list:
 metric_list:
   - metric: exact_match
 """
+SHORT = GENERATING.replace("task: words", "task: short").replace(
+    "generation_kwargs:", "generation_kwargs:\n  max_gen_toks: 3"
+)
+REPEATED = GENERATING.replace("task: words", "task: repeated\nrepeats: 4")
+UNSAFE = GENERATING.replace("task: words", "task: unsafe\nunsafe_code: true")
 CHOOSING = """
 task: choices
 dataset_path: json
@@ -124,7 +132,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "test.jsonl").write_text(
         '{"question": "2 + 3?", "answer": "5"}\n{"question": "4 + 4?", "answer": "8"}\n'
     )
-    for name, text in (("words", GENERATING), ("choices", CHOOSING)):
+    texts = {"words": GENERATING, "choices": CHOOSING, "short": SHORT, "repeated": REPEATED, "unsafe": UNSAFE}
+    for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text.replace("DATA", str(tmp_path / "test.jsonl")))
     return json.dumps({"include_path": str(tmp_path)})
 
@@ -191,6 +200,48 @@ def test_lm_eval_filters_and_scores_a_document(play: Play, folder: str, tmp_path
     assert outcome.reward == 0.0
 
 
+@needs_lm_eval
+def test_lm_eval_limits_a_reply_by_its_task(play: Play, folder: str, tmp_path: Path) -> None:
+    row, _ = rows(tmp_path / "rows.jsonl", "lm_eval", "short", "--arguments", folder)
+    say = lambda text: f"I say 5 and more{END}"  # noqa: E731
+    _, outcome = play(say, FunctionHarness(SOLVE, {}), extra_info=row["extra_info"])
+    assert outcome.error is None
+    assert outcome.trajectories[0].trained is not None
+    assert (outcome.trajectories[0].trained > 0).sum() == 3
+
+
+@needs_lm_eval
+def test_lm_eval_rows_name_their_folder_for_other_processes(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row, _ = rows(tmp_path / "rows.jsonl", "lm_eval", "words", "--arguments", '{"include_path": "."}')
+    assert row["extra_info"]["connector"]["include_path"] == str(tmp_path)
+
+
+@needs_lm_eval
+def test_lm_eval_does_not_block_the_sessions_of_others(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task's code finds no event loop in its thread, both when it is loaded and when it evaluates a reply."""
+    from mcore_rl.rollout.connectors import lm_eval
+
+    threads: list[str] = []
+    for name in ("_loaded", "_metrics"):
+        function = getattr(lm_eval, name)
+        seen = lambda *given, function=function: [threads.append(threading.current_thread().name), function(*given)][1]  # noqa: E731
+        monkeypatch.setattr(lm_eval, name, seen)
+
+    async def said(*given: object) -> str:
+        return "5"
+
+    row, _ = rows(tmp_path / "rows.jsonl", "lm_eval", "words", "--arguments", folder)
+    monkeypatch.setattr(lm_eval, "reply", said)
+    threads.clear()
+    asyncio.run(lm_eval.LmEvalSuite().run(row["extra_info"]["connector"], Endpoint("http://127.0.0.1:1/v1", "key")))
+    assert threads == ["lm_eval_0", "lm_eval_0"]
+
+
 def evaluated(said: str, include: str) -> dict[str, float]:
     """Return the metrics of the first document by the library's own evaluation."""
     import lm_eval
@@ -223,6 +274,8 @@ def evaluated(said: str, include: str) -> dict[str, float]:
     ("task", "arguments", "message"),
     [
         ("choices", None, "needs log-likelihoods of given texts (multiple_choice)"),
+        ("repeated", None, "evaluates 4 replies to a document (repeats), and a row has one"),
+        ("unsafe", None, "runs the model's code in this process (unsafe_code)"),
         ("missing", None, "cannot load the task missing"),
         ("words", '{"n": 1}', "--arguments has n; lm_eval takes include_path only"),
     ],
