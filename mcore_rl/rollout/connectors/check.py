@@ -8,8 +8,7 @@ from mcore_rl.config.episodes import GATEWAY
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.connectors.interface import CONNECTOR
-from mcore_rl.rollout.connectors.libraries import check_library
-from mcore_rl.rollout.connectors.registry import SUITES
+from mcore_rl.rollout.connectors.libraries import SUITES, check_library
 
 PACKAGE = "mcore_rl.rollout.connectors"
 PROGRAM = f"{PACKAGE}.program:solve"

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.connectors.libraries import ENVIRONMENTS, KINDS
 
 if TYPE_CHECKING:
     from mcore_rl.types.json import JsonValue
-
-KINDS = ("verifiers", "inspect", "lm_eval", "gymnasium", "openenv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     """
     from mcore_rl.config.document import check_new, write_new
     from mcore_rl.rollout.connectors.interface import RowRequest
-    from mcore_rl.rollout.connectors.registry import ENVIRONMENTS, load_rows
+    from mcore_rl.rollout.connectors.registry import load_rows
 
     target = Path(options.out)
     check_new(target)

@@ -12,7 +12,7 @@ from mcore_rl.config.functions import describe
 from mcore_rl.data.json_text import to_plain
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rollout.connectors.interface import EVAL, RowRequest, part_of, row_of
-from mcore_rl.rollout.connectors.libraries import check_library
+from mcore_rl.rollout.connectors.libraries import import_library
 from mcore_rl.rollout.episodes.session import EpisodePrompt
 from mcore_rl.types.json import JsonObject, JsonValue
 
@@ -23,7 +23,7 @@ KIND = "gymnasium"
 NUM_SEEDS = 1000
 """Number of rows without a limit."""
 FIRST_EVAL_SEED = 10**6
-check_library(KIND)
+import_library(KIND)
 
 
 class GymnasiumRows:
@@ -37,8 +37,7 @@ class GymnasiumRows:
             instruction = request.prompt if request.prompt is not None else actions.instruction()
             first = FIRST_EVAL_SEED if request.split == EVAL else 0
             for seed in range(first, first + (request.limit or NUM_SEEDS)):
-                observation, _ = environment.reset(seed=seed)
-                text = "\n\n".join(filter(None, (instruction, _shown(environment, observation))))
+                text = "\n\n".join(filter(None, (instruction, _first(environment, request.name, seed))))
                 part: JsonObject = {
                     "name": request.name,
                     "arguments": dict(request.arguments),
@@ -125,11 +124,11 @@ class Actions:
             stripped = text.strip()
             return stripped if self.space.contains(stripped) else None
         # Longest first: a name may begin with another one.
-        alternatives = "|".join(re.escape(name) for name in sorted(self.names, key=len, reverse=True))
-        found = re.findall(rf"(?<![\w-])(?:{alternatives})(?!\w)", text, re.IGNORECASE)
-        if not found:
-            return None
-        return self.start + [name.lower() for name in self.names].index(found[-1].lower())
+        longest_first = sorted(enumerate(self.names), key=lambda numbered: -len(numbered[1]))
+        alternatives = "|".join(f"(?P<a{place}>{re.escape(name)})" for place, name in longest_first)
+        *_, found = [None, *re.finditer(rf"(?<![\w-])(?:{alternatives})(?!\w)", text, re.IGNORECASE)]
+        # By the group, not the text: the letter ſ matches s, and is another one in lower case.
+        return None if found is None else self.start + int(str(found.lastgroup)[1:])
 
     def instruction(self) -> str:
         """Return the default instruction."""
@@ -151,6 +150,21 @@ def _make(name: str, arguments: Mapping[str, JsonValue]) -> gymnasium.Env[Any, A
         raise ConfigError(
             f"gymnasium has no environment {name} with these arguments: {describe(error)}; install its package, name "
             "it as module:id, or set --arguments"
+        ) from error
+
+
+def _first(environment: gymnasium.Env[Any, Any], name: str, seed: int) -> str:
+    """Return the first observation of a seed as text.
+
+    Raises: ConfigError if the environment fails, such as render_mode=human without its package.
+    """
+    try:
+        observation, _ = environment.reset(seed=seed)
+        return _shown(environment, observation)
+    except Exception as error:  # errors of the environment's own code
+        raise ConfigError(
+            f"the environment {name} cannot start with seed {seed}: {describe(error)}; install its package, or set "
+            "render_mode and others in --arguments"
         ) from error
 
 

@@ -15,7 +15,7 @@ from mcore_rl.config.functions import absolute_spec, describe, load_function
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rollout.connectors.client import MODEL, Endpoint
 from mcore_rl.rollout.connectors.interface import RowRequest, row_of
-from mcore_rl.rollout.connectors.libraries import check_library
+from mcore_rl.rollout.connectors.libraries import import_library
 from mcore_rl.types.json import JsonObject, JsonValue
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from inspect_ai.solver import Generate, TaskState
 
 KIND = "inspect"
-check_library(KIND)
+import_library(KIND)
 
 
 class InspectSuite:

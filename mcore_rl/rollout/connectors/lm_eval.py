@@ -14,7 +14,7 @@ from mcore_rl.data.json_text import to_plain
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rollout.connectors.client import Endpoint, reply
 from mcore_rl.rollout.connectors.interface import RowRequest, row_of
-from mcore_rl.rollout.connectors.libraries import check_library
+from mcore_rl.rollout.connectors.libraries import import_library
 from mcore_rl.types.chat import ChatMessage
 from mcore_rl.types.json import JsonObject, JsonValue
 
@@ -26,7 +26,7 @@ KIND = "lm_eval"
 GENERATES = "generate_until"
 INCLUDE = "include_path"
 """Entry of --arguments: folder with the YAML files of tasks, in place of the library's."""
-check_library(KIND)
+import_library(KIND)
 
 
 class LmEvalSuite:

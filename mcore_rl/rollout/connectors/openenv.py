@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 import jsonschema
 
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rollout.connectors.interface import EVAL, RowRequest, part_of, row_of
-from mcore_rl.rollout.connectors.libraries import check_library
+from mcore_rl.rollout.connectors.libraries import import_library
 from mcore_rl.rollout.episodes.session import EpisodePrompt
 from mcore_rl.types.json import JsonObject, JsonValue
 
@@ -28,7 +28,7 @@ FIRST_EVAL_SEED = 10**6
 SCHEMA_SECONDS = 30.0
 NOT_SHOWN = ("done", "reward", "metadata")
 """Entries of an observation that the model does not see."""
-check_library(KIND)
+import_library(KIND)
 
 
 class OpenEnvRows:
@@ -61,6 +61,10 @@ class ServerEnvironment:
     def __init__(self, prompt: EpisodePrompt) -> None:
         part = part_of(prompt.extra_info, KIND)
         self._url, self._reset = str(part["url"]), cast("dict[str, JsonValue]", part["reset"])
+        try:
+            _check_schema(part["schema"])
+        except ValueError as error:
+            raise DataError(f"{error} in the row; write the rows again with `mcore-rl rows {KIND}`") from error
         self._actions = ActionText.of(cast(JsonObject, part["schema"]))
         self._client: GenericEnvClient | None = None
 
@@ -153,11 +157,22 @@ def _action_schema(url: str) -> JsonObject:
         answer = httpx.get(f"{url.rstrip('/')}/schema", timeout=SCHEMA_SECONDS)
         answer.raise_for_status()
         schema = answer.json()["action"]
+        _check_schema(schema)
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{url} does not give the schema of its actions ({error}); start the OpenEnv server first, and give its URL"
         ) from error
     return cast(JsonObject, schema)
+
+
+def _check_schema(schema: object) -> None:
+    """Raise ValueError if a schema of actions is not a valid JSON schema of objects."""
+    if not isinstance(schema, dict):
+        raise ValueError(f"the schema of actions is {json.dumps(schema)} instead of an object")
+    try:
+        jsonschema.validators.validator_for(schema).check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"the schema of actions is invalid: {error.message}") from None
 
 
 def _shown(result: StepResult[Mapping[str, JsonValue]]) -> str:

@@ -8,7 +8,8 @@ from typing import cast
 from mcore_rl.errors import DataError
 from mcore_rl.rollout.connectors.client import Endpoint, reply
 from mcore_rl.rollout.connectors.interface import CONNECTOR, part_of
-from mcore_rl.rollout.connectors.registry import SUITES, load_suite
+from mcore_rl.rollout.connectors.libraries import SUITES
+from mcore_rl.rollout.connectors.registry import load_suite
 from mcore_rl.types.chat import ChatMessage
 
 

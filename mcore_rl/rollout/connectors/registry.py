@@ -7,18 +7,12 @@ import functools
 from mcore_rl.rollout.connectors.interface import Rows, Suite
 from mcore_rl.rollout.connectors.libraries import check_library
 
-SUITES = ("verifiers", "inspect", "lm_eval")
-"""Kinds that rollout.harness plays."""
-ENVIRONMENTS = ("gymnasium", "openenv")
-"""Kinds that rollout.environment plays."""
-KINDS = (*SUITES, *ENVIRONMENTS)
-
 
 @functools.cache
 def load_suite(kind: str) -> Suite:
     """Return the suite of a kind. One object serves all sessions of a process.
 
-    Raises: ConfigError if its package is missing.
+    Raises: ConfigError if its package is missing or does not import.
     """
     check_library(kind)
     match kind:
@@ -37,7 +31,7 @@ def load_suite(kind: str) -> Suite:
 
 
 def load_rows(kind: str) -> Rows:
-    """Return the source of a kind's rows. Raises: ConfigError if its package is missing."""
+    """Return the source of a kind's rows. Raises: ConfigError if its package is missing or does not import."""
     check_library(kind)
     match kind:
         case "gymnasium":

@@ -13,7 +13,7 @@ from mcore_rl.data.json_text import to_plain
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.connectors.client import MODEL, Endpoint, client
 from mcore_rl.rollout.connectors.interface import EVAL, RowRequest, row_of
-from mcore_rl.rollout.connectors.libraries import check_library
+from mcore_rl.rollout.connectors.libraries import import_library
 from mcore_rl.types.json import JsonObject, JsonValue
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 KIND = "verifiers"
 FACTORY = "load_environment"
 """Function of an environment's module that constructs it."""
-check_library(KIND)
+import_library(KIND)
 
 
 class VerifiersSuite:
@@ -36,7 +36,13 @@ class VerifiersSuite:
         environment = self.load(request.name, request.arguments)
         limit = -1 if request.limit is None else request.limit
         is_eval = request.split == EVAL
-        examples = environment.get_eval_dataset(n=limit) if is_eval else environment.get_dataset(n=limit)
+        try:
+            examples = environment.get_eval_dataset(n=limit) if is_eval else environment.get_dataset(n=limit)
+        except Exception as error:  # the split has no data set, or the environment's code cannot make it
+            raise ConfigError(
+                f"environment {request.name} has no data set for --split {request.split}: {describe(error)}; set "
+                "--split to the other one, or check --arguments"
+            ) from error
         name = absolute_spec(f"{request.name}:{FACTORY}").rpartition(":")[0]
         shown = Path(request.name).stem
         for example in examples:

@@ -92,6 +92,16 @@ def test_actions_are_read_from_texts(tmp_path: Path) -> None:
     assert numbered.step("12 or -2")[0].startswith("No action was found.")
 
 
+def test_letters_that_only_match_in_another_case_name_actions() -> None:
+    from gymnasium.spaces import Discrete
+
+    from mcore_rl.rollout.connectors.gymnasium import Actions
+
+    actions = Actions(["stay", "stay here", "Kelvin"], 3, Discrete(3, start=3))
+    found = [actions.read(text) for text in ("ſtay", "STAY HERE", "\u212aelvin", "staying")]
+    assert found == [3, 4, 5, None]
+
+
 def test_text_actions_and_seeds_reach_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "echo_words.py").write_text(WORDS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -121,6 +131,7 @@ def test_observation_that_differs_from_the_row_is_an_error(tmp_path: Path) -> No
         (("Pendulum-v1",), "neither Discrete nor Text"),
         (("NoSuch-v0",), "install its package, name it as module:id"),
         (("FrozenLake-v1", "--actions", "left,right"), "--actions has 2 names, and the environment has 4 actions"),
+        (("CartPole-v1", "--arguments", '{"render_mode": "human"}'), "CartPole-v1 cannot start with seed 0"),
         (("FrozenLake-v1", "--limit", "0"), "--limit=0 must be at least 1"),
     ],
 )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 
 from mcore_rl.cli import main
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.errors import DataError
 from mcore_rl.rollout.episodes.load import load_episode
 from tests.selection import needs_package
 from tests.unit.rollout.connectors.written import rows
@@ -141,3 +144,28 @@ def test_unusable_servers_are_rejected(
 ) -> None:
     assert main(["rows", "openenv", *words, "--out", str(tmp_path / "rows.jsonl")]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (None, "the schema of actions is null instead of an object"),
+        ({"type": "number?"}, "the schema of actions is invalid: 'number?' is not"),
+    ],
+)
+def test_invalid_schemas_of_actions_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], schema: Any, message: str
+) -> None:
+    """Check both the command, with a server's schema, and the start of an episode, with a row's."""
+    from mcore_rl.rollout.connectors.openenv import ServerEnvironment
+    from mcore_rl.rollout.episodes.session import EpisodePrompt
+
+    def get(url: str, timeout: float) -> httpx.Response:
+        return httpx.Response(200, json={"action": schema}, request=httpx.Request("GET", url))
+
+    monkeypatch.setattr(httpx, "get", get)
+    assert main(["rows", "openenv", "http://127.0.0.1:1", "--out", str(tmp_path / "rows.jsonl")]) == 2
+    assert message in capsys.readouterr().err
+    part = {"connector": {"kind": "openenv", "url": "http://127.0.0.1:1", "reset": {}, "schema": schema}}
+    with pytest.raises(DataError, match=re.escape(message)):
+        ServerEnvironment(EpisodePrompt([], "", [], "src", "", part, 0))

@@ -14,8 +14,8 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.connectors import libraries
 from mcore_rl.rollout.connectors.check import SETTINGS, check_rows
-from mcore_rl.rollout.connectors.command import KINDS
-from mcore_rl.rollout.connectors.registry import ENVIRONMENTS, SUITES
+from mcore_rl.rollout.connectors.libraries import KINDS
+from mcore_rl.rollout.connectors.registry import load_suite
 from mcore_rl.rollout.episodes.load import load_episode
 from mcore_rl.rollout.gateway.harness.function import FunctionHarness
 from mcore_rl.types import EpisodeOutcome
@@ -59,8 +59,8 @@ async def measures(row: dict[str, object], base_url: str, api_key: str) -> dict[
 def test_extras_of_the_project_have_the_versions_of_connectors() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for kind, library in libraries.LIBRARIES.items():
-        assert extras[kind] == [f"{library.package}{library.versions}"]
-    assert set(libraries.LIBRARIES) == {*SUITES, *ENVIRONMENTS} == set(KINDS)
+        assert extras[kind] == [f"{library.package}{library.extras}{library.versions}"]
+    assert set(libraries.LIBRARIES) == set(libraries.KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,6 +79,20 @@ def test_unsupported_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(libraries.LIBRARIES, "verifiers", libraries.Library("pytest", ">=1,<2"))
     with pytest.raises(ConfigError, match=r"the connector needs pytest>=1,<2; install it with .pip install 'mcore-rl"):
         libraries.check_library("verifiers")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_package_that_does_not_import_is_named(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_package.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(libraries.LIBRARIES, kind, libraries.Library("pytest", ">=1", ("broken_package",)))
+    monkeypatch.delitem(sys.modules, f"mcore_rl.rollout.connectors.{kind}", raising=False)
+    load_suite.cache_clear()
+    assert main(["rows", kind, "name", "--out", str(tmp_path / "rows.jsonl")]) == 2
+    message = capsys.readouterr().err
+    assert "does not import: ModuleNotFoundError: No module named 'no_such_dependency'; install it with" in message
 
 
 def test_options_of_environments_are_rejected_for_suites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

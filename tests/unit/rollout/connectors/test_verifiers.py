@@ -44,10 +44,11 @@ def together(completions):
     return [0.0 for _ in completions]
 
 
-def load_environment(group=False, turns=2):
+def load_environment(group=False, turns=2, only_eval=False):
     rows = Dataset.from_list([{"question": "guess", "answer": "x", "info": {"n": i}} for i in range(3)])
     rubric = vf.Rubric(funcs=[together] if group else [good, long], weights=[1.0] if group else [1.0, 0.5])
-    return Game(dataset=rows, system_prompt="Play.", rubric=rubric, max_turns=turns)
+    given = {"eval_dataset": rows} if only_eval else {"dataset": rows}
+    return Game(**given, system_prompt="Play.", rubric=rubric, max_turns=turns)
 """
 
 Play = Callable[..., tuple[Stage, EpisodeOutcome]]
@@ -116,6 +117,7 @@ def test_environments_keep_the_handlers_of_signals(game: str, tmp_path: Path) ->
         ("no-such-environment", "{}", "install its package, or name a file.py"),
         ("GAME", '{"group": true}', "reward functions of a whole group"),
         ("GAME", '{"size": 3}', "unexpected keyword argument 'size'"),
+        ("GAME", '{"only_eval": true}', "has no data set for --split train"),
         ("GAME", "[3]", "must be a JSON object"),
     ],
 )
