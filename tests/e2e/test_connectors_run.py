@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -43,7 +44,7 @@ def example(directory: Path, demo: str, task: str, *overrides: str) -> dict[str,
     values = [f"model.hf_path={directory / task / 'model'}"]
     for line in re.findall(r"^mcore-rl (rows .*)$", text, re.MULTILINE):
         words = [word.replace("runs/rows", str(directory)) for word in shlex.split(line)]
-        subprocess.run([sys.executable, "-m", "mcore_rl.cli", *words], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "mcore_rl.cli", *words], cwd=ROOT, env={**os.environ, **path}, check=True)
     moved = directory / "overlay.yaml"
     moved.write_text((ROOT / overlay).read_text().replace("runs/rows", str(directory)))
     train(ROOT / config, directory / "run", str(moved), *values, *SMALL, *overrides, **path)
