@@ -208,8 +208,10 @@ class Hub:
 
     async def _play_again(self, engine: EngineConnection, session: OpenSession) -> None:
         """Send the history of a session to another engine. The next request may continue a reply, so requests that were
-        answered are answered again one by one."""
+        answered are answered again one by one. Stops at a reply that differs, since rewards name replies by their ids."""
         for each in session.history:  # grows meanwhile
+            if session.is_diverged:
+                break
             if isinstance(each, Reward):
                 engine.send(wire.REWARD, session.id, each)
             elif each.is_refused:
@@ -236,6 +238,7 @@ class Hub:
         is_known = isinstance(reply, ChatReply) and reply.id == asked.reply_id
         if session is not None and asked.reply_id is not None and not is_known:
             # Its client has another reply, on which it may have acted.
+            session.is_diverged = True
             self._end(session, HarnessEnd(error="an engine was lost, and its journal does not have the last replies"))
         elif session is not None and isinstance(reply, ChatReply) and not is_known:
             session.keep_reply(asked, reply)

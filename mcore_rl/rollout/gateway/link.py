@@ -85,7 +85,7 @@ class GatewayLink:
                     case (wire.ENDED, str(session), end) if session in self._sessions:
                         self._settle(self._sessions[session], end)
                     case (str(kind), str(session), *fields) if session in self._sessions:
-                        await self._note(kind, self._sessions[session].answers, fields)
+                        await self._note(kind, self._sessions[session], fields)
         except (EOFError, ConnectionError):
             self._lose(WorkerDiedError("the gateway of this host has ended"))
         except Exception as error:  # otherwise all sessions would wait for their time limits
@@ -101,16 +101,18 @@ class GatewayLink:
             reply = wire.Refusal(error.status, str(error), error.code)
         frames.write(self._writer, (wire.REPLY, key, reply))
 
-    @staticmethod
-    async def _note(kind: str, answers: Answers, fields: Sequence[object]) -> None:
-        """Handle a message that has no reply."""
-        match kind, *fields:
-            case wire.SKIP, ChatRequest() as request:
-                await answers.skip(request)
-            case wire.REWARD, Reward() as reward:
-                answers.reward(reward)
-            case wire.SEEN, str(reply), bool(is_seen):
-                answers.mark(reply, is_seen=is_seen)
+    async def _note(self, kind: str, opened: _Open, fields: Sequence[object]) -> None:
+        """Handle a message that has no reply. An error ends its session only."""
+        try:
+            match kind, *fields:
+                case wire.SKIP, ChatRequest() as request:
+                    await opened.answers.skip(request)
+                case wire.REWARD, Reward() as reward:
+                    opened.answers.reward(reward)
+                case wire.SEEN, str(reply), bool(is_seen):
+                    opened.answers.mark(reply, is_seen=is_seen)
+        except Exception as error:
+            self._settle(opened, error)
 
     def _lose(self, error: Exception) -> None:
         self._lost = error

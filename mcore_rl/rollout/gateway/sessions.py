@@ -96,6 +96,8 @@ class OpenSession:
     is_taken: bool = False
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     end: HarnessEnd | None = None
+    is_diverged: bool = False
+    """True if another engine has replayed the session with other replies than its clients have."""
     abandoned: asyncio.TimerHandle | None = None
     replay: asyncio.Task[None] | None = None
 

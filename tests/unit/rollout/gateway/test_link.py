@@ -1,0 +1,107 @@
+"""Connection of an engine to the gateway: an error ends one session or one request, and never other sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mcore_rl.rollout.gateway import wire
+from mcore_rl.rollout.gateway.answers import Answers
+from mcore_rl.rollout.gateway.exchange import ChatReply, HarnessEnd, Reward
+from mcore_rl.rollout.gateway.link import GatewayLink
+from mcore_rl.rollout.gateway.wire import GatewayAddress
+from tests.unit.rollout.gateway.test_hub import ROW, TOKEN, Site, request, with_site
+
+
+class Scripted:
+    """Answers of a session: every request has the reply `reply`."""
+
+    def __init__(self, reply: str = "r1") -> None:
+        self.reply = reply
+        self.taken: list[Reward] = []
+        self.marks: list[tuple[str, bool]] = []
+
+    async def answer(self, asked: object) -> ChatReply:
+        return ChatReply(self.reply, (), 1, 0)
+
+    async def count(self, asked: object) -> int:
+        return 7
+
+    def reward(self, reward: Reward) -> None:
+        if reward.call not in (None, self.reply):
+            raise KeyError(reward.call)
+        self.taken.append(reward)
+
+    def mark(self, reply: str, *, is_seen: bool) -> None:
+        self.marks.append((reply, is_seen))
+
+
+async def linked(site: Site) -> GatewayLink:
+    return await GatewayLink.connect(GatewayAddress(str(site.path), TOKEN, "", ""), lambda: cast(Answers, Scripted()))
+
+
+def playing(link: GatewayLink, name: str, answers: Scripted) -> asyncio.Task[HarnessEnd]:
+    """Serve a session until its end."""
+
+    async def play() -> HarnessEnd:
+        async with link.session(name, ROW, cast(Answers, answers)) as ended:
+            return await ended
+
+    return asyncio.create_task(play())
+
+
+async def answered(site: Site) -> None:
+    """Open session "a" on an engine, get the reply "r1" for "one", and lose the engine."""
+    engine = await site.engine()
+    engine.send(wire.OPEN, "a", ROW)
+    await site.taken()
+    asked = site.ask("a", "one")
+    engine.reply((await engine.next())[1], "r1")
+    await asked
+    await site.hub.reward("a", Reward(1.0, "r1"))
+    await engine.lose()
+
+
+def test_another_reply_after_a_loss_ends_its_session_only(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        await answered(site)
+        link = await linked(site)
+        other, answers = playing(link, "b", Scripted()), Scripted("r2")
+        end = await playing(link, "a", answers)
+        assert end.error is not None
+        assert "journal" in end.error
+        assert not answers.taken, "the reward names a reply that this engine does not have"
+        await site.hub.end("b", HarnessEnd())
+        assert (await other).error is None
+
+    with_site(test, tmp_path)
+
+
+def test_an_ended_session_is_replayed_with_its_rewards(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        await answered(site)
+        await site.hub.end("a", HarnessEnd({"exit": 3}))
+        answers = Scripted()
+        assert await playing(await linked(site), "a", answers) == HarnessEnd({"exit": 3})
+        assert answers.taken == [Reward(1.0, "r1")]
+
+    with_site(test, tmp_path)
+
+
+def test_an_error_of_a_reward_ends_its_session_only(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        link, answers = await linked(site), Scripted()
+        first, other = playing(link, "a", answers), playing(link, "b", Scripted())
+        await site.taken()
+        await site.ask("a", "one")
+        answers.reply = "changed"
+        await site.hub.reward("a", Reward(1.0, "r1"))
+        with pytest.raises(KeyError):
+            await first
+        await site.hub.end("b", HarnessEnd())
+        assert (await other).error is None
+
+    with_site(test, tmp_path)
