@@ -208,7 +208,7 @@ class Hub:
 
     async def _play_again(self, engine: EngineConnection, session: OpenSession) -> None:
         """Send the history of a session to another engine. The next request may continue a reply, so requests that were
-        answered are answered again one by one. Stops at a reply that differs, since rewards name replies by their ids."""
+        answered are answered again one by one. Stops at a reply that differs: rewards name replies by their ids."""
         for each in session.history:  # grows meanwhile
             if session.is_diverged:
                 break

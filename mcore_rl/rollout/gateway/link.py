@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from mcore_rl.config.functions import describe
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
@@ -32,6 +33,8 @@ class GatewayLink:
         self._reader, self._writer, self._serving = reader, writer, serving
         self._sessions: dict[str, _Open] = {}
         self._session_of: dict[int, _Open] = {}
+        self._counts: dict[int, asyncio.Task[None]] = {}
+        """Running counts of tokens: the processing of their images must not hold up other sessions."""
         self._lost: Exception | None = None
         self._task = asyncio.create_task(self._receive())
 
@@ -65,41 +68,60 @@ class GatewayLink:
 
     async def close(self) -> None:
         """Close the connection, after all sessions have ended."""
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        tasks = [self._task, *self._counts.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._writer.close()
 
     async def _receive(self) -> None:
         try:
             while True:
-                match await frames.read(self._reader):
-                    case (wire.CALL, int(key), str(session), request) if session in self._sessions:
-                        await self._call(key, self._sessions[session], request)
-                    case (wire.SERVE, int(key), request):
-                        await self._call(key, _Open(self._serving()), request)
-                    case (wire.COUNT, int(key), str(session), request):
-                        await self._count(key, self._sessions.get(session), request)
-                    case (wire.CANCEL, int(key)) if key in self._session_of:
-                        self._session_of[key].running[key].cancel()
-                    case (wire.ENDED, str(session), end) if session in self._sessions:
-                        self._settle(self._sessions[session], end)
-                    case (str(kind), str(session), *fields) if session in self._sessions:
-                        await self._note(kind, self._sessions[session], fields)
+                await self._handle(await frames.read(self._reader))
         except (EOFError, ConnectionError):
             self._lose(WorkerDiedError("the gateway of this host has ended"))
         except Exception as error:  # otherwise all sessions would wait for their time limits
             self._lose(error)
             raise
 
+    async def _handle(self, message: Sequence[object]) -> None:
+        """Handle a message of the gateway."""
+        match message:
+            case (wire.CALL, int(key), str(session), ChatRequest() as request) if session in self._sessions:
+                await self._call(key, self._sessions[session], request)
+            case (wire.SERVE, int(key), ChatRequest() as request):
+                await self._call(key, _Open(self._serving()), request)
+            case (wire.COUNT, int(key), str(session), ChatRequest() as request):
+                self._counts[key] = asyncio.create_task(self._count(key, self._sessions.get(session), request))
+                await asyncio.sleep(0)  # a task that is cancelled before it begins would send no reply
+            case (wire.CANCEL, int(key)):
+                self._cancel(key)
+            case (wire.ENDED, str(session), HarnessEnd() as end) if session in self._sessions:
+                self._settle(self._sessions[session], end)
+            case (str(kind), str(session), *fields) if session in self._sessions:
+                await self._note(kind, self._sessions[session], fields)
+
+    def _cancel(self, key: int) -> None:
+        """Abort a request."""
+        if key in self._counts:
+            self._counts[key].cancel()
+        elif key in self._session_of:
+            self._session_of[key].running[key].cancel()
+
     async def _count(self, key: int, opened: _Open | None, request: ChatRequest) -> None:
-        """Reply with the number of a prompt's tokens."""
-        answers = self._serving() if opened is None else opened.answers
+        """Reply with the number of a prompt's tokens. An error refuses the request only."""
+        reply: object = None
         try:
-            reply: object = ChatReply("", (), await answers.count(request), 0)
+            answers = self._serving() if opened is None else opened.answers
+            reply = ChatReply("", (), await answers.count(request), 0)
         except RefusedError as error:
             reply = wire.Refusal(error.status, str(error), error.code)
-        frames.write(self._writer, (wire.REPLY, key, reply))
+        except Exception as error:
+            reply = wire.Refusal(500, f"the tokens cannot be counted: {describe(error)}")
+        finally:
+            del self._counts[key]
+            if self._lost is None:
+                frames.write(self._writer, (wire.REPLY, key, reply))
 
     async def _note(self, kind: str, opened: _Open, fields: Sequence[object]) -> None:
         """Handle a message that has no reply. An error ends its session only."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.answers import Answers
-from mcore_rl.rollout.gateway.exchange import ChatReply, HarnessEnd, Reward
+from mcore_rl.rollout.gateway.exchange import ChatReply, HarnessEnd, RefusedError, Reward
 from mcore_rl.rollout.gateway.link import GatewayLink
 from mcore_rl.rollout.gateway.wire import GatewayAddress
 from tests.unit.rollout.gateway.test_hub import ROW, TOKEN, Site, request, with_site
@@ -23,11 +23,16 @@ class Scripted:
         self.reply = reply
         self.taken: list[Reward] = []
         self.marks: list[tuple[str, bool]] = []
+        self.counting: asyncio.Event | None = None
+        """Event for which `count` waits."""
 
     async def answer(self, asked: object) -> ChatReply:
         return ChatReply(self.reply, (), 1, 0)
 
     async def count(self, asked: object) -> int:
+        if self.counting is None:
+            raise OSError("truncated file")
+        await self.counting.wait()
         return 7
 
     def reward(self, reward: Reward) -> None:
@@ -103,5 +108,38 @@ def test_an_error_of_a_reward_ends_its_session_only(tmp_path: Path) -> None:
             await first
         await site.hub.end("b", HarnessEnd())
         assert (await other).error is None
+
+    with_site(test, tmp_path)
+
+
+def test_an_error_of_a_count_refuses_its_request_only(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        both = playing(link := await linked(site), "a", Scripted()), playing(link, "b", Scripted())
+        await site.taken()
+        with pytest.raises(RefusedError, match=r"cannot be counted.*truncated file") as caught:
+            await site.hub.count("a", request("one"))
+        assert caught.value.status == 500
+        for name in "ab":
+            assert (await site.ask(name, "one")).id == "r1"
+            await site.hub.end(name, HarnessEnd())
+        assert [(await each).error for each in both] == [None, None]
+
+    with_site(test, tmp_path)
+
+
+def test_requests_are_answered_while_tokens_are_counted(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        link, answers = await linked(site), Scripted()
+        answers.counting = asyncio.Event()
+        playing(link, "a", answers)
+        await site.taken()
+        left, counted = (asyncio.create_task(site.hub.count("a", request("one"))) for _ in range(2))
+        await asyncio.sleep(0)
+        left.cancel()
+        assert (await site.ask("a", "one")).id == "r1"
+        assert len(link._counts) == 1, "the other client has left"
+        answers.counting.set()
+        assert await counted == 7
+        await link.close()
 
     with_site(test, tmp_path)
