@@ -108,7 +108,7 @@ class OpenSession:
         """
         digests = [self._keep(self.messages, each, each) for each in request.messages]
         tools = None if request.tools is None else self._keep(self.tools, request.tools, list(request.tools))
-        options = [request.prompt, dict(request.sampling), request.num_choices, request.top_logprobs]
+        options = [request.prompt, dict(request.sampling), request.num_choices, request.top_logprobs, request.role]
         digest = hashed(b"".join([*digests, b"|", tools or b"", canonical(options)]))
         messages = [self.messages[each] for each in digests]
         stored = replace(request, messages=messages, tools=None if tools is None else self.tools[tools])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,24 @@ def test_a_retry_of_a_client_gets_the_reply_of_its_first_attempt(tmp_path: Path)
         assert kind == wire.CALL, "a retry without a first attempt is sampled"
         engine.reply(key, "r2")
         assert (await other).id == "r2"
+
+    with_site(test, tmp_path)
+
+
+def test_agents_do_not_share_a_missed_reply(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        engine = await opened(site)
+        solver = asyncio.create_task(site.hub.answer("a", replace(request("one"), role="solver")))
+        _, key, *_ = await engine.next()
+        solver.cancel()
+        await engine.next()
+        engine.reply(key, "r1")
+        assert await engine.next() == (wire.SEEN, "a", "r1", False)
+        critic = asyncio.create_task(site.hub.answer("a", replace(request("one"), role="critic")))
+        kind, key, _, sent = await engine.next()
+        assert (kind, sent.role) == (wire.CALL, "critic")
+        engine.reply(key, "r2")
+        assert (await critic).id == "r2"
 
     with_site(test, tmp_path)
 
