@@ -216,7 +216,7 @@ class Hub:
                 engine.send(wire.REWARD, session.id, each)
             elif each.is_refused:
                 continue
-            elif each.is_dropped:
+            elif each.is_dropped or (session.end is not None and each.reply_id is None):
                 engine.send(wire.SKIP, session.id, each.request)
             else:
                 each.replied.clear()
@@ -228,7 +228,7 @@ class Hub:
             if isinstance(each, AskedRequest) and not each.is_seen:
                 self._mark(session, each, is_seen=False)
         if session.end is not None:
-            engine.send(wire.ENDED, session.id, session.end)
+            engine.end(session, session.end)
 
     def _replied(self, engine: EngineConnection, key: int, reply: ChatReply | wire.Refusal | None) -> None:
         """Handle a reply; None: the request was aborted."""
@@ -240,7 +240,7 @@ class Hub:
             # Its client has another reply, on which it may have acted.
             session.is_diverged = True
             self._end(session, HarnessEnd(error="an engine was lost, and its journal does not have the last replies"))
-        elif session is not None and isinstance(reply, ChatReply) and not is_known:
+        elif session is not None and session.end is None and isinstance(reply, ChatReply) and not is_known:
             session.keep_reply(asked, reply)
             if not asked.num_clients:
                 self._mark(session, asked, is_seen=False)
@@ -256,7 +256,7 @@ class Hub:
         session.closed.set()
         session.refuse_open(RefusedError(410, GONE))
         if session.engine is not None:
-            session.engine.send(wire.ENDED, session.id, end)
+            session.engine.end(session, end)
 
     def _close(self, engine: EngineConnection | None, session: str) -> None:
         found = self._sessions.get(session)

@@ -16,12 +16,14 @@ from mcore_rl.rollout.gateway.wire import GatewayAddress
 
 
 class _Open:
-    """An open session: its answers, and its end."""
+    """An open session: its answers, and its end. A request without a session has one of its own."""
 
-    def __init__(self, answers: Answers) -> None:
-        self.answers = answers
+    def __init__(self, answers: Answers, *, is_session: bool = True) -> None:
+        self.answers, self.is_session = answers, is_session
         self.ended: asyncio.Future[HarnessEnd] = asyncio.get_running_loop().create_future()
         self.running: dict[int, asyncio.Task[None]] = {}
+        self.replies: dict[int, str] = {}
+        """Ids of complete replies. The gateway may abort a request while its reply is on the way."""
 
 
 class GatewayLink:
@@ -61,8 +63,13 @@ class GatewayLink:
             yield opened.ended
         finally:
             del self._sessions[name]
-            for task in opened.running.values():
+            tasks = list(opened.running.values())
+            for task in tasks:
                 task.cancel()
+            # Each removes what it has sampled from the episode, whose result follows.
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for key in opened.replies:
+                del self._session_of[key]
             if self._lost is None:
                 frames.write(self._writer, (wire.CLOSE, name))
 
@@ -90,23 +97,37 @@ class GatewayLink:
             case (wire.CALL, int(key), str(session), ChatRequest() as request) if session in self._sessions:
                 await self._call(key, self._sessions[session], request)
             case (wire.SERVE, int(key), ChatRequest() as request):
-                await self._call(key, _Open(self._serving()), request)
+                await self._call(key, _Open(self._serving(), is_session=False), request)
             case (wire.COUNT, int(key), str(session), ChatRequest() as request):
                 self._counts[key] = asyncio.create_task(self._count(key, self._sessions.get(session), request))
                 await asyncio.sleep(0)  # a task that is cancelled before it begins would send no reply
             case (wire.CANCEL, int(key)):
                 self._cancel(key)
-            case (wire.ENDED, str(session), HarnessEnd() as end) if session in self._sessions:
-                self._settle(self._sessions[session], end)
+            case (wire.ENDED, str(session), HarnessEnd() as end, list(keys), list(replies)) if (
+                session in self._sessions
+            ):
+                self._end(self._sessions[session], end, keys, replies)
             case (str(kind), str(session), *fields) if session in self._sessions:
                 await self._note(kind, self._sessions[session], fields)
 
     def _cancel(self, key: int) -> None:
-        """Abort a request."""
+        """Abort a request. If its reply is complete, no client receives it."""
         if key in self._counts:
             self._counts[key].cancel()
-        elif key in self._session_of:
-            self._session_of[key].running[key].cancel()
+        elif (opened := self._session_of.get(key)) is None:
+            return
+        elif key in opened.running:
+            opened.running[key].cancel()
+        else:
+            opened.answers.mark(opened.replies[key], is_seen=False)
+
+    def _end(self, opened: _Open, end: HarnessEnd, keys: Sequence[int], replies: Sequence[str]) -> None:
+        """End a session. No client receives the replies to `keys`, nor the complete `replies`."""
+        for key in keys:
+            self._cancel(key)
+        for reply in replies:
+            opened.answers.mark(reply, is_seen=False)
+        self._settle(opened, end)
 
     async def _count(self, key: int, opened: _Open | None, request: ChatRequest) -> None:
         """Reply with the number of a prompt's tokens. An error refuses the request only."""
@@ -157,6 +178,8 @@ class GatewayLink:
             except RefusedError as error:
                 frames.write(self._writer, (wire.REPLY, key, wire.Refusal(error.status, str(error), error.code)))
             else:
+                if opened.is_session:
+                    opened.replies[key] = reply.id
                 frames.write(self._writer, (wire.REPLY, key, reply))
         except asyncio.CancelledError:
             if self._lost is None:
@@ -168,7 +191,9 @@ class GatewayLink:
                 frames.write(self._writer, (wire.REPLY, key, wire.Refusal(500, f"the engine failed: {error}")))
             self._settle(opened, error)
         finally:
-            del opened.running[key], self._session_of[key]
+            del opened.running[key]
+            if key not in opened.replies:
+                del self._session_of[key]
 
     @staticmethod
     def _settle(opened: _Open, end: HarnessEnd | BaseException) -> None:

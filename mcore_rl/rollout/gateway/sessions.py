@@ -146,6 +146,12 @@ class OpenSession:
         if not 0 <= number < choices or (choices > 1 and ":" not in reward.call):
             raise RefusedError(400, f"reply {name} has {choices} choices; name one as {name}:NUMBER, from 0")
 
+    @property
+    def unseen(self) -> list[str]:
+        """Ids of complete replies that no client has received."""
+        asked = (each for each in self.history if isinstance(each, AskedRequest) and not each.is_seen)
+        return [each.reply_id for each in asked if each.reply_id is not None]
+
     def refuse_open(self, error: RefusedError) -> None:
         """Refuse all unanswered requests."""
         for each in self.open:
@@ -191,6 +197,11 @@ class EngineConnection:
             return False
         self.send(wire.CANCEL, key)
         return True
+
+    def end(self, session: OpenSession, end: HarnessEnd) -> None:
+        """Send the end of a session, with its requests and replies that no client receives."""
+        keys = [key for key, (of_key, _) in self.asked.items() if of_key is session]
+        self.send(wire.ENDED, session.id, end, keys, session.unseen)
 
     def forget(self, session: OpenSession) -> None:
         """Forget the requests of a session that has ended."""

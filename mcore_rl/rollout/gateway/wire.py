@@ -10,7 +10,8 @@ An engine connects and sends its token; then, as tuples (kind, ...):
                           cancel key
                           reward session reward
                           seen session reply is_seen   whether a client has received a reply
-                          ended session end    HarnessEnd
+                          ended session end keys replies   HarnessEnd; unanswered requests, and replies, that no
+                                               client receives
                           serve key request    a request without a session
                           count key session request   the reply has the number of the prompt's tokens only;
                                                session "": a request without a session

@@ -193,7 +193,7 @@ def test_another_reply_of_the_next_engine_ends_the_session(tmp_path: Path) -> No
         other = await site.engine()
         other.send(wire.OPEN, "a", ROW)
         other.reply((await other.next())[1], "r2")
-        kind, _, end = await other.next()
+        kind, _, end, *_ = await other.next()
         assert kind == wire.ENDED
         assert "journal" in end.error
         with pytest.raises(RefusedError, match="has ended"):
@@ -320,7 +320,7 @@ def test_the_end_refuses_open_and_later_requests(tmp_path: Path) -> None:
         _, key, *_ = await engine.next()
         end = HarnessEnd({"harness": {"exit_code": 0}})
         await site.hub.end("a", end)
-        assert await engine.next() == (wire.ENDED, "a", end)
+        assert await engine.next() == (wire.ENDED, "a", end, [key], [])
         with pytest.raises(RefusedError):
             await asked
         engine.reply(key, "late")  # a reply after the end is dropped

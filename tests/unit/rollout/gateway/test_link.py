@@ -23,10 +23,19 @@ class Scripted:
         self.reply = reply
         self.taken: list[Reward] = []
         self.marks: list[tuple[str, bool]] = []
+        self.sampling: asyncio.Event | None = None
+        """Event for which `answer` waits."""
+        self.num_ended = 0
+        """Number of requests that have waited."""
         self.counting: asyncio.Event | None = None
         """Event for which `count` waits."""
 
     async def answer(self, asked: object) -> ChatReply:
+        if self.sampling is not None:
+            try:
+                await self.sampling.wait()
+            finally:
+                self.num_ended += 1
         return ChatReply(self.reply, (), 1, 0)
 
     async def count(self, asked: object) -> int:
@@ -141,5 +150,51 @@ def test_requests_are_answered_while_tokens_are_counted(tmp_path: Path) -> None:
         answers.counting.set()
         assert await counted == 7
         await link.close()
+
+    with_site(test, tmp_path)
+
+
+def test_a_reply_whose_client_leaves_on_its_way_is_missed(tmp_path: Path) -> None:
+    """The program ends at once, before the gateway has received the reply."""
+
+    async def test(site: Site) -> None:
+        link, answers = await linked(site), Scripted()
+        answers.sampling = asyncio.Event()
+        played = playing(link, "a", answers)
+        await site.taken()
+        left, refused = site.ask("a", "one"), site.ask("a", "two")
+        while len(link._session_of) < 2:
+            await asyncio.sleep(0)
+        replied, site.hub._replied = site.hub._replied, lambda *_: None  # type: ignore[method-assign]
+        answers.sampling.set()
+        while answers.num_ended < 2:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        left.cancel()
+        await asyncio.sleep(0)
+        await site.hub.end("a", HarnessEnd())
+        await played
+        assert answers.marks == [("r1", False)] * 3, "once for the client that left, and for both at the end"
+        with pytest.raises(RefusedError):
+            await refused
+        site.hub._replied = replied  # type: ignore[method-assign]
+        assert not link._session_of
+
+    with_site(test, tmp_path)
+
+
+def test_the_end_of_a_session_waits_for_aborted_requests(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        link, answers = await linked(site), Scripted()
+        answers.sampling = asyncio.Event()
+        played = playing(link, "a", answers)
+        await site.taken()
+        site.ask("a", "one")
+        while not link._session_of:
+            await asyncio.sleep(0)
+        await site.hub.end("a", HarnessEnd())
+        await played
+        assert answers.num_ended == 1
+        assert not link._session_of
 
     with_site(test, tmp_path)

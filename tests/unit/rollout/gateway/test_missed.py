@@ -14,7 +14,7 @@ import pytest
 
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.answers import Answers
-from mcore_rl.rollout.gateway.exchange import ChatReply, Reward
+from mcore_rl.rollout.gateway.exchange import ChatReply, HarnessEnd, RefusedError, Reward
 from tests.unit.rollout.episodes.conftest import QUESTION
 from tests.unit.rollout.gateway.scripted import KEY, ScriptedSessions
 from tests.unit.rollout.gateway.test_answers import Play, ask, counts_up, played, said, user
@@ -128,6 +128,28 @@ def test_another_engine_is_told_which_replies_were_missed(tmp_path: Path) -> Non
         other.reply(key, "r1")
         assert await other.next() == (wire.REWARD, "a", Reward(1.0))
         assert await other.next() == (wire.SEEN, "a", "r1", False)
+
+    with_site(test, tmp_path)
+
+
+def test_an_ended_session_is_replayed_with_its_missed_replies(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        engine = await opened(site)
+        await left_at(site, engine, ChatReply("r1", (), 1, 0))
+        await engine.next()
+        refused = site.ask("a", "two")
+        _, key, *_ = await engine.next()
+        await site.hub.end("a", HarnessEnd())
+        assert await engine.next() == (wire.ENDED, "a", HarnessEnd(), [key], ["r1"])
+        engine.reply(key, "late")
+        with pytest.raises(RefusedError):
+            await refused
+        await engine.lose()
+        other = await site.engine()
+        other.send(wire.OPEN, "a", ROW)
+        other.reply((await other.next())[1], "r1")
+        assert await other.next() == (wire.SKIP, "a", request("two")), "its client was refused"
+        assert await other.next() == (wire.ENDED, "a", HarnessEnd(), [], ["r1"])
 
     with_site(test, tmp_path)
 
