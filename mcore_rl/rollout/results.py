@@ -73,13 +73,17 @@ def scalars_of(
 
 
 def _roles_of(responses: Sequence[Response]) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """Return roles and other_rewards of RolloutScalars, one entry per trajectory; None if no role has a name."""
+    """Return roles and other_rewards of RolloutScalars, one entry per trajectory; None if no role has a name. A
+    response without a grade has the reward 0, without rewards of turns."""
     episodes = [response.outcome.trajectories for response in responses]
     roles = [each.role for trajectories in episodes for each in trajectories]
     if not any(roles):
         return None, None
     others = list[float]()
-    for trajectories in episodes:
+    for response, trajectories in zip(responses, episodes, strict=True):
+        if response.score.error is not None:
+            others += [0.0] * len(trajectories)
+            continue
         of_roles: defaultdict[str, float] = defaultdict(float)
         for each in trajectories:
             of_roles[each.role] += 0.0 if each.rewards is None else float(each.rewards.sum(dtype=np.float64))

@@ -73,6 +73,11 @@ def test_scalars_of_roles_separate_the_rewards_of_their_turns(tmp_path: Path) ->
     write_records(tmp_path / "part", task, responses)
     records = [json.loads(line) for line in (tmp_path / "part").read_text().splitlines()]
     assert [record["role"] for record in records] == ["solver", "critic", "solver", "critic"]
+    # Its reward is 0, without rewards of turns.
+    responses[0] = Response(attempt, outcomes[0], Score(0.0, 0.0, error="the grader raised"))
+    ungraded = scalars_of(task, responses, buffers, (0.0, 0.0)).other_rewards
+    assert ungraded is not None
+    assert ungraded.tolist() == [0, 0, 0, 0]
 
 
 def test_write_records_digest_covers_prompt_and_response(tmp_path: Path) -> None:
