@@ -119,6 +119,7 @@ class TokenSequence:
         """Remove the turn that ended at length `end`. If later turns continue it, its tokens stay, but are not
         trained."""
         before = self._turns.pop(end)
+        self._rewards.pop(end - self.num_prompt - 1, None)
         if end < len(self):
             piece = self._pieces[before.num_pieces + (self._pieces[before.num_pieces].versions[0] == NOT_SAMPLED)]
             piece.sampled = np.zeros_like(piece.sampled)
@@ -127,7 +128,6 @@ class TokenSequence:
         del self._pieces[before.num_pieces :]
         if self._experts is not None:
             self._experts = self._experts[: before.num_experts]
-        self._rewards.pop(end - self.num_prompt - 1, None)
 
     @property
     def is_empty(self) -> bool:

@@ -146,8 +146,10 @@ class Answers:
     def drop_missed(self) -> None:
         """Remove the replies that no client has received from the episode, at its end."""
         self.counts.missed = len(self._missed)
-        missed = [turn for reply in self._missed for turn in self.turns.pop(reply)]
-        for turn in missed:
+        missed = [turn for reply, choices in self.turns.items() if reply in self._missed for turn in choices]
+        self.turns = {reply: choices for reply, choices in self.turns.items() if reply not in self._missed}
+        # The last one first: a turn that another one continues keeps its tokens.
+        for turn in reversed(missed):
             self.session.drop(turn.sampled)
         seen = [turn for choices in self.turns.values() for turn in choices]
         self.last = seen[-1] if seen else None

@@ -174,6 +174,19 @@ def test_branches_store_their_common_tokens_once() -> None:
         assert branch.tokens.tolist() == [*range(100_000), *range(5), 77 + number, number]
 
 
+def test_sequence_dropped_turn_in_the_middle_loses_its_reward() -> None:
+    book = SequenceBook()
+    sequence = book.add(ids(1, 2), sampled(3, 4), 1.0)
+    sequence.reward(5.0)
+    book.add(ids(1, 2, 3, 4, 9), sampled(5), 1.0).reward(0.5)
+    book.drop(sequence, 4)
+    (trajectory,) = trajectories(book)
+    assert trajectory.trained is not None
+    assert trajectory.trained.tolist() == [0, 0, 0, 1]
+    assert trajectory.rewards is not None
+    assert trajectory.rewards.tolist() == [0, 0, 0, 0.5]
+
+
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=5), st.lists(st.integers(0, 2), max_size=8)
 )

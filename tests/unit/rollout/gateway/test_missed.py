@@ -197,6 +197,21 @@ def test_missed_replies_are_not_trained(played: Play) -> None:
     assert [message["content"] for message in done.outcome.messages or ()] == ["q", "reply 0", "and?", "reply 1"]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_missed_turns_of_a_conversation_are_removed_whole(played: Play, order: tuple[int, int]) -> None:
+    async def client(answers: Answers) -> None:
+        first = await ask(answers, user("q"))
+        history = [user("q"), said(first.choices[0]), user("two")]
+        second = await ask(answers, *history)
+        third = await ask(answers, *history, said(second.choices[0]), user("three"))
+        # Python orders the strings of a set by their hashes.
+        answers._missed = dict.fromkeys([(second.id, third.id)[number] for number in order])  # type: ignore[assignment]
+        answers.drop_missed()
+
+    done = played(client, counts_up)
+    assert done.texts() == ["<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nreply 0<|im_end|>"]
+
+
 def test_choices_of_a_request_that_is_aborted_are_not_trained(played: Play) -> None:
     async def client(answers: Answers) -> None:
         generate, ended = answers.session.generate, asyncio.Event()
