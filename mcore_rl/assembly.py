@@ -113,7 +113,7 @@ def assemble_rollout(
         scheduler = Scheduler(processes.engines, concurrent_episodes(config.rollout), steals=_steals(config.reward))
         source = _source(config, prepared, GradingFailures(config.reward, show))
         # Groups without signal stay in the batch, so that all prompts of the step are shown.
-        source.dynamic = replace(source.dynamic, enable=False)
+        source.keeps_all = True
         yield RolloutCollector(_scored_pool(config, scheduler, processes.groups), source)
 
 
@@ -391,7 +391,7 @@ def _source(config: Config, prepared: Prepared, failures: GradingFailures) -> Gr
     return GroupSource(
         sampler=prepared.sampler,
         rollout=config.rollout,
-        dynamic=config.algorithm.dynamic_sampling,
+        algorithm=config.algorithm,
         has_signal=groups_with_variance,
         prompts_per_step=config.trainer.prompts_per_step,
         seed=config.run.seed,

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.asynchronous.clock import SLOTS, SimulatedClock, SimulatedEngine, step_seconds
 from benchmarks.driver.ray_ranks import Up
 from mcore_rl.algorithms.filters import groups_with_variance
-from mcore_rl.config.algorithm import DynamicSamplingConfig
+from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sampler import PromptSampler
@@ -175,7 +175,7 @@ def _collector(scheduler: Scheduler, setting: Setting, directory: Path) -> Strea
             max_staleness=setting.max_staleness,
             max_staleness_hard=setting.max_staleness_hard,
         ),
-        dynamic=DynamicSamplingConfig(enable=False),
+        algorithm=AlgorithmConfig(),
         has_signal=groups_with_variance,
         prompts_per_step=setting.prompts_per_step,
         seed=1,

@@ -129,7 +129,7 @@ class Driver:
             GroupSource(
                 sampler=PromptSampler(PROMPTS * 16, config.run.seed, True),
                 rollout=config.rollout,
-                dynamic=config.algorithm.dynamic_sampling,
+                algorithm=config.algorithm,
                 has_signal=groups_with_variance,
                 prompts_per_step=PROMPTS,
                 seed=config.run.seed,

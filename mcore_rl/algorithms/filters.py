@@ -17,21 +17,27 @@ ARGUMENTS = ("rewards", "accuracies", "group_ids", "lengths", "clipped")
 FORM = f"f({', '.join(f'{name}=' for name in ARGUMENTS)}) -> bool [B]"
 
 
-def groups_with_variance(values: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """Keep the responses of groups whose values are not all equal.
+def groups_with_variance(values: np.ndarray, group_ids: np.ndarray, roles: np.ndarray | None = None) -> np.ndarray:
+    """Keep the responses of groups whose values are not all equal. With `roles`, values are compared within each role
+    of a group, and a group is kept if they differ in one of them.
 
     Values are compared exactly as floats: a group is dropped only if its advantages are exactly 0.
 
-    Shapes: values float [B]; group_ids int64 [B], arbitrary and unsorted -> bool [B].
+    Shapes: values float [B]; group_ids int64 [B], arbitrary and unsorted; roles text [B] -> bool [B].
     """
     values, group_ids = np.asarray(values), np.asarray(group_ids)
     if values.ndim != 1 or values.shape != group_ids.shape:
         raise ValueError(f"values {values.shape} and group_ids {group_ids.shape} must both be [B]")
-    # `group` numbers the group of each response; `first` is the first response of each group.
-    _, first, group = np.unique(group_ids, return_index=True, return_inverse=True)
-    # Compare with the first value of the group: a variance of equal floats can differ from 0 by rounding.
-    differs = values != values[first][group]
-    return (np.bincount(group, weights=differs, minlength=len(first)) > 0)[group]
+    _, group = np.unique(group_ids, return_inverse=True)
+    compared = group
+    if roles is not None:
+        names, role = np.unique(roles, return_inverse=True)
+        compared = group * len(names) + role
+    # `cell` numbers the responses that are compared; `first` is the first response of each cell.
+    _, first, cell = np.unique(compared, return_index=True, return_inverse=True)
+    # Compare with the first value of the cell: a variance of equal floats can differ from 0 by rounding.
+    differs = values != values[first][cell]
+    return (np.bincount(group, weights=differs) > 0)[group]
 
 
 def user_filter(key: str, spec: str) -> Callable[..., np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mcore_rl.config.algorithm import DynamicSamplingConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.records import join_parts, part_path
 from mcore_rl.data.sampler import PromptSampler
@@ -46,14 +46,23 @@ class GroupSource:
 
     sampler: PromptSampler
     rollout: RolloutConfig
-    dynamic: DynamicSamplingConfig
-    has_signal: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    """(rewards or accuracies [B], group ids [B]) -> bool [B]: whether the response's group has signal."""
+    algorithm: AlgorithmConfig
+    has_signal: Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]
+    """(rewards or accuracies [B], group ids [B], roles [B] if they are compared on their own) -> bool [B]: whether the
+    response's group has signal."""
     prompts_per_step: int
     seed: int
     records_dir: Path
     failures: GradingFailures
+    keeps_all: bool = False
+    """Keep all groups, also with dynamic sampling."""
     next_group: int = field(default=0, init=False)
+
+    @property
+    def dynamic(self) -> DynamicSamplingConfig:
+        """Section algorithm.dynamic_sampling."""
+        sampling = self.algorithm.dynamic_sampling
+        return replace(sampling, enable=False) if self.keeps_all else sampling
 
     def new_task(self, count: int) -> RolloutTask:
         """Return the task of `count` new groups."""
@@ -73,7 +82,13 @@ class GroupSource:
         if not self.dynamic.enable:
             return np.ones(len(scalars.rewards), bool)
         values = scalars.accuracies if self.dynamic.metric == "accuracy" else scalars.rewards
-        return self.has_signal(values, scalars.group_ids)
+        roles = scalars.roles if self.algorithm.baseline == "role" else None
+        if roles is not None:
+            assert scalars.other_rewards is not None, "they come with the roles"
+            # The reward from which the advantages of a role are computed (trainer/batches.py). With roles that play
+            # against each other, the whole rewards are all equal.
+            values = values - scalars.other_rewards
+        return self.has_signal(values, scalars.group_ids, roles)
 
     def state_dict(self) -> JsonObject:
         """Return the position for a checkpoint. Group ids are never reused, since they determine the seeds of

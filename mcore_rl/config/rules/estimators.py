@@ -95,6 +95,7 @@ def check_estimator(config: Config) -> None:
             "algorithm.per_source and algorithm.baseline have no effect with algorithm.policy_loss.name=sft, which has "
             "no rewards; remove them"
         )
+    _check_dynamic_sampling(algorithm)
     if algorithm.advantage == OF_PARTS and not algorithm.part_weights:
         raise ConfigError(
             f"{chosen} needs algorithm.part_weights, the weight of every part of the reward, such as "
@@ -116,6 +117,23 @@ def check_estimator(config: Config) -> None:
         reason = "reads the parts of the reward" if name == OF_PARTS else "needs rewards of at least 0"
         for key, remedy in _changes(config, name):
             raise ConfigError(f"{key} changes the reward, but {key_of_name}{name} {reason}; {remedy}")
+
+
+def _check_dynamic_sampling(algorithm: AlgorithmConfig) -> None:
+    """Reject dynamic sampling that drops groups whose advantages are not 0."""
+    if not algorithm.dynamic_sampling.enable:
+        return
+    drops = f"algorithm.dynamic_sampling.enable=true with algorithm.baseline={algorithm.baseline}"
+    if algorithm.baseline == "source":
+        raise ConfigError(
+            f"{drops} drops groups of equal rewards, but their advantages are not 0, since they are compared with all "
+            "groups of their source; set algorithm.dynamic_sampling.enable=false, or algorithm.baseline=prompt"
+        )
+    if algorithm.baseline == "role" and algorithm.dynamic_sampling.metric == "accuracy":
+        raise ConfigError(
+            f"{drops} needs the rewards of each role, but algorithm.dynamic_sampling.metric=accuracy compares whole "
+            "episodes; set algorithm.dynamic_sampling.metric=reward"
+        )
 
 
 def _check_label_losses(config: Config) -> None:

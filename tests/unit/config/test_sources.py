@@ -40,6 +40,14 @@ from mcore_rl.errors import ConfigError
             ["algorithm.baseline=role", "rollout.episode=s.py:S", "observe.keep_trajectories=2"],
             "observe.keep_trajectories=2 does not store the roles of responses, which algorithm.baseline=role needs",
         ),
+        (
+            ["algorithm.baseline=source", "algorithm.dynamic_sampling.enable=true"],
+            "algorithm.dynamic_sampling.enable=true with algorithm.baseline=source drops groups of equal rewards",
+        ),
+        (
+            ["algorithm.baseline=role", "rollout.episode=s.py:S", "algorithm.dynamic_sampling.enable=true"],
+            "set algorithm.dynamic_sampling.metric=reward",
+        ),
         (["algorithm.policy_loss.name=sft", "algorithm.baseline=role"], "have no effect with algorithm.policy_loss"),
         (["algorithm.per_source=[{source: a, weight: -2}]"], "weight=-2.0 must be 0 or more"),
         (["algorithm.per_source=[{source: a, wight: 2}]"], "wight"),

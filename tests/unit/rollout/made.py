@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.algorithms import groups_with_variance
-from mcore_rl.config.algorithm import DynamicSamplingConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.collector import GroupSource
@@ -39,11 +39,17 @@ class Digits:
 
 
 def source_of(
-    directory: Path, size: int, rollout: dict[str, Any], dynamic: dict[str, Any], failures: Any = FAILURES
+    directory: Path,
+    size: int,
+    rollout: dict[str, Any],
+    dynamic: dict[str, Any],
+    failures: Any = FAILURES,
+    baseline: str = "prompt",
 ) -> GroupSource:
     """Source of `size` groups per step with rows 0, 1, 2, ..."""
-    settings, sampling = RolloutConfig(**rollout), DynamicSamplingConfig(**dynamic)
-    return GroupSource(CountingSampler(), settings, sampling, groups_with_variance, size, 1, directory, failures)
+    settings = RolloutConfig(**rollout)
+    algorithm = AlgorithmConfig(dynamic_sampling=DynamicSamplingConfig(**dynamic), baseline=baseline)
+    return GroupSource(CountingSampler(), settings, algorithm, groups_with_variance, size, 1, directory, failures)
 
 
 def made_scalars(group_ids: Sequence[int] | np.ndarray, **given: object) -> RolloutScalars:

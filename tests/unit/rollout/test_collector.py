@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.data.batching import positions_in_groups
+from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.data.batching import gather, positions_in_groups
 from mcore_rl.rollout.collector import RolloutCollector
+from mcore_rl.trainer.batches import response_advantages
 from mcore_rl.types import Groups, RolloutScalars, RolloutTask
 from tests.unit.rollout.made import drawn_and_dropped, made_scalars, source_of
 
@@ -126,6 +128,29 @@ def test_collector_signal_depends_on_the_metric(tmp_path: Path, metric: str) -> 
     dynamic = {"enable": True, "max_batches": 2, "metric": metric}
     groups = collector_of(pool, tmp_path, dynamic=dynamic).collect(1)
     assert drawn_and_dropped(groups)[1] == (16 if metric == "accuracy" else 0)
+
+
+@pytest.mark.parametrize("baseline", ["prompt", "role"])
+def test_collector_signal_of_roles_depends_on_the_baseline(tmp_path: Path, baseline: str) -> None:
+    """Two agents play for a point: the rewards of all episodes are 0. In the group of row 1, the first always wins."""
+
+    class Duel(ScriptedPool):
+        def _score(self, task: RolloutTask) -> RolloutScalars:
+            super()._score(task)  # writes the records
+            points = np.ones((len(task.prompt_rows), SAMPLES, 2), np.float32)
+            points[..., 1] = -1
+            points[task.prompt_rows != 1, 0] *= -1
+            ids, rows = (np.repeat(each, 2 * SAMPLES) for each in (task.group_ids, task.prompt_rows))
+            roles = np.tile(["first", "second"], len(ids) // 2)
+            return made_scalars(ids, prompt_rows=rows, roles=roles, other_rewards=-points.ravel())
+
+    dynamic = {"enable": True, "max_batches": 1, "metric": "reward"}
+    groups = collector_of(Duel(lambda row: True), tmp_path, dynamic=dynamic, baseline=baseline).collect(1)
+    assert drawn_and_dropped(groups) == (8, 1 if baseline == "role" else 8)
+    kept = gather(groups.scalars, groups.keep)
+    advantages = response_advantages(AlgorithmConfig(baseline=baseline))(groups, kept.rewards)
+    dull = [row for row in range(8) if not advantages[kept.prompt_rows == row].any()]
+    assert dull == ([1] if baseline == "role" else list(range(8)))
 
 
 def test_collector_handles_groups_of_unequal_sizes(tmp_path: Path) -> None:
