@@ -16,9 +16,9 @@ from mcore_rl.rollout.episodes.limits import EpisodeLimitError
 from mcore_rl.rollout.episodes.outcome import EpisodeResult
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Sampled, Session
 from mcore_rl.rollout.gateway.answers import Answers, ContextOf
+from mcore_rl.rollout.gateway.digests import digest_of
 from mcore_rl.rollout.gateway.exchange import RefusedError
 from mcore_rl.rollout.gateway.link import GatewayLink
-from mcore_rl.rollout.gateway.turns import digest_of
 from mcore_rl.types.chat import ToolSchema
 
 MAX_CONTEXTS = 256

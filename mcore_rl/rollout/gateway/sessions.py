@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from mcore_rl.data.chat.messages import message_images
 from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
+from mcore_rl.rollout.gateway.digests import canonical, hashed
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, RefusedError, Reward, choice_of
-from mcore_rl.rollout.gateway.turns import canonical, hashed
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 
 Part = TypeVar("Part")
@@ -90,7 +91,7 @@ class OpenSession:
     """Messages of all requests: each request repeats the conversation, and equal ones are stored once."""
     tools: dict[bytes, Sequence[ToolSchema]] = field(default_factory=dict)
     num_bytes: int = 0
-    """Size of messages and tools as JSON."""
+    """Size of messages and tools as JSON, with the bytes of images."""
     num_open: int = 0
     """Number of unanswered requests."""
     is_taken: bool = False
@@ -106,8 +107,13 @@ class OpenSession:
 
         Raises: RefusedError if the session becomes too large.
         """
-        digests = [self._keep(self.messages, each, each) for each in request.messages]
-        tools = None if request.tools is None else self._keep(self.tools, request.tools, list(request.tools))
+        digests = [
+            self._keep(self.messages, each, canonical(each), sum(map(len, message_images(each))))
+            for each in request.messages
+        ]
+        tools = None
+        if request.tools is not None:
+            tools = self._keep(self.tools, request.tools, canonical(list(request.tools)))
         options = [request.prompt, dict(request.sampling), request.num_choices, request.top_logprobs, request.role]
         digest = hashed(b"".join([*digests, b"|", tools or b"", canonical(options)]))
         messages = [self.messages[each] for each in digests]
@@ -157,14 +163,14 @@ class OpenSession:
         for each in self.open:
             each.settle(error)
 
-    def _keep(self, kept: dict[bytes, Part], part: Part, value: object) -> bytes:
-        """Keep a part unless an equal one is kept, and return its digest. value: the part as JSON."""
-        text = canonical(value)
-        digest = hashed(text)
+    def _keep(self, kept: dict[bytes, Part], part: Part, text: bytes, image_bytes: int = 0) -> bytes:
+        """Keep a part unless an equal one is kept, and return its digest. text: its canonical text. image_bytes: size
+        of its images."""
+        digest, size = hashed(text), len(text) + image_bytes
         if digest not in kept:
-            if self.num_bytes + len(text) > MAX_BYTES:
+            if self.num_bytes + size > MAX_BYTES:
                 raise RefusedError(413, f"the session's messages have more than {MAX_BYTES >> 20} MiB")
-            self.num_bytes += len(text)
+            self.num_bytes += size
             kept[digest] = part
         return digest
 

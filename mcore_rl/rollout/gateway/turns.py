@@ -14,8 +14,6 @@ give calls new ids.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +21,7 @@ import numpy as np
 
 from mcore_rl.data.chat.messages import REASONING_FIELDS, text_of
 from mcore_rl.rollout.episodes.session import Sampled
+from mcore_rl.rollout.gateway.digests import ImageDigests, canonical, digest_of, hashed
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 
 IGNORED = frozenset({"tool_call_id", "id", "refusal", "annotations", "audio", "prefix", *REASONING_FIELDS})
@@ -69,13 +68,14 @@ class TurnTree:
 
     def __init__(self) -> None:
         self._roots: dict[bytes, _Node] = {}
+        self._images = ImageDigests()
 
     def find(self, tools: Sequence[ToolSchema], messages: Sequence[ChatMessage]) -> tuple[Turn, int] | None:
         """Return the last sampled turn with which `messages` begin, and the number of messages up to it; None if they
         begin with no sampled turn. Another set of tools is another conversation, since the prompt shows tools."""
         node, found = self._roots.get(digest_of(list(tools))), None
         for number, message in enumerate(messages, start=1):
-            node = None if node is None else node.following.get(key_of(message))
+            node = None if node is None else node.following.get(key_of(message, self._images))
             if node is None:
                 break
             if turn := _chosen(node.turns, message):
@@ -86,7 +86,7 @@ class TurnTree:
         """Add the turn that answered `messages`."""
         node = self._roots.setdefault(digest_of(list(tools)), _Node())
         for message in (*messages, turn.message):
-            key = key_of(message)
+            key = key_of(message, self._images)
             if key not in node.following:
                 node.following[key] = _Node(node, message)
             node = node.following[key]
@@ -94,10 +94,11 @@ class TurnTree:
         turn.node = node
 
 
-def key_of(message: ChatMessage) -> bytes:
+def key_of(message: ChatMessage, images: ImageDigests) -> bytes:
     """Return a key that is equal for messages that say the same."""
     if message["role"] != "assistant":
-        return digest_of({name: value for name, value in message.items() if name not in IGNORED})
+        said = {name: value for name, value in message.items() if name not in IGNORED}
+        return hashed(canonical(said, images.of))
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
     return digest_of(["assistant", text_of(message).strip(), calls])
 
@@ -124,18 +125,3 @@ def _reasoning(message: Mapping[str, object]) -> str | None:
 
 def _ids(message: ChatMessage) -> list[str | None]:
     return [call.get("id") for call in message.get("tool_calls", ())]
-
-
-def digest_of(value: object) -> bytes:
-    """Return a digest of a JSON value that does not depend on the order of keys."""
-    return hashed(canonical(value))
-
-
-def canonical(value: object) -> bytes:
-    """Return the JSON text of a value, with sorted keys."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str).encode()
-
-
-def hashed(text: bytes) -> bytes:
-    """Return the digest of a canonical text."""
-    return hashlib.blake2b(text, digest_size=16).digest()

@@ -14,6 +14,7 @@ from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, OpenedSession, RefusedError, Reward
 from mcore_rl.rollout.gateway.hub import MAX_OPEN, Hub
+from mcore_rl.rollout.gateway.sessions import OpenSession
 from mcore_rl.types.chat import ChatMessage
 
 TOKEN = "secret"
@@ -269,6 +270,18 @@ def test_a_session_has_a_limited_size(tmp_path: Path, monkeypatch: pytest.Monkey
         more.cancel()
 
     with_site(test, tmp_path)
+
+
+def test_images_count_with_their_bytes_and_are_told_apart() -> None:
+    async def test() -> None:
+        session = OpenSession("a", "", "", ROW, None, None)
+        contents = [[{"type": "image", "image": bytes([n]) * 1000}] for n in (200, 200, 201)]
+        asked = [session.asked(ChatRequest([{"role": "user", "content": content}])) for content in contents]
+        assert asked[0].digest == asked[1].digest != asked[2].digest
+        assert 2000 < session.num_bytes < 2400
+        assert asked[1].request.messages[0] is asked[0].request.messages[0]
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize(

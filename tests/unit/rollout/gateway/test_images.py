@@ -16,6 +16,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes.images import ToolImages
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
+from mcore_rl.rollout.gateway import digests
 from mcore_rl.rollout.gateway.answers import Answers
 from mcore_rl.rollout.gateway.dialects import chat_completions, messages, responses
 from mcore_rl.rollout.gateway.exchange import ChatRequest, RefusedError
@@ -112,6 +113,20 @@ def test_an_edited_history_keeps_its_other_images(play: Play) -> None:
 
     _, outcome = play(client)
     assert [runs_of_placeholders(outcome, number) for number in (0, 1)] == [[3], [5, 3]]
+
+
+def test_each_image_of_a_session_is_hashed_once(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bytes] = []
+    monkeypatch.setattr(digests, "image_digest", lambda image: hashed.append(image) or str(len(image)))
+
+    async def client(answers: Answers) -> None:
+        first = (await ask(answers, shown(SMALL))).choices[0]
+        # A client sends the whole conversation with each request.
+        await ask(answers, shown(bytes(bytearray(SMALL))), said(first), shown(LARGE))
+        assert answers.counts.rewritten == 0
+
+    play(client)
+    assert hashed == [SMALL, LARGE]
 
 
 def test_unreadable_images_are_refused(play: Play) -> None:
