@@ -36,6 +36,13 @@ class ImageReader(Protocol):
     def num_placeholders(self, image: ProcessedImage) -> int: ...
 
 
+class KnownTokens(Protocol):
+    """Tokens of a sequence of the episode."""
+
+    def num_common(self, token_ids: np.ndarray) -> int:
+        """Return the number of leading tokens that `token_ids` have in common with these."""
+
+
 @dataclass(frozen=True)
 class ToolImages:
     """Support for images in answers of tools, equal for all episodes of a run.
@@ -104,10 +111,13 @@ class EpisodeImages:
             images = await asyncio.to_thread(reader.process_images, new, where)
             self._processed |= dict(zip(new, images, strict=True))
 
-    def place(self, before: np.ndarray, ids: list[int], messages: Sequence[ChatMessage]) -> list[int]:
+    def place(
+        self, before: np.ndarray, ids: list[int], messages: Sequence[ChatMessage], *, keep: bool = True
+    ) -> list[int]:
         """Return `ids`, the rendered tokens of `messages`, with the placeholders of their images repeated.
 
-        before: tokens of the sequence that `ids` continue, int32 [S].
+        before: tokens of the sequence that `ids` continue, int32 [S]. keep: note the places of the images, so that
+        `inside` finds them.
 
         Raises: DataError if the template wrote more or fewer placeholders than images, or for an image that was not
         read before.
@@ -123,12 +133,14 @@ class EpisodeImages:
         tokens = expanded(np.array(ids, np.int32), reader.image_token, counts, "a message with images")
         starts = image_starts(tokens, reader.image_token, counts)
         assert starts is not None, "expanded has compared the numbers"
+        if not keep:
+            return tokens.tolist()
         whole = np.concatenate([before, tokens])
         for image, start, count in zip(found, (starts + len(before)).tolist(), counts, strict=True):
             self._add(_PlacedImage(image, whole[: start + count + 1], start))
         return tokens.tolist()
 
-    def inside(self, ids: np.ndarray, known: Iterable[np.ndarray]) -> PromptImages | None:
+    def inside(self, ids: np.ndarray, known: Iterable[KnownTokens]) -> PromptImages | None:
         """Return the images of a sequence; None if it has none.
 
         known: token sequences of the episode, in which placeholders without image are tokens that the policy sampled.
@@ -143,7 +155,10 @@ class EpisodeImages:
             )
         if self._tools.reader is None:
             return self._row_images
-        known_tokens = max(_common(ids, each) for each in (self._row_ids, *known))
+        is_placeholder = ids == self._tools.reader.image_token
+        if not is_placeholder.any():
+            return self._row_images
+        known_tokens = max(_common(ids, self._row_ids), *(each.num_common(ids) for each in known), 0)
         explained = np.arange(len(ids)) < known_tokens
         placed = []
         for each in self._placed:
@@ -155,7 +170,7 @@ class EpisodeImages:
         # Afterwards, because an image of another size may begin at the same place.
         for each in placed:
             explained[each.start : len(each.tokens)] = True
-        if ((ids == self._tools.reader.image_token) & ~explained).any():
+        if (is_placeholder & ~explained).any():
             raise DataError(
                 "session.generate was called with placeholders of an image at another place than where its answer was "
                 "rendered; append the tokens of session.render, or pass those of session.next_prompt, unchanged"

@@ -358,7 +358,7 @@ class Session:
         return GenerationRequest(name, ids, seed, options, tokens_per_version=per_version, images=images)
 
     def _images_in(self, ids: np.ndarray) -> PromptImages | None:
-        return self.images.inside(ids, (sequence.tokens for sequence in self.book.sequences))
+        return self.images.inside(ids, self.book.sequences)
 
     def _history_key(self, ids: np.ndarray, images: PromptImages | None) -> bytes:
         # Other images of equal size have equal tokens.

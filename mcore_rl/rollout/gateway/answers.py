@@ -113,7 +113,8 @@ class Answers:
         """
         try:
             await self.session.images.read_messages(request.messages)
-            return len(self._prompt_ids(request, self.context_of(request.tools))[0])
+            # The prompt is not sampled: its images must not have a place in sequences.
+            return len(self._prompt_ids(request, self.context_of(request.tools), keeps_places=False)[0])
         except DataError as error:
             raise RefusedError(400, str(error)) from error
 
@@ -206,9 +207,11 @@ class Answers:
             stop = self._stop(turn.sampled, given) if isinstance(given, list | tuple) else None
             self._texts[len(whole), _digest(whole)] = turn, stop
 
-    def _prompt_ids(self, request: ChatRequest, context: EpisodeContext) -> tuple[list[int], bool]:
+    def _prompt_ids(
+        self, request: ChatRequest, context: EpisodeContext, *, keeps_places: bool = True
+    ) -> tuple[list[int], bool]:
         """Return the tokens of a request: sampled tokens as they were sampled, and new messages rendered. True if it
-        has a reply that is not recognized."""
+        has a reply that is not recognized. keeps_places: note the places of images, for session.generate."""
         conversation, messages = context.conversation, request.messages
         self._check_length(request)
         if request.prompt is not None:
@@ -221,11 +224,11 @@ class Answers:
                 return self.session.prompt_ids.tolist(), unknown
             trusted = self.session.num_row_messages(messages)
             ids = conversation.history_ids(messages, trusted, continues=not found)
-            return self.session.images.place(NOTHING, ids, messages), unknown
+            return self.session.images.place(NOTHING, ids, messages, keep=keeps_places), unknown
         turn, _ = found
         tokens = turn.token_ids
         ids = conversation.ids_after_turn(_named(new, turn.message), int(tokens[-1]))
-        return tokens.tolist() + self.session.images.place(tokens, ids, new), False
+        return tokens.tolist() + self.session.images.place(tokens, ids, new, keep=keeps_places), False
 
     def _check_length(self, request: ChatRequest) -> None:
         """Refuse texts that are much too long, before they are tokenized on the thread of all episodes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 
 from mcore_rl.errors import DataError
 from mcore_rl.rollout.episodes.builtin import ToolEpisode
-from mcore_rl.rollout.episodes.images import ToolImages
+from mcore_rl.rollout.episodes.images import EpisodeImages, ToolImages
+from mcore_rl.rollout.episodes.sequences import SequenceBook
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.tools.interface import ToolResult
-from mcore_rl.types import ImageSource, ProcessedImage, PromptImages
+from mcore_rl.types import Completion, ImageSource, ProcessedImage, PromptImages
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.conftest import FakeTools, SetUp, Stage
 from tests.unit.rollout.episodes.scripted import call, once
@@ -225,3 +227,19 @@ def test_session_image_that_no_tool_returned_is_an_error(stage: SetUp) -> None:
     on, _ = staged(stage, lambda _: f"said{made.CLOSE}", run)
     (outcome,) = on.play()
     assert "an image that session.call did not return" in str(outcome.error)
+
+
+def test_images_of_a_branch_do_not_copy_other_branches() -> None:
+    book, prompt = SequenceBook(), np.arange(30_000, dtype=np.int32)
+    prompt[20_000] = TOKEN  # as a policy may sample it
+    for number in range(100):
+        ids, one = np.append(prompt, np.int32(number)), np.zeros(1, np.int32)
+        book.add(ids, Completion("x", one, one.astype(np.float32), "stop", one), 1.0)
+    images = EpisodeImages(ToolImages(Reader(), None), prompt[:5], None)
+    tracemalloc.start()
+    assert images.inside(ids, book.sequences) is None
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1e6, "bytes; one sequence has 0.12e6"
+    with pytest.raises(DataError, match="placeholders of an image at another place"):
+        images.inside(ids, ())

@@ -135,6 +135,7 @@ def test_unreadable_images_are_refused(play: Play) -> None:
             await ask(answers, shown(b"no image"))
         assert caught.value.status == 400
         assert await answers.count(ChatRequest([shown(SMALL)])) > 3
+        assert not answers.session.images._placed, "a counted prompt is not sampled"
         await ask(answers, user("without"))
 
     play(client)
