@@ -49,7 +49,14 @@ class GatewayEpisode:
                 # Most programs fail when a request is refused; the limit ends the episode as it ends others.
                 raise EpisodeLimitError(limit, end.error)
             raise DataError(end.error)
-        return self._result(answers, _metrics(end.extra))
+        result = self._result(answers, _metrics(end.extra))
+        if not answers.turns and (missed := answers.counts.missed):
+            raise DataError(
+                f"its program received no reply, so there is nothing to train on: it closed the connections of all "
+                f"{missed} replies before they were sent (gateway_missed={missed}); its client may have a time limit "
+                "that is too short"
+            )
+        return result
 
     def context_of(self, session: Session) -> ContextOf:
         """Return the function that gives the context for the tools of a session's request."""

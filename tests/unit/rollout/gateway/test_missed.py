@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.answers import Answers
+from mcore_rl.rollout.gateway.episode import GatewayEpisode
 from mcore_rl.rollout.gateway.exchange import ChatReply, HarnessEnd, RefusedError, Reward
-from tests.unit.rollout.episodes.conftest import QUESTION
+from mcore_rl.rollout.gateway.link import GatewayLink
+from tests.unit.rollout.episodes.conftest import QUESTION, SetUp
 from tests.unit.rollout.gateway.scripted import KEY, ScriptedSessions
 from tests.unit.rollout.gateway.test_answers import Play, ask, counts_up, played, said, user
 from tests.unit.rollout.gateway.test_hub import ROW, Engine, Site, request, with_site
@@ -195,6 +200,21 @@ def test_missed_replies_are_not_trained(played: Play) -> None:
     assert done.outcome.turns == 3
     assert done.outcome.text == "reply 0\nreply 0\nreply 1"
     assert [message["content"] for message in done.outcome.messages or ()] == ["q", "reply 0", "and?", "reply 1"]
+
+
+def test_an_episode_without_a_received_reply_names_the_cause(stage: SetUp) -> None:
+    class Link:
+        @contextlib.asynccontextmanager
+        async def session(self, name: str, row: object, answers: Answers) -> AsyncIterator[asyncio.Future[HarnessEnd]]:
+            reply = await ask(answers, *QUESTION)
+            answers.mark(reply.id, is_seen=False)
+            end = asyncio.get_running_loop().create_future()
+            end.set_result(HarnessEnd())
+            yield end
+
+    (outcome,) = stage(counts_up, GatewayEpisode(RolloutConfig(), cast(GatewayLink, Link()))).play()
+    assert outcome.error is not None
+    assert "gateway_missed=1" in outcome.error
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
