@@ -1,4 +1,4 @@
-"""A thousand programs at a time on one gateway and one engine."""
+"""A hundred programs at a time on one gateway and one engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_rl.rollout.gateway.server import GatewayServer
 from tests.unit.rollout.episodes.conftest import SetUp
 from tests.unit.rollout.gateway.test_answers import counts_up
 
-SESSIONS, CONNECTIONS = 1000, 64
+SESSIONS, CONNECTIONS = 100, 64
 
 
 class Programs:
@@ -54,8 +54,8 @@ class Programs:
         await client.delete(base, headers={"Authorization": f"Bearer {session['owner_key']}"})
 
 
-@pytest.mark.on_demand  # 15 s; the benchmark `gateway` measures time and memory
-def test_a_thousand_sessions_are_open_at_the_same_time(stage: SetUp) -> None:
+@pytest.mark.on_demand  # 8 s; the benchmark `gateway` measures time and memory with 1,000 sessions
+def test_a_hundred_sessions_are_open_at_the_same_time(stage: SetUp) -> None:
     keys: dict[str, Any] = {"max_concurrent_episodes": SESSIONS, "max_turns": 2}
     episode = GatewayEpisode(RolloutConfig(**keys))
     set_up = stage(counts_up, episode, **keys)
