@@ -18,8 +18,9 @@ from model_converters.mapping.placement import Piece, TensorPlan, local_shape, s
 from model_converters.mapping.table import BoundRow, exported_parts
 from model_converters.mapping.transforms import Shape
 
-# Keys of trainer state next to the model's weights (megatron-core 0.16.1; `reference` is written by mcore-rl).
-_TRAINER_STATE = re.compile(r"((chained_\d+\.)?optimizer|reference)\.")
+# Keys of trainer state next to the model's weights. megatron-core 0.16.1 writes the optimizer's; mcore-rl writes
+# `reference.`, and `average.N.` for each average of teacher.moving_average.
+_TRAINER_STATE = re.compile(r"((chained_\d+\.)?optimizer|reference|average\.\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)

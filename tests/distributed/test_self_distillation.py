@@ -7,6 +7,7 @@ One launch per number of ranks runs all its cases.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -274,6 +275,7 @@ def _others(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]
     found["gaps"].append(gap())
     path = f"{directories['checkpoints']} {rank}"
     save_checkpoint(path, actor)
+    found["saved"] = path, policy_batch.hf_pieces(actor, actor.tensors())
     config = policy_batch.config(directories["dense"], *case[1:])
     try:
         load_checkpoint(path, policy_batch.build_actor(config))
@@ -308,3 +310,12 @@ def test_moving_average_of_adapters_is_of_merged_weights(others: dict[str, Any])
 
 def test_checkpoint_with_an_average_needs_the_same_teacher(others: dict[str, Any]) -> None:
     assert "contains 1 moving averages of the policy's weights, and this run has 0" in others["refusal"]
+
+
+def test_checkpoint_with_an_average_converts_to_the_policy(others: dict[str, Any]) -> None:
+    from model_converters.dcp.convert import open_saved
+
+    path, pieces = others["saved"]
+    converted, policy = open_saved(Path(path)), policy_batch.assemble([pieces])
+    assert converted.shapes.keys() == policy.keys()
+    assert all(torch.equal(converted.read(name).double(), tensor) for name, tensor in policy.items())
