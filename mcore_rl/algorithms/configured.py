@@ -57,10 +57,15 @@ def configured_losses(algorithm: AlgorithmConfig) -> list[PolicyLoss]:
     inputs.
 
     Raises: ConfigError for an unknown loss or option, for a loss that needs an unavailable input, for a correction that
-    a loss does not support, or for algorithm.old_logp=rollout without use. It names the source, if it is of one.
+    a loss does not support, for keys that require_samples rejects, or for algorithm.old_logp=rollout without use. It
+    names the source, if it is of one.
     """
     default, *others = algorithm.loss_settings
     losses = [_checked_loss(default)]
+    if algorithm.per_source:
+        require_samples("algorithm.per_source", algorithm, losses[0])
+    if algorithm.baseline != "prompt":
+        require_samples(f"algorithm.baseline={algorithm.baseline}", algorithm, losses[0])
     for source, settings in zip(algorithm.loss_sources, others, strict=True):
         try:
             losses.append(_checked_loss(settings))
@@ -76,6 +81,18 @@ def configured_losses(algorithm: AlgorithmConfig) -> list[PolicyLoss]:
     if algorithm.old_logp == "rollout":
         _check_old_policy(algorithm, losses)
     return losses
+
+
+def require_samples(key: str, algorithm: AlgorithmConfig, loss: PolicyLoss) -> None:
+    """Require that `loss`, the default one, is of sampled responses. `key`, with its value, has no effect otherwise.
+
+    Raises: ConfigError for a loss without advantages, which trains on texts of the data set.
+    """
+    if not loss.needs.advantages:
+        raise ConfigError(
+            f"{key} has no effect: algorithm.policy_loss.name={algorithm.policy_loss.name} has no advantages and so "
+            "samples no responses; add Needs(advantages=True) to its attribute needs, or remove the key"
+        )
 
 
 def _checked_loss(algorithm: AlgorithmConfig) -> PolicyLoss:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mcore_rl.algorithms import Estimator
+from mcore_rl.algorithms.configured import configured_loss, require_samples
 from mcore_rl.config.models import OTHERS, TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks, replaces_rewards, server_key, uses_teacher
@@ -34,13 +35,15 @@ SHOWN_CHARACTERS = 60
 
 
 def check_teacher(config: Config, policy: ResolvedModel, estimator: Estimator) -> None:
-    """Check layouts, sizes and weights of the run's teachers, if it has any. Reads headers of weight files.
+    """Check layouts, sizes, weights and losses of the run's teachers, if it has any. Reads headers of weight files.
 
     Raises: ConfigError.
     """
     teacher, advantage = config.teacher, config.algorithm.advantage
     if not uses_teacher(teacher):
         return
+    if teacher.by_source:
+        require_samples("teacher.by_source", config.algorithm, configured_loss(config.algorithm))
     if replaces_rewards(teacher) and estimator.needs.values:
         raise ConfigError(
             f"teacher.alone=true drops the advantages of algorithm.advantage={advantage}, whose critic would be "

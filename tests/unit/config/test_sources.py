@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mcore_rl.algorithms.configured import configured_losses
@@ -16,6 +18,7 @@ from mcore_rl.config.algorithm import (
 from mcore_rl.config.load import as_yaml, load_config, load_text
 from mcore_rl.config.rules.validation import validate
 from mcore_rl.errors import ConfigError
+from tests.unit.user_losses import write_text_loss
 
 
 @pytest.mark.parametrize(
@@ -116,3 +119,20 @@ def test_loss_settings_inherit_what_an_entry_does_not_set(base: str) -> None:
     assert config.algorithm.loss_sources == ["b", "c"]
     assert (of_b.policy_loss, of_b.kl, of_b.entropy_coefficient) == (default.policy_loss, KLConfig(0.2), 0.3)
     assert (of_c.policy_loss.name, of_c.policy_loss.clip_low, of_c.kl) == ("gspo", None, default.kl)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"per_source": own(name="ppo_clip")}, "algorithm.per_source"),
+        ({"baseline": "role"}, "algorithm.baseline=role"),
+        ({"baseline": "source"}, "algorithm.baseline=source"),
+    ],
+)
+def test_default_loss_on_texts_is_rejected_with_keys_of_samples(
+    settings: dict[str, object], key: str, tmp_path: Path
+) -> None:
+    default = PolicyLossConfig(name=write_text_loss(tmp_path))
+    configured_losses(AlgorithmConfig(policy_loss=default))
+    with pytest.raises(ConfigError, match=rf"^{key} has no effect: .*:likelihood has no advantages .*; add Needs\("):
+        configured_losses(AlgorithmConfig(policy_loss=default, **settings))  # type: ignore[arg-type]  # by name

@@ -27,6 +27,7 @@ from mcore_rl.types import Prompt, TokenScores, TokenSequence
 from model_converters.dcp.convert import to_mcore
 from model_converters.hf.side_files import HF_FOLDER
 from model_converters.mapping.layout import TrainLayout
+from tests.unit.user_losses import write_text_loss
 
 
 def write_config(directory: Path, kind: str, **changes: Any) -> str:
@@ -253,6 +254,17 @@ def test_check_teacher_on_engines_reads_its_configuration(
         check_teacher(config, policy, estimator("grpo"))
         return
     with pytest.raises(ConfigError, match=message):
+        check_teacher(config, policy, estimator("grpo"))
+
+
+def test_check_teacher_by_source_requires_sampled_responses(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "qwen3", "qwen3", 1, {})
+    config.rollout = RolloutConfig(max_prompt_tokens=32, max_response_tokens=32)
+    config.teacher = TeacherConfig(in_advantage=1.0, by_source=[TeacherSourceConfig("a", moving_average=0.5)])
+    policy = policy_of(config)
+    check_teacher(config, policy, estimator("grpo"))
+    config.algorithm.policy_loss.name = write_text_loss(tmp_path)
+    with pytest.raises(ConfigError, match=r"^teacher\.by_source has no effect: .*:likelihood has no advantages"):
         check_teacher(config, policy, estimator("grpo"))
 
 
