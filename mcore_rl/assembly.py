@@ -296,7 +296,7 @@ class _Site:
         measured = [part.take_metrics() for part in parts if part is not None]
         overlong = self.config.reward.punishes_overlong
         unpunished = self.config.rollout.max_response_tokens - self.config.reward.overlong.buffer_tokens
-        found = describe(groups, unpunished_tokens=unpunished if overlong else None)
+        found = describe(groups, unpunished if overlong else None, self.config.algorithm.baseline)
         return found | {name: metric for metrics in measured for name, metric in metrics.items()}
 
     def supervised(self) -> SupervisedRun:

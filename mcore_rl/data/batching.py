@@ -127,7 +127,22 @@ def one_row_per_episode(scalars: RolloutScalars) -> RolloutScalars:
     if scalars.episodes is None:
         return scalars
     # The number of an episode is the index of its first response.
-    rows = np.flatnonzero(scalars.episodes == np.arange(len(scalars.episodes)))
+    return _rows_of_episodes(scalars, np.flatnonzero(scalars.episodes == np.arange(len(scalars.episodes))))
+
+
+def one_row_per_role(scalars: RolloutScalars) -> RolloutScalars:
+    """Keep only the first response of each role of each episode, with the reward of the role: without the rewards of
+    turns of other roles. Responses of episodes without roles have the role ""."""
+    if scalars.roles is None or scalars.other_rewards is None or scalars.episodes is None:
+        return one_row_per_episode(scalars)
+    numbers = np.unique(scalars.roles, return_inverse=True)[1]
+    _, first = np.unique(scalars.episodes * len(scalars.roles) + numbers, return_index=True)
+    own = replace(scalars, rewards=scalars.rewards - scalars.other_rewards)
+    return _rows_of_episodes(own, np.sort(first))
+
+
+def _rows_of_episodes(scalars: RolloutScalars, rows: np.ndarray) -> RolloutScalars:
+    """Select one row of each episode or role. Shapes: int64 [E]."""
     place = {row: index for index, row in enumerate(rows.tolist())}
     changed: dict[str, Any] = {"errors": tuple((place[row], error) for row, error in scalars.errors if row in place)}
     for each in fields(RolloutScalars):

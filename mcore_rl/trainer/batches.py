@@ -23,6 +23,7 @@ from mcore_rl.data.batching import (
     build_batch,
     gather,
     one_row_per_episode,
+    one_row_per_role,
     rank_balance,
 )
 from mcore_rl.data.packing import TOKENS, SequenceCost
@@ -31,9 +32,9 @@ from mcore_rl.trainer.diagnostics import (
     column,
     describe_advantages,
     describe_columns,
-    describe_equality,
     describe_groups,
     describe_lengths,
+    describe_signal,
 )
 from mcore_rl.trainer.sources import SourceRules, Sources, teacher_numbers
 from mcore_rl.types import Batch, Groups, Max, Mean, Metric, RolloutScalars, Total
@@ -249,12 +250,16 @@ def response_weights(algorithm: AlgorithmConfig, longest: int) -> LossWeights:
     return partial(loss_weights, mode)
 
 
-def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[str, Metric]:
+def describe(groups: Groups, unpunished_tokens: int | None = None, baseline: str = "prompt") -> dict[str, Metric]:
     """Compute the metrics of all generated responses, trained or not. Rewards and similar metrics count each episode
-    once."""
+    once. unpunished_tokens: see describe_signal; baseline: algorithm.baseline."""
     responses = sum(len(s.rewards) for s in groups.scalars)
     tokens = column(groups.scalars, "response_tokens")
     episodes = [one_row_per_episode(s) for s in groups.scalars]
+    if baseline == "role":
+        compared = [one_row_per_role(s) for s in groups.scalars]
+    else:
+        compared = [replace(each, roles=None) for each in episodes]
     return {
         "reward/mean": _mean(episodes, "rewards"),
         "reward/accuracy": _mean(episodes, "accuracies"),
@@ -271,7 +276,7 @@ def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[st
         **describe_columns([each.episode_metrics for each in episodes]),
         **({"reward/greedy": _mean(groups.greedy, "rewards")} if groups.greedy else {}),
         **describe_groups(episodes),
-        **describe_equality(episodes, unpunished_tokens),
+        **describe_signal(compared, unpunished_tokens),
         **describe_lengths(groups.scalars),
     }
 

@@ -16,7 +16,8 @@ SOLVED = 0.5
 
 
 def describe_groups(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
-    """Compute metrics of the solve rates (fraction of right responses) and rewards of all generated groups.
+    """Compute metrics of the solve rates (fraction of right responses) and rewards of all generated groups. scalars:
+    one row per episode.
 
     groups/solve_rate_std is the standard deviation of the solve rate over groups. If it is near 0.5 and
     solved_all + solved_none is near 1, prompts are either too easy or too hard, and few groups have a training signal.
@@ -24,25 +25,42 @@ def describe_groups(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     ids = column(scalars, "group_ids")
     if not len(ids):
         return {}
-    _, first, group = np.unique(ids, return_index=True, return_inverse=True)
+    group = np.unique(ids, return_inverse=True)[1]
     right = np.bincount(group, column(scalars, "accuracies") > SOLVED) / np.bincount(group)
     rewards = column(scalars, "rewards")
     return {
         "groups/solved_all": fraction(right == 1),
         "groups/solved_none": fraction(right == 0),
         "groups/solve_rate_std": Mean(float(right.std()), 1),
-        "groups/without_signal": fraction(~groups_with_variance(rewards, ids)[first]),
         "reward/std": Mean(float(rewards.std(dtype=np.float64)), 1),
     }
 
 
-def describe_equality(scalars: Sequence[RolloutScalars], unpunished_tokens: int | None) -> dict[str, Metric]:
-    """Return 1 if all responses of the step have the same reward, else 0; empty for fewer than two responses. Responses
-    longer than `unpunished_tokens` are ignored, since their length changes their rewards; None: all count."""
-    rewards = column(scalars, "rewards")
-    if unpunished_tokens is not None and len(rewards):
-        rewards = rewards[column(scalars, "response_tokens") <= unpunished_tokens]
-    return {"groups/all_equal": Max(float((rewards == rewards[0]).all()))} if len(rewards) > 1 else {}
+def describe_signal(scalars: Sequence[RolloutScalars], unpunished_tokens: int | None) -> dict[str, Metric]:
+    """Compute the fraction of groups without a signal, and whether all responses of the step have the same reward.
+
+    scalars: the responses whose rewards algorithm.baseline compares, one row per episode or per role of an episode.
+    Rewards of one role are compared with each other only. groups/all_equal is 1 or 0, and omitted for fewer than two
+    responses. It ignores responses longer than `unpunished_tokens`, since their length changes their rewards; None: all
+    count.
+    """
+    rewards, ids = column(scalars, "rewards"), column(scalars, "group_ids")
+    if not len(ids):
+        return {}
+    roles = np.unique(np.concatenate([_roles(part) for part in scalars]), return_inverse=True)[1]
+    group = np.unique(ids, return_inverse=True)[1]
+    varies = groups_with_variance(rewards, group * (roles.max() + 1) + roles)
+    metrics: dict[str, Metric] = {"groups/without_signal": fraction(np.bincount(group, varies) == 0)}
+    if unpunished_tokens is not None:
+        counted = column(scalars, "response_tokens") <= unpunished_tokens
+        rewards, roles = rewards[counted], roles[counted]
+    if len(rewards) > 1:
+        metrics["groups/all_equal"] = Max(float(not groups_with_variance(rewards, roles).any()))
+    return metrics
+
+
+def _roles(scalars: RolloutScalars) -> np.ndarray:
+    return np.full(len(scalars.rewards), "") if scalars.roles is None else scalars.roles
 
 
 def describe_lengths(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:

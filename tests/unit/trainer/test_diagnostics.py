@@ -7,14 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mcore_rl.trainer.batches import describe
 from mcore_rl.trainer.diagnostics import (
     describe_advantages,
     describe_columns,
-    describe_equality,
     describe_groups,
     describe_lengths,
+    describe_signal,
 )
-from mcore_rl.types import Max, Mean, RolloutScalars
+from mcore_rl.types import Groups, Max, Mean, RolloutScalars
 from tests.unit.rollouts import scalars_of
 
 # Four groups of two in two rollout calls, ids unsorted: both right, one right, none right, none right.
@@ -36,9 +37,31 @@ def test_describe_groups_computes_solve_rates() -> None:
     found = {name: metric.value for name, metric in describe_groups(scalars()).items()}
     assert found["groups/solved_all"] == 1 / 4
     assert found["groups/solved_none"] == 2 / 4
-    # Groups 7 and 5 have equal rewards; group 4 has no right answer, but different rewards.
-    assert found["groups/without_signal"] == 2 / 4
     assert found["groups/solve_rate_std"] == pytest.approx(np.std([1, 0.5, 0, 0]))
+
+
+def test_describe_signal_counts_groups_with_equal_rewards() -> None:
+    # Groups 7 and 5 have equal rewards; group 4 has no right answer, but different rewards.
+    assert describe_signal(scalars(), None)["groups/without_signal"] == Mean(2.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("others", "silent", "equal"),
+    [
+        ([-1, 1, 1, -1, 1, 1, -1, -1], 0.0, 0.0),  # solvers 1 and -1, critics the opposite
+        ([-1, 1, 1, -1, -1, 1, -1, 1], 1.0, 0.0),  # group 6: solvers 1 and 1, critics -1 and -1
+        ([-1, 1, -1, 1, -1, 1, -1, 1], 2.0, 1.0),
+    ],
+)
+def test_describe_signal_compares_rewards_of_one_role(others: list[float], silent: float, equal: float) -> None:
+    """Groups 5 and 6 have two episodes of a solver and a critic each; the reward of every episode is 0."""
+    roles, episodes = np.array(["solver", "critic"] * 4), np.array([0, 0, 2, 2, 4, 4, 6, 6])
+    columns = {"roles": roles, "episodes": episodes, "other_rewards": np.array(others, np.float32)}
+    groups = Groups((), (scalars_of([5, 5, 5, 5, 6, 6, 6, 6], 4, **columns),), (np.arange(8),))
+    found = describe(groups, baseline="role")
+    assert (found["groups/without_signal"], found["groups/all_equal"]) == (Mean(silent, 2), Max(equal))
+    found = describe(groups)
+    assert (found["groups/without_signal"], found["groups/all_equal"]) == (Mean(2.0, 2), Max(1.0))
 
 
 def test_describe_lengths_of_right_and_wrong_answers() -> None:
@@ -83,12 +106,13 @@ def test_describe_advantages_computes_all_metrics() -> None:
         ([[0, 0, 0, 0], [-0.1, -0.2, -0.9, -0.9]], None, 0.0),
     ],
 )
-def test_describe_equality_equal_rewards_give_one(
+def test_describe_signal_of_equal_rewards_is_one(
     rewards: list[list[float]], unpunished: int | None, wanted: float
 ) -> None:
     parts = [replace(part, rewards=np.float32(own)) for part, own in zip(scalars(), rewards, strict=True)]
-    assert describe_equality(parts, unpunished) == {"groups/all_equal": Max(wanted)}
+    assert describe_signal(parts, unpunished)["groups/all_equal"] == Max(wanted)
 
 
-def test_describe_equality_one_response_gives_nothing() -> None:
-    assert describe_equality([], None) == describe_equality(scalars(), 10) == {}
+def test_describe_signal_of_one_response_is_not_compared() -> None:
+    assert describe_signal([], None) == {}
+    assert "groups/all_equal" not in describe_signal(scalars(), 10)
