@@ -16,7 +16,7 @@ from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.chat.messages import chat_messages
 from mcore_rl.data.files import read_rows
 from mcore_rl.data.json_text import parse_json, to_plain
-from mcore_rl.data.sources.hints import hint_column, hint_of, hinted_messages
+from mcore_rl.data.sources.hints import hint_column, hinted_messages, read_hint
 from mcore_rl.data.sources.paths import Names, find_files, format_files
 from mcore_rl.data.sources.row_options import SELECTION, TOOLS, RowTools, check_sampling, check_turns
 from mcore_rl.data.templates import with_system
@@ -143,7 +143,7 @@ class Columns:
         Raises: DataError.
         """
         where, struct_nulls = f"{self.key}: {place}", self._struct_nulls
-        hint = hint_of(row, self.data_config, where)
+        hint = read_hint(row, self.data_config, where)
         if isinstance(hint, str) and MESSAGES_AS_TEXT.match(hint):
             hint, struct_nulls = messages_of_text(hint, f"{where}: the hint"), False
         return hinted_messages(hint, prompt.messages, self.data_config, where, struct_nulls=struct_nulls)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -41,11 +41,11 @@ class PromptSet:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of a prompt set with {len(self)} rows")
         token_ids = self.tokens[self.offsets[row] : self.offsets[row + 1]]
+        hint_ids = None
+        if self.hint_tokens is not None and self.hint_offsets is not None:
+            hint_ids = self.hint_tokens[self.hint_offsets[row] : self.hint_offsets[row + 1]]
         # Positional arguments: a curriculum may read a million rows, and keywords take 30 % longer.
-        prompt = Prompt(int(row), token_ids, *map(itemgetter(row), self.columns.values()))
-        if self.hint_tokens is None or self.hint_offsets is None:
-            return prompt
-        return replace(prompt, hint_ids=self.hint_tokens[self.hint_offsets[row] : self.hint_offsets[row + 1]])
+        return Prompt(int(row), token_ids, *(*map(itemgetter(row), self.columns.values()), hint_ids))
 
     @property
     def has_images(self) -> bool:

@@ -94,6 +94,8 @@ def check_hints(config: Config) -> None:
         raise ConfigError(
             f"data.hint_template has no {missing[0]}; put it where the {missing[0].strip('{}')} of a row goes"
         )
+    if (count := data.hint_template.count("{prompt}")) > 1:
+        raise ConfigError(f"data.hint_template has {count} times {{prompt}}, and the prompt is put in once; leave one")
     if data.long_prompts != "drop":
         raise ConfigError(
             f"data.long_prompts={data.long_prompts} would shorten the policy's prompt and not the prompt with the hint "
@@ -277,7 +279,11 @@ def _check_alone(algorithm: AlgorithmConfig) -> None:
             f"algorithm.advantage={OF_TOKENS}",
             "set it to an estimator without a pass, such as grpo",
         ),
-        (bool(sources), f"algorithm.per_source, {', '.join(sources)}: advantage", "leave only source and weight"),
+        (
+            bool(sources),
+            f"algorithm.per_source, {', '.join(sources)}: advantage",
+            "remove it and its options; source, weight and the keys of the loss may stay",
+        ),
         (algorithm.baseline != "prompt", f"algorithm.baseline={algorithm.baseline}", "set it to prompt"),
     ):
         if given:

@@ -36,7 +36,10 @@ def hinted_messages(
 
     Raises: DataError for a hint of another type, or for a text without a user message.
     """
-    if hint is None or hint in ("", [], ()) or hint != hint:  # NaN differs from itself
+    if isinstance(hint, str):
+        # A template around blanks would change the teacher's prompt and tell it nothing.
+        hint = hint if hint.strip() else None
+    if hint is None or hint in ([], ()) or hint != hint:  # NaN differs from itself
         return []
     where = f"{where}: hint {data_config.hint_key!r}"
     if isinstance(hint, list | tuple):
@@ -58,7 +61,7 @@ def hinted_messages(
     return [*messages[: places[-1]], {**last, "content": text}, *messages[places[-1] + 1 :]]
 
 
-def hint_of(row: Mapping[str, object], data_config: DataConfig, where: str) -> object:
+def read_hint(row: Mapping[str, object], data_config: DataConfig, where: str) -> object:
     """Return the value of data.hint_key: a column, or a field such as extra_info.solution; None if the row lacks it.
 
     Raises: DataError for a column with fields that is damaged JSON text.

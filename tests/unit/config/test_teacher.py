@@ -126,6 +126,10 @@ ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
             r"^data\.hint_template has no \{hint\}; put it where the hint of a row goes",
         ),
         (
+            [*AVERAGE, "data.hint_key=answer", "data.hint_template='{prompt} {hint} {prompt}'"],
+            r"^data\.hint_template has 2 times \{prompt\}, .*; leave one",
+        ),
+        (
             [*AVERAGE, "data.hint_key=answer", "data.long_prompts=truncate_left"],
             r"^data\.long_prompts=truncate_left would shorten .*set it to drop",
         ),

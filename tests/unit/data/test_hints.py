@@ -63,6 +63,10 @@ def test_hint_of_a_field_may_be_absent(texts: Any) -> None:
     assert found[0].startswith("<system>be terse</system><user>")
 
 
+def test_hint_of_blanks_is_no_hint(texts: Any) -> None:
+    assert texts("answer", [ROWS[0] | {"answer": " \n\t"}, ROWS[1]])[0][0] == ""
+
+
 def test_hint_messages_replace_the_prompt(texts: Any) -> None:
     assert texts("extra_info.told")[0] == ["<system>s</system><user>told</user><assistant>", ""]
 
