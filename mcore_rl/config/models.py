@@ -393,3 +393,9 @@ class TeacherConfig:
         choices = (self.hf_path, self.checkpoint, self.moving_average, self.url)
         named = any(value is not None for value in choices)
         return ([others] if named else []) + self.by_source
+
+    @property
+    def models(self) -> list[int]:
+        """Number of the entry whose model each entry uses: averages of equal rate are one model, of the first."""
+        rates = [entry.moving_average for entry in self.entries]
+        return [number if rate is None else rates.index(rate) for number, rate in enumerate(rates)]

@@ -147,7 +147,8 @@ def colocated_ranks(config: Config, policy: ResolvedModel, *, cuda: bool) -> Col
     teacher: tuple[ColocatedRank, ...] = ()
     teacher_engines = None
     if is_on_ranks(config.teacher):
-        specs = [(resolved_teacher(config.teacher, entry, policy), entry.averages) for entry in config.teacher.entries]
+        built = [config.teacher.entries[number] for number in dict.fromkeys(config.teacher.models)]
+        specs = [(resolved_teacher(config.teacher, entry, policy), entry.averages) for entry in built]
         teacher = _take_turns([teacher_ranks(config, spec, averages=averages, cuda=cuda) for spec, averages in specs])
     elif is_on_engines(config.teacher):
         teacher_engines = _widest(

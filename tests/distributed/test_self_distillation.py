@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
 from mcore_rl.data.trajectories import hint_arrays
 from mcore_rl.types import TrajectoryBuffers, merge_metrics
 from tests.distributed import policy_batch
@@ -43,6 +44,8 @@ CASES: dict[int, dict[str, Case]] = {
 }
 SAMPLES = policy_batch.UPDATES[0]
 RATE = 0.75
+SHARED = {"a": 0.5, "b": 0.25, "c": 0.5}
+"""Rates of averages by source."""
 LIVES: dict[str, Case] = {
     "tp2": ("dense", {"tp": 2}, SMALL),
     "sharded": ("dense", {"shard_parameters": True}, SMALL),
@@ -289,6 +292,11 @@ def _others(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]
     found["adapted"] = max(
         float((averages[name] - RATE * before[name] - (1 - RATE) * value).abs().max()) for name, value in after.items()
     )
+    config.teacher = TeacherConfig(
+        in_advantage=1.0, by_source=[TeacherSourceConfig(name, moving_average=rate) for name, rate in SHARED.items()]
+    )
+    teachers = policy_batch.build_actor(config)
+    found["numbers"] = [teachers.teachers.index(each) for each in teachers.teachers], list(teachers.averages)
     found["changed"] = max(float((after[name] - before[name]).abs().max()) for name in after)
     return found
 
@@ -306,6 +314,10 @@ def test_moving_average_of_rate_0_is_the_current_policy(others: dict[str, Any]) 
 def test_moving_average_of_adapters_is_of_merged_weights(others: dict[str, Any]) -> None:
     assert others["adapted"] <= 1e-6
     assert others["changed"] > 1e-3
+
+
+def test_sources_with_the_same_rate_share_an_average(others: dict[str, Any]) -> None:
+    assert others["numbers"] == ([0, 1, 0], [0, 1])
 
 
 def test_checkpoint_with_an_average_needs_the_same_teacher(others: dict[str, Any]) -> None:

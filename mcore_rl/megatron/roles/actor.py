@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.algorithms.passes import passes_over_later_updates
-from mcore_rl.config.models import TeacherSourceConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import base_is_reference, has_reference, uses_lora
 from mcore_rl.config.rules.objective import trains_scores
@@ -26,7 +25,7 @@ from mcore_rl.megatron.model.loading import fill_value_model, load_hf
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.value_model import ValueModel, train_head
 from mcore_rl.megatron.optim.optimizer import updates_of_run
-from mcore_rl.megatron.roles.moving_average import MovingAverage
+from mcore_rl.megatron.roles.moving_average import build_teachers, numbered_averages
 from mcore_rl.megatron.roles.rank_model import join_and_build
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.roles.teacher import FrozenTeacher, hinted_samples, served_outputs
@@ -127,14 +126,8 @@ class MegatronActor(WholeUpdates):
                 self.saved_reference = self.reference if self.reference.is_saved else None
         self.teachers: list[FrozenTeacher] = []
         if is_on_ranks(config.teacher):
-            self.teachers = [self._teacher(entry, spec) for entry in config.teacher.entries]
-        self.averages = {n: each for n, each in enumerate(self.teachers) if isinstance(each, MovingAverage)}
-
-    def _teacher(self, entry: TeacherSourceConfig, spec: ResolvedModel) -> FrozenTeacher:
-        section, gpus = self.config.teacher, self.config.cluster.gpus_per_node
-        if entry.averages:
-            return MovingAverage(section, entry, spec, self.objective, self.tensors(), gpus_per_node=gpus)
-        return FrozenTeacher(section, entry, spec, self.objective, gpus_per_node=gpus)
+            self.teachers = build_teachers(config, spec, self.objective, self.tensors)
+        self.averages = numbered_averages(self.teachers)
 
     def update_averages(self) -> None:
         """Average the policy's current weights into the teachers of teacher.moving_average, once per step. Call

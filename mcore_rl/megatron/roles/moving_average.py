@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
+from mcore_rl.config.schema import Config
 from mcore_rl.megatron.model.names import stored_tensors
 from mcore_rl.megatron.roles.teacher import FrozenTeacher
 from mcore_rl.megatron.step.objective import Objective
@@ -83,6 +84,31 @@ class MovingAverage(FrozenTeacher):
                 # Not lerp_ for rate 0: memory that was never written may contain NaN.
                 average.lerp_(policy.to(average), 1 - rate) if rate else average.copy_(policy)
         self.restored()
+
+
+def build_teachers(
+    config: Config, policy: ResolvedModel, objective: Objective, weights: Callable[[], Mapping[str, torch.Tensor]]
+) -> list[FrozenTeacher]:
+    """Build the teacher of each entry of TeacherConfig.entries on this rank; entries whose averages have the same rate
+    share one. weights: the policy's, see MovingAverage.
+
+    Collective: over all ranks.
+    """
+    section, gpus, found = config.teacher, config.cluster.gpus_per_node, list[FrozenTeacher]()
+    for number, (entry, model) in enumerate(zip(section.entries, section.models, strict=True)):
+        if model < number:
+            found.append(found[model])
+        elif entry.averages:
+            found.append(MovingAverage(section, entry, policy, objective, weights(), gpus_per_node=gpus))
+        else:
+            found.append(FrozenTeacher(section, entry, policy, objective, gpus_per_node=gpus))
+    return found
+
+
+def numbered_averages(teachers: Sequence[FrozenTeacher]) -> dict[int, MovingAverage]:
+    """Return the averages among the teachers by number; one that entries share has the number of the first."""
+    first = {id(each): n for n, each in reversed(list(enumerate(teachers)))}
+    return {n: each for n, each in enumerate(teachers) if isinstance(each, MovingAverage) and first[id(each)] == n}
 
 
 def _view_like(part: torch.Tensor, stored: torch.Tensor, master: torch.Tensor) -> torch.Tensor:

@@ -73,14 +73,14 @@ class FrozenTeacher(FrozenModel):
         """
         hinted = any(chunk.hint_tokens is not None for chunk in chunks)
         self._places = self._policy_places(share, chunks) if hinted and self.context.size > 1 else {}
-        batches = self.microbatches(*after_hints_of(share, chunks)) if hinted else self.microbatches(share, chunks)
+        batches = self.microbatches(*replace_prompts(share, chunks)) if hinted else self.microbatches(share, chunks)
         found = self.infer(batches, self._host_fields)
         bad = [sample for _, _, samples in found for sample in samples]
         require_finite(describe_samples("output of the teacher", bad, share), self.device)
         self.memory.offload()
         names = dict.fromkeys(name for _, fields, _ in found for name in fields)
         columns = {
-            name: {s: part for batch, fields, _ in found for s, part in self._of_samples(batch, fields[name])}
+            name: {s: part for batch, fields, _ in found for s, part in self._split_by_sample(batch, fields[name])}
             for name in names
         }
         return TeacherOutputs(
@@ -98,7 +98,7 @@ class FrozenTeacher(FrozenModel):
         alone = replace(self.packing, group=None, device="cpu")
         return trained_places(build_microbatches(share, chunks, alone), self.context)
 
-    def _of_samples(self, batch: MicroBatch, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def _split_by_sample(self, batch: MicroBatch, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Split the values of a micro-batch by sample, in the order of the policy's tokens."""
         counts = [len(self._places[s]) for s in batch.samples] if self._places else list(batch.trained_counts)
         return zip(batch.samples, values.split(counts), strict=True)
@@ -162,7 +162,7 @@ def trained_places(batches: Sequence[MicroBatch], context: ContextPart) -> dict[
     return places
 
 
-def after_hints_of(share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> tuple[RankShare, list[TrajectoryBuffers]]:
+def replace_prompts(share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> tuple[RankShare, list[TrajectoryBuffers]]:
     """Replace the prompts of a share's trajectories by their prompts with hints."""
     others = [after_hints(chunk) for chunk in chunks]
     lengths = [np.diff(other.token_offsets) for other in others]
