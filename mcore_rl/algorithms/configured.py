@@ -15,8 +15,8 @@ All other keys of the loss, such as corrections and drift_penalty, are common to
 
     s(i): source of response i. The denominator counts the responses of all sources. The gradient is the sum of the
     gradients of the sources alone with these weights, for any packing and layout: a loss gets the tokens of its own
-    responses only. What it computes from a whole update (clip_cov, kl_cov, real, high_entropy_share, measure
-    second_moment) covers its own responses, too.
+    responses only. Results over a whole update (clip_cov, kl_cov, real, high_entropy_share, measure second_moment)
+    cover its own responses only, too.
 
 A forward pass that the loss of one source needs covers the responses of all sources. Metrics of the losses cover all
 sources; those of a source with its own loss are repeated with its name, such as actor/clip_fraction/code. If one of the

@@ -5,7 +5,8 @@
 c: algorithm.length_penalty, per token; n_i: trained tokens of response i; p_G: fraction of the K responses of its group
 whose accuracy is above 0.5. Tokens of responses to easy prompts cost more; 1 / K keeps a small cost if no response is
 right. The penalty changes the rewards from which advantages are computed. Dynamic sampling and reward/mean use the
-rewards without it.
+rewards without it. With algorithm.baseline=role, n_i are the tokens of a role in an episode, and the group is the
+prompt's episodes in which the role speaks.
 
 Source: Adaptive Length Penalty, arXiv 2506.05256, with the penalty beta N max(p, 1 / K). Here N is the number of
 trained tokens, not normalized, so c is beta.

@@ -12,9 +12,9 @@ Terms with a reduction of their own, beside algorithm.loss_aggregation:
 
     O_i: tokens of response i that were not sampled, before its last trained token: results of tools, messages of users
          or an environment, and the tokens of the chat template around them, without placeholders of images. p: the
-         model's distribution at temperature 1. S: responses of the update that are trained. v_i: weight of the
-         response's source in algorithm.per_source, or 1. A response without such tokens adds 0; whether its advantage
-         is 0 does not matter.
+         model's distribution at temperature 1. v_i: weight of the response's source in
+         algorithm.per_source, or 1. S: responses of the update that are trained, without those with v_i = 0. A response
+         without such tokens adds 0; whether its advantage is 0 does not matter.
 
 Tokens are samples of the old policy. The plain KL term is therefore unbiased only while the policy equals the old one,
 and even then the gradients of k1 and low_var are biased, because they treat the tokens as fixed. With the ratio r,

@@ -174,7 +174,8 @@ def build_batch(
 
     Shapes: advantages float32 [B] in the order of `kept`, None: 0.
     weights_of: computes the loss weights of one update; None: 0, for a batch that is not trained.
-    loss_factors: float32 [B], multiply the loss weights and the observation weights; None: 1.
+    loss_factors: float32 [B], multiply the loss weights and the observation weights; None: 1. Responses with 0 do not
+    count in the observation weights of the others.
     losses: int32 [B], see Batch.
     trained: bool [B]; other responses have weight 0 and do not count in the weights of the others.
     version: weight version at the start of the step.
@@ -192,6 +193,8 @@ def build_batch(
         if weights_of is not None:
             loss_weights[samples] = weights_of(counted[samples], kept.group_ids[samples])
             is_counted = counted[samples] > 0
+            if loss_factors is not None:
+                is_counted &= loss_factors[samples] != 0
             observation_weights[samples] = is_counted / max(is_counted.sum(), 1)
         dp_ranks[samples] = balance(schedule.cost.of(kept.total_tokens[samples]), schedule.num_dp_ranks)
     if loss_factors is not None:

@@ -61,8 +61,8 @@ def recorded_batches(
         record({"groups/untrained_responses": untrained})
         if per_token := config.algorithm.length_penalty:
             kept = gather(groups.scalars, groups.keep)
-            _, first = np.unique(kept.episodes, return_index=True)
-            penalties = episode_penalties(per_token, kept)[first]
+            _, first = np.unique(_compared(kept, config.algorithm.baseline)[0], return_index=True)
+            penalties = episode_penalties(per_token, kept, config.algorithm.baseline)[first]
             record({"reward/length_penalty": Mean(float(penalties.sum(dtype=np.float64)), len(first))})
         if chosen.per_response:
             record(describe_advantages(batch.advantages))
@@ -88,7 +88,7 @@ def batch_builder(
     rules = SourceRules(algorithm, sources)
     weights_of = response_weights(algorithm, config.rollout.max_response_tokens)
     is_trained = response_filter(algorithm)
-    penalties_of = partial(episode_penalties, algorithm.length_penalty)
+    penalties_of = partial(episode_penalties, algorithm.length_penalty, baseline=algorithm.baseline)
 
     def build(groups: Groups, step: int, version: int) -> Batch:
         kept = gather(groups.scalars, groups.keep)
@@ -158,11 +158,8 @@ def response_advantages(
 
     def advantages_of(groups: Groups, rewards: np.ndarray) -> np.ndarray:
         kept = gather(groups.scalars, groups.keep)
-        # An episode counts once in its group, even if it consists of several sequences; with a baseline per role, each
-        # of its roles does.
-        episodes, group_ids = kept.episodes, kept.group_ids
+        episodes, group_ids = _compared(kept, algorithm.baseline)
         if algorithm.baseline == "role":
-            episodes, group_ids = (_pairs(ids, kept.roles) for ids in (episodes, group_ids))
             rewards = rewards - kept.other_rewards
         _, first, episode = np.unique(episodes, return_index=True, return_inverse=True)
         source_ids = rules.numbers(kept.prompt_rows[first])
@@ -182,6 +179,14 @@ def response_advantages(
         return advantages[episode]
 
     return advantages_of
+
+
+def _compared(kept: KeptSamples, baseline: str) -> tuple[np.ndarray, np.ndarray]:
+    """Number what counts once in a group, and the groups: episodes, even if they consist of several sequences, or with
+    baseline=role the roles of episodes, which are compared with the same role. Shapes: int64 [B] each."""
+    if baseline != "role":
+        return kept.episodes, kept.group_ids
+    return _pairs(kept.episodes, kept.roles), _pairs(kept.group_ids, kept.roles)
 
 
 def _pairs(ids: np.ndarray, roles: np.ndarray) -> np.ndarray:
@@ -209,15 +214,16 @@ def _estimate(
     return advantages
 
 
-def episode_penalties(per_token: float, kept: KeptSamples) -> np.ndarray:
-    """Compute the length penalty of each kept response; the responses of an episode share the penalty of all their
-    tokens. Shapes: float32 [B]."""
-    _, first, episode = np.unique(kept.episodes, return_index=True, return_inverse=True)
+def episode_penalties(per_token: float, kept: KeptSamples, baseline: str) -> np.ndarray:
+    """Compute the length penalty of each kept response. The responses of an episode share the penalty of all their
+    tokens; with baseline=role, the responses of a role in the episode do. Shapes: float32 [B]."""
+    episodes, group_ids = _compared(kept, baseline)
+    _, first, episode = np.unique(episodes, return_index=True, return_inverse=True)
     penalties = length_penalties(
         per_token,
         lengths=np.bincount(episode, kept.trained_tokens),
         accuracies=kept.accuracies[first],
-        group_ids=kept.group_ids[first],
+        group_ids=group_ids[first],
     )
     result: np.ndarray = penalties[episode].astype(np.float32)
     return result

@@ -150,7 +150,8 @@ class AlgorithmConfig:
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     length_penalty: float = setting(0.0, minimum=0)
     """Penalty per trained token, multiplied by the pass rate of the response's group (at least 1 / group size), and
-    subtracted from the reward before advantages are computed; 0: none."""
+    subtracted from the reward before advantages are computed; 0: none. Sequences of an episode have one penalty for all
+    their tokens; with algorithm.baseline=role, each role of the episode has one for its own."""
     overlong_filtering: bool = False
     """Exclude responses that reached their token limit from training; they still count in their group's baseline."""
     filter: str | None = setting(None, function=True)

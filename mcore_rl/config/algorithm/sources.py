@@ -39,7 +39,7 @@ class SourceConfig:
     """data_source of the rows."""
     weight: float = setting(1.0, minimum=0)
     """Factor of the loss of the source's responses, and of their term of algorithm.observation_coefficient. The
-    denominators do not change."""
+    denominators do not change; but responses with weight 0 do not count in the mean of the observations."""
     advantage: str | None = setting(None, choices=ADVANTAGES)
     """Advantage estimator of the source's responses; null: algorithm.advantage."""
     normalize_by_std: bool | None = None

@@ -87,7 +87,8 @@ def test_batch_builder_numbers_losses_and_weighs_observations():
     # The groups' sources: math, code, math, chat. Two of the first update's six responses are filtered out.
     assert batch.losses.tolist() == np.repeat([2, 0, 2, 1], 3).tolist()
     assert [each.policy_loss.name for each in algorithm.loss_settings] == ["ppo_clip", "ppo_clip", "gspo"]
-    expected = np.repeat([0, 3 / 4, 0, 1 / 6], 3)
+    # Groups with weight 0 do not count, so each of the others is alone in its update.
+    expected = np.repeat([0, 3 / 3, 0, 1 / 3], 3)
     assert batch.observation_weights.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
     shares = [share for part in batch.shares(1, batch.rows) for share in part.by_update()]
     for share in shares:
@@ -173,3 +174,17 @@ def test_check_teacher_sources_names_an_unknown_source():
         ConfigError, match=r"^teacher\.by_source, maths: data\.train has no row .*it has: code, math, c"
     ):
         check_teacher_sources(teacher, SOURCES)
+
+
+def test_length_penalty_of_a_role_counts_its_own_tokens():
+    """Two episodes of a prompt: solver and critic have 4 and 6 tokens, then 2 and 3 + 7; the first one is right."""
+    roles, episodes = np.array(["solver", "critic", "solver", "critic", "critic"]), np.array([0, 0, 2, 2, 2])
+    columns = {"accuracies": np.array([1, 1, 0, 0, 0], np.float32), "other_rewards": np.zeros(5, np.float32)}
+    scalars = scalars_of([5] * 5, [4, 6, 2, 3, 7], 1.0, episodes=episodes, roles=roles, **columns)
+    groups = Groups((scalars,), (np.arange(5),))
+    algorithm = AlgorithmConfig(baseline="role", normalize_by_std=False, length_penalty=0.1)
+    settings = Config(algorithm=algorithm, trainer=TrainerConfig(prompts_per_step=1, prompts_per_update=1))
+    batch = batch_builder(settings, 1)(groups, 1, 0)
+    # Half of the episodes are right: 0.05 per token.
+    assert batch.rewards.tolist() == pytest.approx([1 - 0.2, 1 - 0.3, 1 - 0.1, 1 - 0.5, 1 - 0.5])
+    assert batch.advantages.tolist() == pytest.approx([-0.05, 0.1, 0.05, -0.1, -0.1])
