@@ -91,8 +91,8 @@ def trained_names(chunks: Sequence[torch.nn.Module]) -> set[str]:
     """Return the canonical names of all parameters of this rank that are trained, without adapters."""
     models = map(unwrap, chunks)
     weights = ((model, name, tensor) for model in models for name, tensor in named_weights(model))
-    return {part for model, name, tensor in weights if tensor.requires_grad
-            for part in _canonical_parts(model, name, tensor)}  # fmt: skip
+    trained = (_canonical_parts(model, name, tensor) for model, name, tensor in weights if tensor.requires_grad)
+    return {part for parts in trained for part in parts}
 
 
 def named_weights(model: ModelChunk) -> Iterator[tuple[str, torch.Tensor]]:

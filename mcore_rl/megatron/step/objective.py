@@ -20,7 +20,7 @@ from mcore_rl.megatron.step.distillation import Distillation
 from mcore_rl.megatron.step.loss.rank_batch import RankBatch
 from mcore_rl.megatron.step.loss.token_choice import TokenChoice
 from mcore_rl.megatron.step.loss.token_loss import TokenLoss
-from mcore_rl.megatron.step.loss.trained_tokens import TrainedTokens, of_loss
+from mcore_rl.megatron.step.loss.trained_tokens import TrainedTokens, select_loss_tokens
 from mcore_rl.megatron.step.microbatches import MicroBatch, chosen_samples
 from mcore_rl.megatron.step.mismatch import mismatch
 from mcore_rl.megatron.step.mtp_loss import mtp_loss
@@ -177,7 +177,7 @@ class Objective:
         # A dummy micro-batch has no samples; the first loss keeps it in the graph.
         parts, metrics = [], []
         for number in sorted(set(batch.losses)) or [0]:
-            part, tokens = of_loss(batch, number)
+            part, tokens = select_loss_tokens(batch, number)
             loss, values = self.losses[number], (logp, entropy)
             own_logp, own_entropy = values if tokens is None else (each[tokens] for each in values)
             found, measured = loss.evaluate(own_logp, own_entropy, part, rank_batch, choices[number])
@@ -206,7 +206,7 @@ class Objective:
         """
         found = []
         for number, loss in enumerate(self.losses):
-            own, choice = [_part_of_loss(part, number) for part in parts], TokenChoice()
+            own, choice = [_select_loss(part, number) for part in parts], TokenChoice()
             if loss.chooses_tokens:
                 known = [(batch, a, b) for batch, a, b in own if a is not None and b is not None]
                 choice = loss.choose_tokens(known, rank_batch, seed=seed, all_reduce=all_reduce)
@@ -219,13 +219,12 @@ class Objective:
         return found
 
 
-def _part_of_loss(part: UpdatePart, number: int) -> UpdatePart:
+def _select_loss(part: UpdatePart, number: int) -> UpdatePart:
     """Select the tokens of one loss."""
-    batch, logp, entropy = part
-    own, tokens = of_loss(batch, number)
-    if tokens is None or logp is None or entropy is None:
-        return own, logp, entropy
-    return own, logp[tokens], entropy[tokens]
+    batch, *values = part
+    own, tokens = select_loss_tokens(batch, number)
+    logp, entropy = (each if each is None or tokens is None else each[tokens] for each in values)
+    return own, logp, entropy
 
 
 def _report(

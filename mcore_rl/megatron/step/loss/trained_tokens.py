@@ -38,7 +38,7 @@ class TrainedTokens:
     staleness: torch.Tensor
 
 
-def of_loss(batch: TrainedTokens, number: int) -> tuple[TrainedTokens, torch.Tensor | None]:
+def select_loss_tokens(batch: TrainedTokens, number: int) -> tuple[TrainedTokens, torch.Tensor | None]:
     """Return the tokens of the samples with loss `number`, and their indices in the micro-batch, int64 [n]; None: all.
 
     All context-parallel ranks have the same samples, so they divide a micro-batch alike.
