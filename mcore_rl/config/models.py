@@ -79,9 +79,8 @@ SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 
 @dataclass
 class LossScaleConfig:
-    """Loss scaling with model.dtype=float16: the loss is multiplied by a scale, by which gradients are divided before
-    the optimizer's step. An update whose gradients overflow is skipped. Scales are powers of two, so that scaling
-    rounds nothing."""
+    """Loss scaling with model.dtype=float16: the loss is multiplied by a power of two, by which gradients are divided
+    before the optimizer's step. An update whose gradients overflow is skipped."""
 
     initial: float = setting(2.0**32, minimum=SMALLEST_SCALE, maximum=LARGEST_SCALE)
     """Scale of the first update; 2^-126 to 2^126."""
