@@ -47,8 +47,8 @@ A_MICROBATCH = {
 }
 A_MICROBATCH_OF_THE_OLD_POLICY = {Wait(f"{_STEP}/mismatch.py", "mismatch", "tolist"): 1}
 A_MICROBATCH_WITH_TOKEN_VALUES = {
-    Wait(f"{_STEP}/microbatches.py", "whole_by_sample", "cpu"): 1,
-    Wait(f"{_STEP}/microbatches.py", "whole_by_sample", "numpy"): 1,
+    Wait(f"{_STEP}/loss/trained_tokens.py", "whole_by_sample", "cpu"): 1,
+    Wait(f"{_STEP}/loss/trained_tokens.py", "whole_by_sample", "numpy"): 1,
 }
 """Micro-batches with the first observe.token_responses responses of a step; here all of them."""
 A_MICROBATCH_WITH_EXPERTS = {
