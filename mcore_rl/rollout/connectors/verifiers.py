@@ -24,6 +24,12 @@ FACTORY = "load_environment"
 """Function of an environment's module that constructs it."""
 import_library(KIND)
 
+_OF_THE_POLICY = (
+    *("InvalidModelResponseError", "EmptyModelResponseError"),
+    *("ToolError", "ToolParseError", "ToolCallError"),
+)
+"""Errors of the library that a reply causes, such as an empty one. They end an episode with the rubric's reward."""
+
 
 class VerifiersSuite:
     """Plays rows of environments. An environment is constructed once per process and arguments."""
@@ -65,9 +71,9 @@ class VerifiersSuite:
             MODEL,
             sampling_args={},
         )
-        if (error := output["error"]) is not None:
-            # The library's errors often have no text; the request's own error is their cause.
-            raise RuntimeError(f"the environment stopped: {getattr(error, '__cause__', None) or error!r}")
+        error = output["error"]
+        if error is not None and error["error"] not in _OF_THE_POLICY:
+            raise RuntimeError(f"the environment stopped: {error['error_chain_repr']}")
         facts = {name: output[name] for name in ("stop_condition", "is_truncated")}
         return {"score": output["reward"], "metrics": output["metrics"], **facts}
 

@@ -97,6 +97,15 @@ def test_rubric_of_a_multi_turn_environment_is_the_reward(play: Play, game: str,
     assert outcome.extra["harness"]["stop_condition"] == "max_turns_reached"
 
 
+def test_empty_reply_ends_an_environment_with_its_reward(play: Play, game: str, tmp_path: Path) -> None:
+    """The library stops there with an error, but it is no fault of the run."""
+    row = rows(tmp_path / "rows.jsonl", "verifiers", game, "--limit", "1")[0]
+    stage, outcome = play(lambda text: END, FunctionHarness(SOLVE, {}), extra_info=loaded(row))
+    assert outcome.error is None
+    assert outcome.reward == 0.0
+    assert stage.trained_text(outcome) == END
+
+
 def test_limit_of_the_run_ends_an_environment(play: Play, game: str, tmp_path: Path) -> None:
     row = rows(tmp_path / "rows.jsonl", "verifiers", game, "--limit", "1")[0]
     stage, outcome = play(lambda text: f"no{END}", FunctionHarness(SOLVE, {}), extra_info=loaded(row), max_turns=1)
