@@ -32,22 +32,23 @@ SMALL = (
 )
 
 
-def example(directory: Path, demo: str, task: str, *overrides: str) -> dict[str, float]:
+def example(directory: Path, library: str, task: str, *overrides: str) -> dict[str, float]:
     """Write the rows of the page's example for a demo's model and train a step on them; return its metrics."""
     text = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
     subprocess.run(
         [sys.executable, "scripts/demo_task.py", "--task", task, "--out", directory / task], cwd=ROOT, check=True
     )
-    (training,) = re.findall(rf"^mcore-rl train (configs/{demo} .*)$", text, re.MULTILINE)
-    config, overlay = training.split()
+    (training,) = re.findall(rf"^mcore-rl train (.*configs/connectors/{library}.yaml)$", text, re.MULTILINE)
+    *below, config = training.split()
     path = {"PYTHONPATH": ":".join(filter(None, sys.path))}
     values = [f"model.hf_path={directory / task / 'model'}"]
     for line in re.findall(r"^mcore-rl (rows .*)$", text, re.MULTILINE):
         words = [word.replace("runs/rows", str(directory)) for word in shlex.split(line)]
         subprocess.run([sys.executable, "-m", "mcore_rl.cli", *words], cwd=ROOT, env={**os.environ, **path}, check=True)
-    moved = directory / "overlay.yaml"
-    moved.write_text((ROOT / overlay).read_text().replace("runs/rows", str(directory)))
-    train(ROOT / config, directory / "run", str(moved), *values, *SMALL, *overrides, **path)
+    moved = directory / "moved.yaml"
+    moved.write_text((ROOT / config).read_text().replace("runs/rows", str(directory)))
+    first, *others = [*(ROOT / each for each in below), moved]
+    train(first, directory / "run", *map(str, others), *values, *SMALL, *overrides, **path)
     return metrics(directory / "run")[1]
 
 
@@ -57,7 +58,7 @@ def example(directory: Path, demo: str, task: str, *overrides: str) -> dict[str,
 def test_verifiers_trains_and_inspect_validates(tmp_path: Path) -> None:
     found = example(
         tmp_path,
-        "demo_agent_cpu.yaml",
+        "verifiers",
         "tool",
         "rollout.max_prompt_tokens=24",
         "algorithm.dynamic_sampling.enable=false",
@@ -72,6 +73,6 @@ def test_verifiers_trains_and_inspect_validates(tmp_path: Path) -> None:
 @needs_package("inspect_ai", "scripts/setup_connectors.sh")
 @needs_package("gymnasium", "scripts/setup_connectors.sh")
 def test_gymnasium_is_trained_turn_by_turn(tmp_path: Path) -> None:
-    found = example(tmp_path, "demo_game_cpu.yaml", "game", "rollout.max_turns=3")
+    found = example(tmp_path, "gymnasium", "game", "rollout.max_turns=3")
     assert found["val/errors"] == found["episode/failed"] == 0
     assert found["episode/turns"] > 1
