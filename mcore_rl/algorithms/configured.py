@@ -19,7 +19,7 @@ All other keys of the loss, such as corrections and drift_penalty, are common to
     cover its own responses only, too.
 
 A forward pass that the loss of one source needs covers the responses of all sources. Metrics of the losses cover all
-sources; those of a source with its own loss are repeated with its name, such as actor/clip_fraction/code. If one of the
+sources; a source with its own loss has them again under its name, such as actor/clip_fraction/code. If one of the
 losses is user-defined, the names without a source cover only the sources without a loss of their own.
 """
 

@@ -165,7 +165,7 @@ class AlgorithmConfig:
 
     @property
     def loss_settings(self) -> list[AlgorithmConfig]:
-        """Settings of the loss: the section itself, then those of each source with its own loss, in the order of
+        """Settings of the loss: the section itself, then one for each source with its own loss, in the order of
         per_source. Only policy_loss, entropy_coefficient and kl differ."""
         return [self, *(self._with_loss_of(entry) for entry in self.per_source if entry.has_loss)]
 

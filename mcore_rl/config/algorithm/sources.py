@@ -24,7 +24,7 @@ STD_LEVELS = ("group", "batch", "batch_rewards")
 @dataclass
 class SourceLossConfig(PolicyLossConfig):
     """Policy loss of a data_source with the keys of algorithm.policy_loss. Options that are null have the loss's
-    defaults; those of algorithm.policy_loss do not apply."""
+    defaults; the options of algorithm.policy_loss do not apply."""
 
     name: str = setting(MISSING, choices=SAMPLED_LOSSES, function=True)
     """Policy loss of sampled responses: a built-in name or `module_or_file.py:function`."""

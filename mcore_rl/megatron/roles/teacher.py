@@ -112,7 +112,7 @@ class FrozenTeacher(FrozenModel):
         return batch, {name: values.cpu() for name, values in fields.items()}, tuple(bad)
 
     def _moved(self, batch: MicroBatch, values: torch.Tensor) -> torch.Tensor:
-        """Exchange the values of a micro-batch with hints for those of the policy's tokens on this rank.
+        """Exchange the values of a micro-batch with hints for the values of the policy's tokens on this rank.
 
         Collective: the context-parallel group.
         """

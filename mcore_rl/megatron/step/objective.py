@@ -171,7 +171,7 @@ class Objective:
         only, and losses without samples in the micro-batch are not computed.
 
         Metrics of a source with its own loss are returned a second time with its name as the last part. With a user's
-        loss, they have these names only: its metrics are means, also if those of another loss with the name are not.
+        loss, they have these names only: its metrics are means, and another loss may use a name for another kind.
         """
         joins = not any(isinstance(each.loss, UserLoss) for each in self.losses)
         # A dummy micro-batch has no samples; the first loss keeps it in the graph.

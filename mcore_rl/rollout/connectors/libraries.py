@@ -44,7 +44,7 @@ LIBRARIES = {
     # The extra has the client of `lm_eval run --model local-chat-completions`.
     "lm_eval": Library("lm-eval", ">=0.4.13,<0.5", ("lm_eval.tasks", "lm_eval.api.instance"), "[api]"),
 }
-"""By the connector's kind."""
+"""Library of each kind of connector."""
 
 
 def check_library(kind: str) -> None:

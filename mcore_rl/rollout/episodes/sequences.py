@@ -33,7 +33,7 @@ class _Piece:
     kept: TokenSets | None
 
     @classmethod
-    def said(cls, count: int) -> _Piece:
+    def not_sampled(cls, count: int) -> _Piece:
         """Return a piece of tokens that were not sampled."""
         zeros, unknown = np.zeros(count, np.uint8), np.full(count, np.nan, np.float32)
         return cls(zeros, np.full(count, NOT_SAMPLED), unknown, zeros, TokenSets.empty(count))
@@ -101,8 +101,8 @@ class TokenSequence:
         experts = 0 if self._experts is None else len(self._experts)
         before = _Before(len(self), len(self._pieces), experts, self.images)
         # Tokens between the last sampled one and the new completion: tool results, user messages, template tokens.
-        if num_said := len(token_ids) - len(self):
-            self._pieces.append(_Piece.said(num_said))
+        if num_new := len(token_ids) - len(self):
+            self._pieces.append(_Piece.not_sampled(num_new))
             self._tokens.append(token_ids[len(self) :].copy())
         ones, temperatures = np.ones(len(completion.logp), np.uint8), completion.sampled_at(temperature)
         self._pieces.append(_Piece(completion.logp, completion.versions, temperatures, ones, completion.kept))

@@ -92,8 +92,8 @@ class Hub:
 
     @staticmethod
     def _mark(session: OpenSession, asked: AskedRequest, *, is_seen: bool) -> None:
-        """Tell the engine whether a client has received a reply. An engine that plays the session again is told at its
-        end."""
+        """Tell the engine whether a client has received a reply. An engine that plays the session again learns it at
+        the end of the session."""
         asked.is_seen = is_seen
         if session.engine is not None and session.end is None:
             session.engine.send(wire.SEEN, session.id, asked.reply_id, is_seen)

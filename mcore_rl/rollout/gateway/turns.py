@@ -25,7 +25,7 @@ from mcore_rl.rollout.gateway.digests import ImageDigests, canonical, digest_of,
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 
 IGNORED = frozenset({"tool_call_id", "id", "refusal", "annotations", "audio", "prefix", *REASONING_FIELDS})
-"""Fields that clients add, change or drop without changing what was said."""
+"""Fields that clients add, change or drop without changing the content of a message."""
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class TurnTree:
 
 
 def key_of(message: ChatMessage, images: ImageDigests) -> bytes:
-    """Return a key that is equal for messages that say the same."""
+    """Return a key that is equal for messages with the same content."""
     if message["role"] != "assistant":
         said = {name: value for name, value in message.items() if name not in IGNORED}
         return hashed(canonical(said, images.of))
