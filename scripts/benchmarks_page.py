@@ -88,6 +88,11 @@ class Record:
         return cls(path.name, contents["machine"], contents)
 
     @property
+    def task(self) -> str:
+        """Task of a comparison, the last word of the file's name."""
+        return self.name.rpartition("-")[2].removesuffix(".json")
+
+    @property
     def date(self) -> str:
         return self.machine.split()[0]
 
@@ -128,10 +133,11 @@ def page(folder: Path = RESULTS) -> str:
     )
     if algorithms is not None:
         lines += [ALGORITHMS, *_algorithms(algorithms), ""]
-    if staleness := [record for record in records if "ways" in record.contents]:
-        lines += [STALENESS, *(line for record in staleness for line in _staleness(record, "ways"))]
-    if losses := [record for record in records if ON_STALE_DATA in record.contents]:
-        lines += [LOSSES, *(line for record in losses for line in _staleness(record, ON_STALE_DATA))]
+    for heading, key in ((STALENESS, "ways"), (LOSSES, ON_STALE_DATA)):
+        # The newest file of a task contains the earlier ones (compare_staleness.py --continue).
+        by_task = {record.task: record for record in records if key in record.contents}
+        if by_task:
+            lines += [heading, *(line for record in by_task.values() for line in _staleness(record, key))]
     if missing:
         names = ", ".join(f"`{name}`" for name in missing)
         lines += ["## Without recorded results", "", f"{names}. `make gpu` runs those that begin with gpu.", ""]
@@ -163,7 +169,7 @@ def _algorithms(record: Record) -> Iterator[str]:
 
 
 def _staleness(record: Record, key: str) -> Iterator[str]:
-    yield f"Task {record.name.rpartition('-')[2].removesuffix('.json')}: {record.source}."
+    yield f"Task {record.task}: {record.source}."
     yield ""
     yield from _head(("configuration", "seeds", "steps", "accuracy before", "after", "best", "staleness", "oldest"))
     for name, runs in record.contents[key].items():

@@ -4,25 +4,28 @@ results.
     make demo                                  # prepares work3 and its warm-started model
     python scripts/demo.py --task think2       # the same for think2
     python scripts/compare_staleness.py [--task work3|think2] [--seeds N] [--steps N] [--only sync,eta2]
-    python scripts/compare_staleness.py --losses [--task think2] [--seeds 3] [--only gspo,gspo_corrected]
+    python scripts/compare_staleness.py --losses [--task think2] [--seeds 3] [--only gspo,gspo_corrected] [--continue]
 
 With --losses, every policy loss runs asynchronously with eta 4, with and without a correction of the difference between
 the policy that sampled and the trainer's. Losses with an anchor contain the correction: their ratio is taken to the
 engine, or without correction to the trainer's policy before the update.
 
 Results: benchmarks/results/DATE-cpu-staleness-TASK.json or DATE-cpu-losses-TASK.json, from which
-scripts/benchmarks_page.py writes the tables of docs/benchmarks.md. Complete runs are not repeated.
+scripts/benchmarks_page.py writes the tables of docs/benchmarks.md. They are written after every run. Complete runs are
+not repeated. With --continue, results of the newest file are kept, so that a table can grow over several days.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from compare_algorithms import chosen, finished_run, save, series
-from demo import DEMOS
+from demo import DEMOS, ROOT
 
 TASKS = ("work3", "think2")
 SAMPLES_PER_STEP = 256
@@ -55,6 +58,8 @@ OWN_AGGREGATION = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean",
 CLIP_OPTIONS = ("clip_low", "clip_high", "dual_clip")
 """Options of ppo_clip that the demo sets."""
 CORRECTED = "corrected"
+ON_STALE_DATA = "losses_on_stale_data"
+"""Key of the results with --losses."""
 
 
 def losses_of_eta4() -> dict[str, tuple[str, ...]]:
@@ -84,7 +89,8 @@ class StalenessResult:
     accuracy: list[float]
     staleness_mean: float
     staleness_max: float
-    seconds: float
+    seconds: float | None = None
+    """None in early recorded results."""
 
 
 def measure(task: str, name: str, seed: int, steps: int | None, way: Sequence[str]) -> StalenessResult:
@@ -120,6 +126,13 @@ def table(results: Mapping[str, Sequence[StalenessResult]]) -> str:
     return "\n".join(lines)
 
 
+def newest(directory: Path, file: str, key: str) -> dict[str, list[StalenessResult]]:
+    """Read the newest recorded results of a comparison, by configuration and seed; empty if there are none."""
+    files = sorted(directory.glob(f"*-cpu-{file}.json"))
+    found = json.loads(files[-1].read_text(encoding="utf-8"))[key] if files else {}
+    return {name: [StalenessResult(**run) for run in runs] for name, runs in found.items()}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default=TASKS[0])
@@ -127,16 +140,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="number of steps of every run; default: as configured")
     parser.add_argument("--losses", action="store_true", help="compare policy losses instead of bounds")
     parser.add_argument("--only", help=f"comma-separated names: {', '.join(WAYS)}; losses and LOSS_{CORRECTED}")
+    parser.add_argument("--continue", dest="again", action="store_true", help="keep the results of the newest file")
     options = parser.parse_args(arguments)
     ways = losses_of_eta4() if options.losses else WAYS
     names = chosen(parser, options.only, ways, options.task)
-    results: dict[str, list[StalenessResult]] = {name: [] for name in names}
+    compared, key = ("losses", ON_STALE_DATA) if options.losses else ("staleness", "ways")
+    file = f"{compared}-{options.task}"
+    results = newest(ROOT / "benchmarks" / "results", file, key) if options.again else {}
     for seed in range(1, options.seeds + 1):  # seed by seed, so that an interrupted comparison is fair
         for name in names:
-            results[name].append(measure(options.task, name, seed, options.steps, ways[name]))
-        print(table({name: runs for name, runs in results.items() if runs}), flush=True)
-    compared = "losses" if options.losses else "staleness"
-    save(f"{compared}-{options.task}", "losses_on_stale_data" if options.losses else "ways", results)
+            runs = results.setdefault(name, [])
+            if len(runs) < seed:
+                runs.append(measure(options.task, name, seed, options.steps, ways[name]))
+                save(file, key, results)
+        print(table(results), flush=True)
 
 
 if __name__ == "__main__":

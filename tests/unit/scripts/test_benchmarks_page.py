@@ -69,7 +69,9 @@ def test_losses_on_stale_data_have_a_table_over_seeds(tmp_path: Path) -> None:
         {"steps": 20, "accuracy": [0.1, 0.5, after], "staleness_mean": 3.0, "staleness_max": 4.0, "seconds": 60.0}
         for after in (0.3, 0.4)
     ]
-    contents = {"machine": "2026-01-02  a CPU", "losses_on_stale_data": {"gspo_corrected": runs}}
-    (tmp_path / "2026-01-02-cpu-losses-think2.json").write_text(json.dumps(contents))
+    for day, found in ((1, runs[:1]), (2, runs)):  # the second file has continued the first one
+        contents = {"machine": f"2026-01-0{day}  a CPU", "losses_on_stale_data": {"gspo_corrected": found}}
+        (tmp_path / f"2026-01-0{day}-cpu-losses-think2.json").write_text(json.dumps(contents))
     assert "| gspo_corrected | 2 | 20 | 0.100 | 0.350 ± 0.071 | 0.500 | 3.000 | 4 |" in page(tmp_path)
     assert "Task think2: 2026-01-02 a CPU" in page(tmp_path)
+    assert "2026-01-01 a CPU" not in page(tmp_path)
