@@ -9,6 +9,7 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from mcore_rl.config.functions import FORM, absolute_spec, names_function
@@ -110,6 +111,12 @@ def setting(
     return field(default=default, metadata={DOMAIN: domain})
 
 
+@cache
+def field_types(section: type[DataclassInstance]) -> dict[str, object]:
+    """Return the types of a section's fields, resolved from annotations that the modules of the schema keep as text."""
+    return get_type_hints(section)
+
+
 @dataclass(frozen=True)
 class Leaf:
     """Key of the configuration and the place of its value."""
@@ -125,9 +132,7 @@ class Leaf:
 
     @property
     def type(self) -> object:
-        # The modules of the schema keep annotations as text, so they are resolved here.
-        hint: object = get_type_hints(type(self.section))[self.name]
-        return hint
+        return field_types(type(self.section))[self.name]
 
     @property
     def may_be_null(self) -> bool:

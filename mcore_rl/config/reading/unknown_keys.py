@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import get_type_hints
+from typing import TYPE_CHECKING
 
-from mcore_rl.config.fields import leaves
+from mcore_rl.config.fields import field_types, leaves
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _NAMES = {
     # The model, its data, the run.
@@ -138,7 +141,7 @@ def reject_unknown(tree: Mapping[str, object], place: Callable[[str], str]) -> N
         near = nearest(key, [*known_keys(), *(section for section in sections if section not in around)])
         # The deepest section is the last one.
         where = f"{around[-1]} has the keys" if around else "the sections are"
-        names = ", ".join(get_type_hints(sections[around[-1]] if around else Config))
+        names = ", ".join(field_types(sections[around[-1]] if around else Config))
         hint = (
             f"did you mean {near}?"
             if near is not None
@@ -147,9 +150,11 @@ def reject_unknown(tree: Mapping[str, object], place: Callable[[str], str]) -> N
         raise ConfigError(f"{place(key)}: unknown key {key}; {hint}")
 
 
-def _unknown(tree: Mapping[str, object], node: object, prefix: str, place: Callable[[str], str]) -> Iterator[str]:
+def _unknown(
+    tree: Mapping[str, object], node: type[DataclassInstance] | None, prefix: str, place: Callable[[str], str]
+) -> Iterator[str]:
     """Yield the keys of a tree that `node`, a dataclass or None, does not have."""
-    hints = {} if node is None else get_type_hints(node)
+    hints = {} if node is None else field_types(node)
     for name, value in tree.items():
         key, section = f"{prefix}{name}", hints[name] if is_dataclass(hints.get(name)) else None
         if section is not None and not isinstance(value, dict):
@@ -161,9 +166,9 @@ def _unknown(tree: Mapping[str, object], node: object, prefix: str, place: Calla
             yield key
 
 
-def _sections(node: object, prefix: str) -> Iterator[tuple[str, object]]:
+def _sections(node: type[DataclassInstance], prefix: str) -> Iterator[tuple[str, type[DataclassInstance]]]:
     """Yield name and dataclass of each section; subsections follow their section."""
-    for name, hint in get_type_hints(node).items():
+    for name, hint in field_types(node).items():
         if is_dataclass(hint):
             yield f"{prefix}{name}", hint
             yield from _sections(hint, f"{prefix}{name}.")

@@ -6,12 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import yaml
 
-from mcore_rl.config.fields import DOMAIN, Domain
+from mcore_rl.config.fields import DOMAIN, Domain, field_types
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.reading.expansion import check_utf8, expand_path, expand_spec
 from mcore_rl.config.schema import Config
@@ -102,7 +101,7 @@ def takes_only_text(key: str) -> bool:
     hint: object = Config
     for part in key.split("."):
         if isinstance(hint, type) and is_dataclass(hint):
-            hint = _hints(hint).get(part, Any)
+            hint = field_types(hint).get(part, Any)
         else:
             # A key within a mapping, such as slurm.environment.NAME, has the type of its values.
             hint = next((get_args(each)[1] for each in (hint, *get_args(hint)) if get_origin(each) is dict), Any)
@@ -112,7 +111,7 @@ def takes_only_text(key: str) -> bool:
 def _section(
     tree: Mapping[str, object], node: type[DataclassInstance], prefix: str, expands: Callable[[str], bool]
 ) -> dict[str, object]:
-    hints = _hints(node)
+    hints = field_types(node)
     domains = {each.name: each.metadata.get(DOMAIN, Domain()) for each in fields(node)}
     if prefix == "data.":
         tree = _with_named_sets(tree)
@@ -133,11 +132,6 @@ def _is_text(hint: object) -> bool:
     types = members + [item for each in members if get_origin(each) is list for item in get_args(each)]
     mappings = any(get_origin(each) is dict for each in types)
     return str in types and not mappings and not {bool, int, float, Any}.intersection(types)
-
-
-@cache
-def _hints(node: type[DataclassInstance]) -> dict[str, object]:
-    return get_type_hints(node)
 
 
 def _with_named_sets(tree: Mapping[str, object]) -> Mapping[str, object]:
