@@ -152,7 +152,7 @@ def roles_of(config: Config, prepared: Prepared) -> list[Role]:
     if prepared.critic is not None:
         roles.append(_critic_role(prepared, prepared.critic))
     if prepared.reward_model is not None:
-        roles.append(reward_model_role(_rank_map(prepared.reward_model)))
+        roles.append(reward_model_role(_rank_map(prepared.reward_model), config.model.dtype))
     return roles
 
 

@@ -100,12 +100,12 @@ def split_tasks(
 
 
 def join_scores(
-    tasks: Sequence[RolloutTask], results: Sequence[RolloutScalars], scores: Mapping[int, float]
+    tasks: Sequence[RolloutTask], results: Sequence[RolloutScalars], scores: Mapping[int, float], advice: str = ""
 ) -> list[np.ndarray]:
     """Split scores by number (see TaskPart) into one array per task. Every response has a score.
 
     Shapes: float32 [B] per task.
-    Raises: NonFiniteError naming the first response whose score is not finite.
+    Raises: NonFiniteError naming the first response whose score is not finite, and ending with `advice`.
     """
     whole = np.array([scores[number] for number in range(len(scores))], np.float32)
     ends = np.cumsum([len(scalars.rewards) for scalars in results])
@@ -118,6 +118,6 @@ def join_scores(
             raise NonFiniteError(
                 f"the reward model's score of group {scalars.group_ids[index]}, sample "
                 f"{positions_in_groups(scalars.group_ids)[index]} (row {scalars.prompt_rows[index]} of "
-                f"data.{task.prompt_set}) is {task_scores[index]}{more}"
+                f"data.{task.prompt_set}) is {task_scores[index]}{more}" + (f". {advice}" if advice else "")
             )
     return joined

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,43 @@ def _poison(rank: int, directory: str) -> list[str]:
             actor.update(batch, 0)
         messages.append(str(caught.value))
     return messages
+
+
+def test_outputs_of_every_model_that_are_not_finite_advise_bfloat16(directories: dict[str, str]) -> None:
+    [messages] = launch(_outputs, 1, directories["qwen3"])
+    wanted = ("log-probability of", "log-probability of the reference", "output of the teacher", "value of")
+    for message, start in zip(messages, wanted, strict=True):
+        assert message.startswith(f"rank 0: {start}")
+        assert message.endswith("set model.dtype=bfloat16")
+
+
+def _outputs(rank: int, directory: str) -> list[str]:
+    from mcore_rl.megatron.roles.critic import MegatronCritic
+
+    config = policy_batch.config(directory, {}, SMALL)
+    config.model.dtype, config.critic.hf_path, config.critic.tokens_per_microbatch = "float16", directory, SMALL
+    config.algorithm.kl.in_loss, config.reference.offload = 0.1, False
+    config.teacher.hf_path, config.teacher.in_advantage, config.teacher.offload = directory, 0.1, False
+    actor = policy_batch.build_actor(config)
+    shares, chunks = policy_batch.shares(actor), policy_batch.chunks()
+    calls = [
+        (actor, lambda: actor.sequence_logp(shares, chunks)),
+        (actor.reference, lambda: actor.reference.logp(shares[0], chunks)),
+        (actor.teachers[0], lambda: actor.teachers[0].outputs(shares[0], chunks)),
+    ]
+    messages = [_error_of(model, call) for model, call in calls]
+    critic = MegatronCritic(config, rank, 1, None)
+    return [*messages, _error_of(critic, lambda: critic.values(shares, chunks))]
+
+
+def _error_of(model: Any, call: Callable[[], object]) -> str:
+    """Return the error of a call of a model whose weights are infinite."""
+    with torch.no_grad():
+        for parameter in model.chunks[0].parameters():
+            parameter.fill_(np.inf)
+    with pytest.raises(NonFiniteError) as caught:
+        call()
+    return str(caught.value)
 
 
 def _exhaust(rank: int, directory: str) -> dict[str, Any]:

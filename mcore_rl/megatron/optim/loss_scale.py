@@ -22,6 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
 from mcore_rl.config.models import LARGEST_SCALE, LossScaleConfig
+from mcore_rl.config.rules.precision import overflow_advice
 
 GROWTH, BACKOFF = 2.0, 0.5
 
@@ -77,14 +78,9 @@ class LossScaler(DynamicGradScaler):
         return self.value <= self.settings.minimum and self._hysteresis_tracker <= 1
 
     @property
-    def remedy(self) -> str:
-        """Advice for the error that ends a float16 run because of samples."""
-        return "model.dtype=float16 holds no numbers above 65,504: set model.dtype=bfloat16"
-
-    @property
     def gradient_remedy(self) -> str:
         """Advice for the error that ends a float16 run because gradients overflow although the scale is exhausted."""
-        return f"{self.remedy}, or lower {self.key}.minimum={self.settings.minimum:g}"
+        return f"{overflow_advice()}, or lower {self.key}.minimum={self.settings.minimum:g}"
 
     def state(self) -> LossScaleState:
         """Return the state for a checkpoint."""
@@ -95,9 +91,11 @@ class LossScaler(DynamicGradScaler):
         }
 
     def load(self, state: LossScaleState) -> None:
-        """Restore the state of `state`."""
-        self._scale.fill_(state["scale"])
-        self._growth_tracker, self._hysteresis_tracker = state["growth_tracker"], state["hysteresis_tracker"]
+        """Restore a saved state, within the limits of the present settings, which may differ from the saved run's."""
+        self._scale.fill_(state["scale"]).clamp_(min=self.settings.minimum, max=LARGEST_SCALE)
+        # Megatron compares the tracker with the interval by ==: a larger number would never let the scale grow.
+        self._growth_tracker = min(state["growth_tracker"], self.growth_interval - 1)
+        self._hysteresis_tracker = min(state["hysteresis_tracker"], self.hysteresis)
 
 
 def share_scaler(optimizer: MegatronOptimizer, scaler: LossScaler) -> None:

@@ -16,6 +16,7 @@ from mcore_rl.algorithms.passes import passes_over_later_updates
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import base_is_reference, has_reference, uses_lora
 from mcore_rl.config.rules.objective import trains_scores
+from mcore_rl.config.rules.precision import FLOAT16, overflow_advice
 from mcore_rl.config.rules.teacher import is_on_ranks
 from mcore_rl.config.schema import Config
 from mcore_rl.data.kept_steps.writers import TrajectoryWriter
@@ -183,7 +184,7 @@ class MegatronActor(WholeUpdates):
         logp_by_batch = self.infer(microbatches, self.objective.outputs.logp_of, rows)
         self.routing.keep(microbatches, rows)
         bad = [sample for microbatch, logp in logp_by_batch for sample in non_finite_samples(microbatch, logp)]
-        require_finite(describe_samples(self.objective.outputs.quantity, bad, share), self.device)
+        self.require_finite_samples(self.objective.outputs.quantity, bad, share)
         return replace(batch, old_logp=by_sample(logp_by_batch)), replay | self._mismatch(logp_by_batch)
 
     def _mismatch(self, logp_by_batch: list[tuple[MicroBatch, torch.Tensor]]) -> dict[str, Metric]:
@@ -221,7 +222,7 @@ class MegatronActor(WholeUpdates):
         microbatches = self.microbatches(share, chunks)
         found = self.infer(microbatches, self.objective.outputs.logp_of)
         bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
-        require_finite(describe_samples(self.objective.outputs.quantity, bad, share), self.device)
+        self.require_finite_samples(self.objective.outputs.quantity, bad, share)
         reference = None
         if self.reference is not None:
             ref_logp = self.reference.logp(share, chunks)
@@ -267,7 +268,10 @@ class MegatronActor(WholeUpdates):
         outputs = served_outputs(self.microbatches(share, batch.chunks), scores, self.context)
         finite = [outputs.logp, outputs.top_logp]
         bad = {sample for field in finite for sample, values in field.items() if not values.isfinite().all()}
-        require_finite(describe_samples("output of the teacher", sorted(bad), share), self.device)
+        teacher = self.config.teacher
+        in_float16 = teacher.num_engines and (teacher.dtype or self.config.model.dtype) == FLOAT16
+        advice = overflow_advice("teacher.dtype") if in_float16 else ""
+        require_finite(describe_samples("output of the teacher", bad, share), self.device, remedy=advice)
         return outputs
 
     def kl_penalties(self, batch: RankBatch, coefficient: float) -> tuple[RankBatch, dict[str, Metric]]:
@@ -287,7 +291,7 @@ class MegatronActor(WholeUpdates):
             kl = whole_kl(microbatches, old_logp, batch.ref_logp, kind, self.context)
         # Ranks of earlier stages have no values, but take part in the check.
         bad = [sample for sample, values in kl.items() if not np.isfinite(values).all()]
-        require_finite(describe_samples("KL", bad, every), self.device)
+        self.require_finite_samples("KL", bad, every)
         penalties = {sample: (coefficient * values).astype(np.float32) for sample, values in kl.items()}
         metrics: dict[str, Metric] = {}
         if self.counts_tokens and not self.place.cp:

@@ -16,7 +16,6 @@ from mcore_rl.megatron.model.loading import fill_value_model
 from mcore_rl.megatron.model.value_model import ValueModel
 from mcore_rl.megatron.optim.optimizer import updates_of_run
 from mcore_rl.megatron.roles.rank_model import TrainedModel, join_and_build
-from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.loss.trained_tokens import own_tokens
 from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples
 from mcore_rl.megatron.step.objective import MicroBatchReport, non_finite_samples
@@ -69,7 +68,7 @@ class MegatronCritic(TrainedModel):
         values_by_row = self.infer(self.microbatches(share, chunks), self.whole_outputs)
         values = {sample: sample_values for row_values in values_by_row for sample, sample_values in row_values.items()}
         bad = [sample for sample, sample_values in values.items() if not np.isfinite(sample_values).all()]
-        require_finite(describe_samples("value", bad, share), self.device)
+        self.require_finite_samples("value", bad, share)
         return ValuedBatch(shares, chunks, values)
 
     def update(self, batch: ValuedBatch, index: int, returns: Mapping[int, np.ndarray]) -> dict[str, Metric]:

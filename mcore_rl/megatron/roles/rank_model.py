@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mcore_rl.config.models import OffloadConfig
+from mcore_rl.config.rules.precision import overflow_advice
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.lora.adapters import merged_tensors
@@ -123,6 +124,14 @@ class RankModel:
     def microbatches(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> list[MicroBatch]:
         """Pack the share into this model's micro-batches; see build_microbatches."""
         return build_microbatches(share, chunks, self.packing)
+
+    def require_finite_samples(self, what: str, samples: Iterable[int], share: RankShare) -> None:
+        """Raise NonFiniteError on every rank if any rank has `samples`, whose value `what` of this model is not finite.
+
+        Collective: all ranks.
+        """
+        advice = overflow_advice() if self.chunks[0].config.fp16 else ""
+        require_finite(describe_samples(what, samples, share), self.device, remedy=advice)
 
     def token_weights(self, batches: list[MicroBatch]) -> tuple[float, float]:
         """Return 1 / (trained tokens) and 1 / (computed tokens) of the update on all ranks, without padding."""
@@ -281,7 +290,7 @@ class TrainedModel(RankModel):
         scaler, remedy, problem = self.loss_scaler, "", describe_samples(suspects, bad, share)
         if scaler is not None:
             # No loss scale helps samples, and their gradients are not finite either, possibly on other ranks.
-            require_finite(problem, self.device, remedy=scaler.remedy)
+            require_finite(problem, self.device, remedy=overflow_advice())
             if not scaler.is_exhausted:
                 return reports
             remedy = scaler.gradient_remedy

@@ -18,7 +18,6 @@ from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import ModelChunk
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.roles.rank_model import FrozenModel, RankModel, TrainedModel
-from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.loss.trained_tokens import by_sample, whole_by_sample
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.objective import Objective, non_finite_samples
@@ -110,7 +109,7 @@ def _logp(
         batches, objective.outputs.logp_of, [model.routing.row(batch, free=True) for batch in batches]
     )
     bad = [sample for batch, logp in logp_by_batch for sample in non_finite_samples(batch, logp)]
-    require_finite(describe_samples("log-probability of the reference", bad, share), model.device)
+    model.require_finite_samples("log-probability of the reference", bad, share)
     return by_sample(logp_by_batch)
 
 

@@ -17,7 +17,6 @@ from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.output import output_weight
 from mcore_rl.megatron.roles.rank_model import FrozenModel
 from mcore_rl.megatron.step.distillation import Distillation, TeacherOutputs
-from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.loss.trained_tokens import samples_and_positions
 from mcore_rl.megatron.step.microbatches import MicroBatch, build_microbatches
 from mcore_rl.megatron.step.objective import Objective, non_finite_samples
@@ -76,7 +75,7 @@ class FrozenTeacher(FrozenModel):
         batches = self.microbatches(*replace_prompts(share, chunks)) if hinted else self.microbatches(share, chunks)
         found = self.infer(batches, self._host_fields)
         bad = [sample for _, _, samples in found for sample in samples]
-        require_finite(describe_samples("output of the teacher", bad, share), self.device)
+        self.require_finite_samples("output of the teacher", bad, share)
         self.memory.offload()
         names = dict.fromkeys(name for _, fields, _ in found for name in fields)
         columns = {

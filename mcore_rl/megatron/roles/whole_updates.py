@@ -9,7 +9,6 @@ from megatron.core import parallel_state
 
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.roles.rank_model import TrainedModel
-from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.loss.rank_batch import RankBatch
 from mcore_rl.megatron.step.loss.token_choice import TokenChoice
 from mcore_rl.megatron.step.loss.trained_tokens import whole_by_sample
@@ -33,7 +32,7 @@ class WholeUpdates(TrainedModel):
             if microbatch.samples:
                 norms |= whole_by_sample(microbatch, values, self.context)
         bad = [sample for sample, values in norms.items() if not np.isfinite(values).all()]
-        require_finite(describe_samples("norm of the score", bad, every), self.device)
+        self.require_finite_samples("norm of the score", bad, every)
         return norms
 
     def choose_tokens(

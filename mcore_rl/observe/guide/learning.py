@@ -5,6 +5,7 @@ from __future__ import annotations
 from mcore_rl.config.schema import Config
 from mcore_rl.observe.guide.conditions import WINDOW, Above, Below, Equal, Fallen, Risen
 from mcore_rl.observe.guide.entries import Counted, MetricEntry, Remedy, Warned
+from mcore_rl.observe.guide.loss_scale import loss_scale_entries
 
 
 def _overlong_unpunished(config: Config) -> bool:
@@ -114,6 +115,7 @@ GROUPS = (
         ),
         "stays near 0: the critic learns nothing",
     ),
+    *loss_scale_entries("critic", lambda config: config.critic.optimizer.loss_scale),
 )
 
 TEXTS = (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mcore_rl.config.schema import Config
-from mcore_rl.observe.guide.conditions import WINDOW, Above, Below, Fallen, Outlier, Outside, Repeated
+from mcore_rl.observe.guide.conditions import Above, Below, Fallen, Outlier, Outside
 from mcore_rl.observe.guide.entries import MetricEntry, Remedy, Warned
+from mcore_rl.observe.guide.loss_scale import loss_scale_entries
 
 UPPER_CLIPS = ("ppo_clip", "gspo", "cispo", "gmpo", "clip_cov", "decoupled_ppo", "dppo_tv", "dppo_kl", "fipo")
 """Policy losses with algorithm.policy_loss.clip_high."""
@@ -21,10 +22,6 @@ def _several_updates(config: Config) -> bool:
 
 def _is_asynchronous(config: Config) -> bool:
     return config.rollout.max_staleness > 0
-
-
-def _starts_high(config: Config) -> bool:
-    return config.actor.optimizer.loss_scale.initial > 2.0**16
 
 
 SLOWER = (
@@ -141,31 +138,7 @@ POLICY = (
         ),
         "grows steadily; 0: no group has a signal",
     ),
-    MetricEntry(
-        "actor/skipped_updates",
-        "0 after the first steps; only with model.dtype=float16",
-        (
-            Remedy(
-                "lower actor.optimizer.loss_scale.initial, for example to 65536, if only the first updates are skipped",
-                _starts_high,
-                "if it is higher",
-            ),
-            Remedy("set model.dtype=bfloat16 if updates are skipped again and again"),
-        ),
-        Warned(
-            # A scale that has doubled once too often costs actor.optimizer.loss_scale.hysteresis updates, by default 2.
-            Repeated(0, steps=5),
-            "updates were skipped in 5 steps in a row ({now:.0f} in this one), because gradients overflow: {remedies}",
-            after_step=WINDOW,
-        ),
-        "above 0 in many steps while actor/loss_scale falls: gradients grow without limit",
-    ),
-    MetricEntry(
-        "actor/loss_scale",
-        "constant, or doubling from time to time; only with model.dtype=float16",
-        (Remedy("look at actor/grad_norm and at the rollouts of the steps before"),),
-        signs="falls towards actor.optimizer.loss_scale.minimum: an overflow at the minimum ends the run",
-    ),
+    *loss_scale_entries("actor", lambda config: config.actor.optimizer.loss_scale),
 )
 
 AGREEMENT = (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import ray
 
+from mcore_rl.config.rules.precision import FLOAT16, overflow_advice
 from mcore_rl.data.trajectories import split_rows
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.rewards.task_parts import TaskPart, join_scores, split_tasks
@@ -53,7 +54,9 @@ RewardModelActor = ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max
 
 @dataclass
 class RewardModelGroup(RankGroup[RewardModelProcess]):
-    """All ranks of the reward model: a ports.ResponseScorer."""
+    """All ranks of the reward model: a ports.ResponseScorer. `advice` ends errors about scores that are not finite."""
+
+    advice: str = ""
 
     @staged("reward_model", Phase.KEEP)  # dynamic sampling may generate another batch with the same weights
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
@@ -66,13 +69,15 @@ class RewardModelGroup(RankGroup[RewardModelProcess]):
         arguments = [(given[dp], *trajectories[dp]) for dp in self.ranks.dp_rank_of]
         by_rank = self.call_each(RewardModelProcess.score, arguments).results()
         scores = {number: score for rank in self.ranks.reporting for number, score in by_rank[rank].items()}
-        return join_scores(tasks, scalars, scores)
+        return join_scores(tasks, scalars, scores, self.advice)
 
 
-def reward_model_role(ranks: RankMap) -> Role:
+def reward_model_role(ranks: RankMap, dtype: str) -> Role:
+    """Return the role of the reward model's ranks. dtype: model.dtype, the data type of its parameters."""
+    advice = overflow_advice() if dtype == FLOAT16 else ""
     return Role(
         name="reward model rank",
         actor=RewardModelActor,
         guests=Guests("reward_model", len(ranks.dp_rank_of)),
-        group=lambda processes, nodes, watch, stages: RewardModelGroup(processes, nodes, watch, ranks, stages),
+        group=lambda processes, nodes, watch, stages: RewardModelGroup(processes, nodes, watch, ranks, stages, advice),
     )

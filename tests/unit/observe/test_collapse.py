@@ -69,17 +69,18 @@ def test_missing_metrics_and_first_steps_of_a_critic_give_no_warning() -> None:
     assert signs.check(50, {}) == []
 
 
-def test_updates_skipped_again_and_again_give_one_warning() -> None:
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_updates_skipped_again_and_again_give_one_warning(role: str) -> None:
     """The first scale of a run is made to be lowered, and a scale that has doubled may be too high for two updates."""
-    config = config_with("actor.optimizer.loss_scale.initial", 65536.0)
+    config = config_with(f"{role}.optimizer.loss_scale.initial", 65536.0)
     signs = CollapseSigns(signs_for(config))
     healthy = [*range(1, 18), 40, 41, 60, 61]
     skips = dict.fromkeys([*healthy, *range(80, 90)], 1.0)
     (line,) = (
-        line for step in range(1, 90) for line in signs.check(step, {"actor/skipped_updates": skips.get(step, 0)})
+        line for step in range(1, 90) for line in signs.check(step, {f"{role}/skipped_updates": skips.get(step, 0)})
     )
     assert line == (
-        "step 84: updates were skipped in 5 steps in a row (1 in this one), because gradients overflow: "
+        f"step 84: updates of the {role} were skipped in 5 steps in a row (1 in this one), because gradients overflow: "
         "set model.dtype=bfloat16 if updates are skipped again and again"
     )
 
