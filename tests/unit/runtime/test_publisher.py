@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import ray
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, TCPStore
 
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.runtime.engines.fleet import Fleet
@@ -31,7 +31,9 @@ class Run:
     """A publisher over fake trainer ranks and engines, after the first update. `events` are the updates and comparisons
     of engine 0 and the connections of all engines. `fates[event, n]` is the effect of the n-th such event."""
 
-    def __init__(self, num_engines: int = 1, max_restarts: int = 3, delta: FrameBytes | None = None) -> None:
+    def __init__(
+        self, store: TCPStore, num_engines: int = 1, max_restarts: int = 3, delta: FrameBytes | None = None
+    ) -> None:
         self.events, self.fates, self.watch = list[str](), dict[tuple[str, int], str](), Watch()
         self.watch.engines = [_Engine(number, self) for number in range(num_engines)]
         self.buffers = list[str]()
@@ -40,9 +42,8 @@ class Run:
         self.fleet = Fleet([*self.watch.engines], cast(Any, self.watch), max_restarts, note=self.notes.append)
         endpoints = [Endpoint(Host("here", ("", 0)), "127.0.0.1")] * (num_engines + 1)
         plan = _Plan(Topology((endpoints[0],), tuple(endpoints[1:]), 1, delta=delta is not None))
-        self.store = open_store("127.0.0.1")
         trainers = cast(Any, _Trainers(self))
-        self.publisher = SlicePublisher(trainers, self.fleet, cast(Any, plan), self.store, record=self.recorded.append)
+        self.publisher = SlicePublisher(trainers, self.fleet, cast(Any, plan), store, record=self.recorded.append)
         self.publisher.publish(1)
         self.events.clear()
 
@@ -134,8 +135,8 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "put", lambda given: given)
 
 
-def test_publish_connects_once_and_does_not_compare() -> None:
-    run = Run()
+def test_publish_connects_once_and_does_not_compare(store: TCPStore) -> None:
+    run = Run(store)
     assert run.publisher.publish(2) == 2
     assert run.fleet.version == 2
     assert run.publisher.verify() == 7
@@ -143,20 +144,21 @@ def test_publish_connects_once_and_does_not_compare() -> None:
 
 
 def test_engine_lost_in_publish_is_connected_again_and_compared() -> None:
-    run = Run()
+    store = open_store("127.0.0.1")  # without the losses of other tests
+    run = Run(store)
     run.fates["send", 1] = "dies"
     run.publisher.publish(2)
     # Members that wait for the dead engine in NCCL read this.
-    assert PrefixStore("weights/1", run.store).get("lost") == b"a process died"
-    assert not PrefixStore("weights/2", run.store).check(["lost"])
+    assert PrefixStore("weights/1", store).get("lost") == b"a process died"
+    assert not PrefixStore("weights/2", store).check(["lost"])
     assert run.events == ["send", "meet", "send", "compare"]
     assert (run.fleet.version, run.fleet.num_restarts, run.without_weights) == (2, 1, [])
 
 
 @pytest.mark.parametrize("slow", [True, False])
-def test_buffers_are_freed_after_all_living_processes_have_unmapped_them(slow: bool) -> None:
+def test_buffers_are_freed_after_all_living_processes_have_unmapped_them(store: TCPStore, slow: bool) -> None:
     """CUDA does not define what happens to mappings of freed memory. `create_buffers` frees the earlier ones."""
-    run = Run(num_engines=3)
+    run = Run(store, num_engines=3)
     assert run.buffers == ["create_buffers"]
     run.buffers.clear()
     run.fates["send", 1], run.watch.slow = "dies", {"engine 0"} if slow else set()
@@ -166,8 +168,8 @@ def test_buffers_are_freed_after_all_living_processes_have_unmapped_them(slow: b
     assert run.buffers == ["disconnect_weights", *again, *living, "create_buffers"]
 
 
-def test_publish_skips_a_starting_engine_and_supplies_it_later() -> None:
-    run = Run(num_engines=3)
+def test_publish_skips_a_starting_engine_and_supplies_it_later(store: TCPStore) -> None:
+    run = Run(store, num_engines=3)
     run.fates["send", 1], run.watch.slow = "dies", {"engine 0"}
     run.publisher.publish(2)
     assert run.events == ["send", "meet 1", "meet 2"]
@@ -182,8 +184,8 @@ def test_publish_skips_a_starting_engine_and_supplies_it_later() -> None:
     assert run.publisher.verify() == 3 * 7
 
 
-def test_engine_with_different_weights_is_left_out_until_restarted() -> None:
-    run = Run(num_engines=2)
+def test_engine_with_different_weights_is_left_out_until_restarted(store: TCPStore) -> None:
+    run = Run(store, num_engines=2)
     run.fates["compare", 1], run.watch.slow = "differs", {"engine 0"}
     assert run.publisher.verify() == 7
     assert run.events == ["compare", "meet 1"]
@@ -193,8 +195,8 @@ def test_engine_with_different_weights_is_left_out_until_restarted() -> None:
 
 
 @pytest.mark.parametrize("fate", ["dies", "differs"])
-def test_verify_after_a_loss_publishes_before_comparing_again(fate: str) -> None:
-    run = Run()
+def test_verify_after_a_loss_publishes_before_comparing_again(store: TCPStore, fate: str) -> None:
+    run = Run(store)
     run.fates["compare", 1] = fate
     assert run.publisher.verify() == 7
     assert run.events[:4] == ["compare", "meet", "send", "compare"]
@@ -202,22 +204,24 @@ def test_verify_after_a_loss_publishes_before_comparing_again(fate: str) -> None
 
 
 @pytest.mark.parametrize(("max_restarts", "error"), [(0, WeightSyncError), (2, WorkerDiedError)])
-def test_verify_with_permanently_different_weights_names_the_tensor(max_restarts: int, error: type[Exception]) -> None:
-    run = Run(max_restarts=max_restarts)
+def test_verify_with_permanently_different_weights_names_the_tensor(
+    store: TCPStore, max_restarts: int, error: type[Exception]
+) -> None:
+    run = Run(store, max_restarts=max_restarts)
     run.fates |= {("compare", nth): "differs" for nth in range(1, 99)}
     with pytest.raises(error, match=r"model\.norm\.weight"):
         run.publisher.verify()
     assert run.fleet.num_restarts == max_restarts
 
 
-def test_publish_with_deltas_records_their_bytes() -> None:
-    run = Run(delta=FrameBytes(sent=30, content=1000))
+def test_publish_with_deltas_records_their_bytes(store: TCPStore) -> None:
+    run = Run(store, delta=FrameBytes(sent=30, content=1000))
     assert run.recorded == [{"weights/delta_bytes": Total(30), "weights/delta_share": Mean(30, 1000)}]
-    assert Run().recorded == run.notes == []
+    assert Run(store).recorded == run.notes == []
 
 
-def test_publish_with_deltas_that_nothing_needs_is_noted_once() -> None:
-    run = Run(delta=FrameBytes())
+def test_publish_with_deltas_that_nothing_needs_is_noted_once(store: TCPStore) -> None:
+    run = Run(store, delta=FrameBytes())
     run.publisher.publish(2)
     assert run.recorded == []
     assert run.notes == ["weights.delta=true has no effect: all engine ranks receive weights from their own host"]

@@ -19,7 +19,6 @@ from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.types import Metric, Total
 from mcore_rl.weights.delta.copies import FrameBytes
 from mcore_rl.weights.transports.hosts import Host
-from mcore_rl.weights.transports.link import open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from mcore_rl.weights.verify import Comparison
 from tests.unit.runtime import engines as fakes
@@ -175,9 +174,10 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("silently", [False, True])
 @pytest.mark.parametrize("num_engines", [1, 2])
-def test_engine_dies_at_any_call_and_restarts_without_trainer_state(num_engines: int, silently: bool) -> None:
+def test_engine_dies_at_any_call_and_restarts_without_trainer_state(
+    store: dist.TCPStore, num_engines: int, silently: bool
+) -> None:
     """`Machine` checks the memory at every start of an engine and at every load of trainer state."""
-    store = open_store("127.0.0.1")
     whole = Machine(store, num_engines)
     whole.run()
     assert {"sleep", "wake_up", "connect", "receive_update", "compare_weights", "drain_spans"} <= set(whole.events)
@@ -188,15 +188,17 @@ def test_engine_dies_at_any_call_and_restarts_without_trainer_state(num_engines:
         assert all(engine.serves for engine in machine.engines)
 
 
-def test_engines_that_discard_their_weights_receive_frozen_ones_again() -> None:
-    machine = Machine(open_store("127.0.0.1"), 2, first_trained_round=3)
+def test_engines_that_discard_their_weights_receive_frozen_ones_again(store: dist.TCPStore) -> None:
+    machine = Machine(store, 2, first_trained_round=3)
     machine.run()
     # publish(version) follows `save`, for which engines keep their weights, and `update`, for which they do not.
     assert machine.updates == [(0, 0), (1, 0), *[(0, 0), (1, 0), (0, 3), (1, 3)] * 2]
 
 
-def test_frozen_weights_are_sent_again_to_a_restarted_engine_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(open_store("127.0.0.1"), 3, first_trained_round=3)
+def test_frozen_weights_are_sent_again_to_a_restarted_engine_only(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(store, 3, first_trained_round=3)
     machine.stages.phases = machine.fleet.make_room = None  # engines have devices of their own
     monkeypatch.setattr(machine, "load", lambda state, beside: None)
     for version in (0, 1):
