@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from mcore_rl.rollout.journal import read_journal
-from tests.e2e.runs import ENGINE, TrainProcess, assert_same_records, in_step, metrics
+from tests.e2e.runs import ENGINE, TrainProcess, assert_same_records, in_step, metrics, train
 
 pytestmark = pytest.mark.slow
 
@@ -95,10 +95,28 @@ def assert_kept_is_what_is_referred_to(run_dir: Path) -> None:
     assert "val" not in {prompt_set for prompt_set, _ in kept}
 
 
+ADAPTERS = ("actor.lora.rank=4", "actor.lora.alpha=16", "actor.optimizer.lr=1e-2")
+"""Overrides with which most weights are frozen: engines receive them only once (weights/frozen.py)."""
+
+
+@pytest.fixture(scope="module", params=[(), ADAPTERS], ids=["full", "adapters"])
+def undisturbed(
+    request: pytest.FixtureRequest, task: Path, whole_run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, tuple[str, ...]]:
+    """Run directory of an undisturbed run, and its overrides."""
+    if not request.param:
+        return whole_run, ()
+    directory = tmp_path_factory.mktemp("adapters") / "run"
+    train(task, directory, *request.param)
+    return directory, request.param
+
+
 @pytest.mark.on_demand  # test_failures.py kills an engine amid responses
-def test_engine_that_dies_during_an_update_starts_again(task: Path, whole_run: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with TrainProcess(task, run_dir) as run:
+def test_engine_that_dies_during_an_update_starts_again(
+    task: Path, undisturbed: tuple[Path, tuple[str, ...]], tmp_path: Path
+) -> None:
+    run_dir, (expected, overrides) = tmp_path / "run", undisturbed
+    with TrainProcess(task, run_dir, overrides) as run:
         run.wait_until(in_step(run, 3, "updating"))
         run.kill_one(ENGINE)
         assert run.finish() == 0, run.text()[-4000:]
@@ -107,7 +125,7 @@ def test_engine_that_dies_during_an_update_starts_again(task: Path, whole_run: P
         assert not run.left_after(30)
     assert (restarts(run_dir), total(run_dir, TAKEN_OVER)) == (1, 0)
     assert not (run_dir / "journals").exists()
-    assert_same_run(run_dir, whole_run)
+    assert_same_run(run_dir, expected)
 
 
 BY_TURNS = tuple(f"actor.offload.{part}=true" for part in ("params", "grads", "optimizer"))
@@ -176,14 +194,14 @@ def test_an_engine_stopped_between_generation_and_fetch_is_replaced(
 
 @pytest.mark.on_demand  # test_async_run also loses one of two engines
 def test_of_several_engines_one_dies_and_takes_part_again_when_it_is_up(
-    task: Path, whole_run: Path, tmp_path: Path
+    task: Path, undisturbed: tuple[Path, tuple[str, ...]], tmp_path: Path
 ) -> None:
     """The trainer is suspended one step after the engine's death until the engine has restarted.
 
     The metrics equal those of a run with one engine.
     """
-    run_dir = tmp_path / "run"
-    with TrainProcess(task, run_dir, ("rollout.num_engines=2",)) as run:
+    run_dir, (expected, overrides) = tmp_path / "run", undisturbed
+    with TrainProcess(task, run_dir, ("rollout.num_engines=2", *overrides)) as run:
         run.wait_until(lambda: "sending the initial weights to the engines" in run.text())
         (trainer, *_), engines = run.processes("ray::TrainerProcess"), run.processes(ENGINE)
         run.wait_until((run_dir / "rollouts" / "step_1.jsonl").exists)
@@ -199,4 +217,4 @@ def test_of_several_engines_one_dies_and_takes_part_again_when_it_is_up(
         assert not run.left_after(30)
     assert restarts(run_dir) == 1
     assert every_group_once(run_dir, samples=4)
-    assert_same_run(run_dir, whole_run)
+    assert_same_run(run_dir, expected)
