@@ -152,7 +152,8 @@ def colocated_ranks(config: Config, policy: ResolvedModel, *, cuda: bool) -> Col
         teacher = _take_turns([teacher_ranks(config, spec, averages=averages, cuda=cuda) for spec, averages in specs])
     elif is_on_engines(config.teacher):
         teacher_engines = _widest(
-            _sleeping_rank(teacher_on_engines(config, entry), config, cuda=cuda) for entry in config.teacher.entries
+            _sleeping_rank(teacher_on_engines(config, entry), config, scores_prompts=True, cuda=cuda)
+            for entry in config.teacher.entries
         )
     reference = has_reference(config) and not base_is_reference(config.actor, config.reference)
     staging = 0
@@ -189,8 +190,9 @@ def _widest(ranks: Iterable[ColocatedRank]) -> ColocatedRank:
     return max(ranks, key=lambda rank: rank.working)
 
 
-def _sleeping_rank(role: EngineRole, config: Config, *, cuda: bool) -> ColocatedRank:
-    """Compute the memory of an engine rank of a judge or a teacher, asleep and at work.
+def _sleeping_rank(role: EngineRole, config: Config, *, scores_prompts: bool = False, cuda: bool) -> ColocatedRank:
+    """Compute the memory of an engine rank of a judge or a teacher, asleep and at work. scores_prompts: see
+    engine_rank.
 
     Raises: ConfigError for a model without memory for one sequence.
     """
@@ -206,6 +208,7 @@ def _sleeping_rank(role: EngineRole, config: Config, *, cuda: bool) -> Colocated
         element_bytes=dtype.itemsize,
         cuda=cuda,
         float32_head=role.model.float32_head,
+        scores_prompts=scores_prompts,
     )
     if engine.sequences < 1:
         raise ConfigError(

@@ -28,6 +28,10 @@ rank gathers the logits of the whole vocabulary and samples. Bytes per logit:
 | vLLM, rollout.keep_sampling_mask | masks of all rows, and a copy of those that are recorded | 2 more, not profiled |
 | SGLang, rollout.keep_sampling_mask | the same; with rollout.overlap_schedule, also of the batch before | 2 or 3 more |
 
+An engine of a teacher also computes logits of prompts, sequence by sequence: a row per token of a pass, with the logits
+and float32 log-probabilities (bytes of a logit + 4), not profiled. While a sequence is computed, the log-probabilities
+of the one before it are still in memory (vllm/v1/worker/gpu_model_runner.py, _get_prompt_logprobs_dict).
+
 A request has one row of logits, with a draft of k tokens k + 1, and one more while a draft model samples. At most
 rollout.draft_below - 1 requests have drafts. With drafts, vLLM's profile has two rows for each request; the rows beyond
 them are not profiled.
@@ -124,10 +128,12 @@ def engine_rank(
     cuda: bool,
     captures_routing: bool = False,
     float32_head: bool = False,
+    scores_prompts: bool = False,
 ) -> EngineRank:
     """Compute the bytes of an engine's fullest rank. kv_cache_bytes is negative if weights and workspace do not fit.
 
-    captures_routing: the engine returns the experts of all tokens. float32_head: model.float32_head.
+    captures_routing: the engine returns the experts of all tokens. float32_head: model.float32_head. scores_prompts:
+    the engine returns log-probabilities of prompts.
     """
     layout = engine_layout(rollout)
     tensors = tensor_bytes(rows, layout, element_bytes, rollout.quantization, rollout.quantization_group)
@@ -143,7 +149,10 @@ def engine_rank(
         cache = int(rollout.kv_cache_gib * GIB)
         return EngineRank(weights, 0, cache, per_token, sequences(cache), request_ranks=layout.dp)
     hidden = _hidden(rollout, sizes, element_bytes)
-    sampling, unprofiled = _sampling(rollout, 4 if float32_head else element_bytes)
+    logit = 4 if float32_head else element_bytes
+    sampling, unprofiled = _sampling(rollout, logit)
+    if scores_prompts:
+        unprofiled += min(_batched_tokens(rollout), 2 * longest_sequence(rollout)) * (logit + 4)
     workspace = hidden + sampling * arguments.vocab_size
     cache = int(rollout.gpu_memory_fraction * cluster.gpu_memory_gib * GIB) - weights
     cache -= 0 if sglang else workspace + ASLEEP_BYTES

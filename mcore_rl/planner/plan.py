@@ -28,6 +28,7 @@ from mcore_rl.planner.stages import execution_of, planned_stages
 from mcore_rl.planner.state import RankState
 from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.times import StepSeconds, StepTimes
+from mcore_rl.planner.value_models import with_value_models
 from mcore_rl.planner.verdict import Verdict, compare_with_cluster
 from mcore_rl.planner.workload import batch_arithmetic, passes_before_updates, step_flops, teacher_flops
 from mcore_rl.resolved.adapters import bound_adapters
@@ -234,6 +235,7 @@ def make_plan(config: Config) -> Plan:
     if is_supervised(config.algorithm):
         flops = replace(flops, generate=0.0)
     flops = replace(flops, teacher=teacher_flops(job.config, batch))
+    flops = with_value_models(flops, job.config, batch, cuda=cuda)
     times = StepTimes(config, flops, batch, job.engine)
     phases = [planned.phases for planned in ranks]
     verdict = compare_with_cluster(config, layout, phases, job.engine, batch, sync, cuda=cuda)

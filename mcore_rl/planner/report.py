@@ -113,8 +113,9 @@ def _across(sync: SyncAmounts) -> str:
 
 
 def _phases(flops: StepFlops) -> list[str]:
-    """Return the phases with FLOP; a teacher is one only if it runs in this job."""
-    return ["generate", "logp", *(["teacher"] if flops.teacher else []), "update"]
+    """Return the phases of a step; a model beside the policy has one only if it runs in this job."""
+    models = [name for name in ("reward_model", "teacher", "critic") if getattr(flops, name)]
+    return ["generate", "logp", *models, "update"]
 
 
 def _time(plan: Plan) -> list[tuple[str, str]]:
@@ -130,7 +131,9 @@ def _time(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _times(seconds: StepSeconds, overlap: Overlap) -> tuple[float | None, ...]:
-    return seconds.generate, seconds.logp, seconds.teacher, seconds.update, overlap.swap_seconds or 0.0
+    swap = overlap.swap_seconds or 0.0
+    others = seconds.reward_model, seconds.teacher, seconds.critic
+    return seconds.generate, seconds.logp, *others, seconds.update, swap
 
 
 def gain_row(overlap: Overlap, seconds: StepSeconds) -> list[tuple[str, str]]:

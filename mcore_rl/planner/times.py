@@ -1,10 +1,10 @@
 """Time of a training step at the rates assumed in `plan.*`, as a function of the numbers of engines and trainer ranks.
 
-Training phases, and teachers on the actor's ranks: FLOP / (ranks x plan.peak_tflops x plan.mfu_*), where the assumed
-mfu includes pipeline bubbles and communication. Prefill, and teachers on engines: the same with plan.mfu_prefill on the
-engines' ranks. Decoding is bound by memory bandwidth: every engine step reads the weights (a large batch uses all
-experts) and the KV cache of the running sequences at plan.memory_bandwidth_gib_per_second. A synchronous run has
-response tokens / running sequences steps, and at least as many as the longest response has tokens.
+Training phases, teachers on the actor's ranks, critic and reward model: FLOP / (ranks x plan.peak_tflops x plan.mfu_*),
+where the assumed mfu includes pipeline bubbles and communication. Prefill, and teachers on engines: the same with
+plan.mfu_prefill on the engines' ranks. Decoding is bound by memory bandwidth: every engine step reads the weights (a
+large batch uses all experts) and the KV cache of the running sequences at plan.memory_bandwidth_gib_per_second. A
+synchronous run has response tokens / running sequences steps, and at least as many as the longest response has tokens.
 
 In an asynchronous run, the engines generate the responses of a step at constant concurrency, because other requests run
 while the longest response is finished. The number of requests that run at the same time, over all engines, has three
@@ -43,6 +43,8 @@ class StepSeconds:
     logp: float | None
     update: float | None
     teacher: float | None = 0.0
+    critic: float | None = 0.0
+    reward_model: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class StepTimes:
             logp=None if rate is None else self.flops.logp / (rate * plan.mfu_logp),
             update=None if rate is None else self.flops.update / (rate * plan.mfu_update),
             teacher=self._teacher(num_ranks),
+            critic=self._critic(num_ranks),
+            reward_model=self._reward_model(num_ranks),
         )
 
     def _teacher(self, num_ranks: int) -> float | None:
@@ -83,13 +87,36 @@ class StepTimes:
         rate = engines * plan.mfu_prefill if engines else num_ranks * plan.mfu_logp
         return self.flops.teacher / (rate * plan.peak_tflops * 1e12)
 
-    def train_seconds(self, num_ranks: int) -> float | None:
-        """Compute the time of log-probabilities, the teachers' pass and updates; None if plan.peak_tflops is not
-        set."""
-        seconds = self.synchronous(num_ranks, self.config.rollout.num_engines)
-        if seconds.logp is None or seconds.update is None or seconds.teacher is None:
+    def _critic(self, num_ranks: int) -> float | None:
+        """Compute the time of the critic's passes, during which the policy waits; 0 without a critic."""
+        plan, flops = self.config.plan, self.flops
+        if not flops.critic:
+            return 0.0
+        if plan.peak_tflops is None:
             return None
-        return seconds.logp + seconds.teacher + seconds.update
+        rate = (self.config.critic.num_ranks or num_ranks) * plan.peak_tflops * 1e12
+        return flops.values / (rate * plan.mfu_logp) + flops.value_update / (rate * plan.mfu_update)
+
+    def _reward_model(self, num_ranks: int) -> float | None:
+        """Compute the time of the reward model's pass on GPUs of the trainer; 0 without one."""
+        plan = self.config.plan
+        if not self.flops.reward_model:
+            return 0.0
+        if plan.peak_tflops is None:
+            return None
+        rate = (self.config.reward_model.num_ranks or num_ranks) * plan.peak_tflops * 1e12
+        return self.flops.reward_model / (rate * plan.mfu_logp)
+
+    def train_seconds(self, num_ranks: int) -> float | None:
+        """Compute the time of all phases on the trainer's GPUs, and of teachers on engines; None if plan.peak_tflops
+        is not set."""
+        seconds = self.synchronous(num_ranks, self.config.rollout.num_engines)
+        total = 0.0
+        for phase in (seconds.logp, seconds.teacher, seconds.critic, seconds.reward_model, seconds.update):
+            if phase is None:
+                return None
+            total += phase
+        return total
 
     def generate_seconds(self, num_engines: int) -> float | None:
         """Compute the time in which the engines of an asynchronous run generate a step's responses.

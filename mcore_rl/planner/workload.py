@@ -94,12 +94,24 @@ def num_microbatches(responses: int, row_tokens: int, layout: TrainLayout, lengt
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOP of one training step, summed over all ranks. `teacher`: the pass of the teachers that run in this job."""
+    """FLOP of one training step, summed over all ranks.
+
+    `teacher`: the pass of the teachers that run in this job. `values`: the critic's pass before the updates.
+    `value_update`: the critic's updates. `reward_model`: the pass of the reward model on ranks.
+    """
 
     generate: float
     logp: float
     update: float
     teacher: float = 0.0
+    values: float = 0.0
+    value_update: float = 0.0
+    reward_model: float = 0.0
+
+    @property
+    def critic(self) -> float:
+        """All passes of the critic."""
+        return self.values + self.value_update
 
 
 def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float, predicted: float | None) -> float:

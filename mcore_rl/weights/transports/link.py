@@ -121,7 +121,7 @@ class Link:
         # without a pause from then on, because nobody reads the message.
         self._unfinished: dict[int, GlooTransfer] = {}
         # Never destroy the group: after the loss of a member the destructor can block forever on a gloo thread that
-        # waits for the dead connection (torch 2.13). Each connection leaves 6 file descriptors and 3 idle threads behind.
+        # waits for the dead connection (torch 2.13). Each group leaves 6 file descriptors and 3 idle threads behind.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     @classmethod

@@ -18,6 +18,7 @@ from mcore_rl.planner.engine import GIB, EngineRank, engine_rank, kv_bytes_per_t
 from mcore_rl.planner.layers.execution import Execution
 from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank
 from mcore_rl.planner.times import StepTimes
+from mcore_rl.planner.value_models import with_value_models
 from mcore_rl.planner.workload import (
     StepFlops,
     batch_arithmetic,
@@ -118,6 +119,20 @@ def test_engine_rank_of_sglang_adds_workspace_and_graphs(deepseek: Config) -> No
     assert eager.total_bytes == sglang.total_bytes - 4 * GIB
 
 
+def test_engine_rank_of_a_teacher_adds_logits_of_one_pass(deepseek: Config) -> None:
+    hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
+    rows, arguments = bound_rows(hf_config, torch.bfloat16), model_arguments(hf_config)
+
+    def total(tokens: int, *, scores_prompts: bool) -> int:
+        rollout = replace(deepseek.rollout, max_batched_tokens=tokens)
+        return engine_rank(
+            rollout, deepseek.cluster, rows, arguments, element_bytes=2, cuda=True, scores_prompts=scores_prompts
+        ).total_bytes
+
+    # Per token and entry of the vocabulary: 2 bytes of the logit, and 4 of its log-probability.
+    assert total(2048, scores_prompts=True) == total(2048, scores_prompts=False) + 2048 * 129_280 * 6
+
+
 def test_engine_rank_attention_dp_divides_requests_and_experts(deepseek: Config) -> None:
     hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
     rows, arguments = bound_rows(hf_config, torch.bfloat16), model_arguments(hf_config)
@@ -189,6 +204,32 @@ def test_flop_and_seconds_of_a_teacher(deepseek: Config) -> None:
     deepseek.data.hint_key, deepseek.data.max_hinted_tokens = "answer", 2 * deepseek.rollout.max_prompt_tokens
     longer = batch.mean_prompt / batch.mean_tokens
     assert of()[0] > (1 + 0.9 * longer) * one_pass
+
+
+def test_flop_and_seconds_of_critic_and_reward_model(deepseek: Config) -> None:
+    """Value models of the policy's kind have no output projection. Each has its own number of ranks."""
+    batch = batch_arithmetic(deepseek, ON_512)
+    hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
+    arguments, size = model_arguments(hf_config), model_size(hf_config, bound_rows(hf_config, torch.bfloat16))
+    policy = step_flops(deepseek.actor, 1, arguments, size, batch)
+    one_pass = policy.generate - batch.responses * batch.mean_response * 2 * 129_280 * 7_168
+    config = replace(deepseek, plan=replace(deepseek.plan, peak_tflops=1000.0, mfu_logp=0.5, mfu_update=0.25))
+    config.model = replace(config.model, dtype="bfloat16")
+    assert with_value_models(policy, config, batch, cuda=True) == policy
+    config.algorithm = replace(config.algorithm, advantage="gae")
+    config.trainer = replace(config.trainer, update_epochs=2)
+    config.critic = replace(config.critic, num_ranks=128, update_epochs=3, recompute="full")
+    config.reward_model = replace(config.reward_model, hf_path=deepseek.model.hf_path)
+    flops = with_value_models(policy, config, batch, cuda=True)
+    # Full recomputation: an update takes four forward passes.
+    wanted = one_pass, 4 * 2 * 3 * one_pass, one_pass
+    assert (flops.values, flops.value_update, flops.reward_model) == pytest.approx(wanted, rel=1e-5)
+    times = StepTimes(config, flops, batch, EngineRank(1, 0, 1, 1, 1.0))
+    seconds = times.synchronous(512, 1)
+    critic, scores = one_pass / (128 * 0.5e15) + 24 * one_pass / (128 * 0.25e15), one_pass / (512 * 0.5e15)
+    assert (seconds.critic, seconds.reward_model) == pytest.approx((critic, scores), rel=1e-5)
+    alone = StepTimes(config, policy, batch, times.engine).train_seconds(512)
+    assert times.train_seconds(512) == pytest.approx(alone + critic + scores, rel=1e-5)
 
 
 @pytest.mark.parametrize(
