@@ -128,15 +128,16 @@ def untrainable(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     keeps_mask: bool = False,
+    of_row: bool = False,
 ) -> tuple[str, str] | None:
     """Return the option that makes the sampled distribution differ from the trained one, with the reason and remedy;
-    None if they are equal. keeps_mask: rollout.keep_sampling_mask, with which truncation can be trained."""
-    if top_p < 1 and not keeps_mask:
-        return "top_p", f"{_TRUNCATES}; set it to 1 or {_KEEP_MASK}"
-    if top_k != -1 and not keeps_mask:
-        return "top_k", f"{_TRUNCATES}; set it to -1 or {_KEEP_MASK}"
-    if min_p > 0 and not keeps_mask:
-        return "min_p", f"{_TRUNCATES}; set it to 0 or {_KEEP_MASK}"
+    None if they are equal. keeps_mask: rollout.keep_sampling_mask, with which truncation can be trained. of_row: the
+    options are of a single row or call, and not of the run."""
+    if not keeps_mask and (truncation := _truncation(top_p, top_k, min_p)) is not None:
+        name, neutral, truncated = truncation
+        # Only a run that truncates may keep the sets (_check_mask).
+        also = f" and rollout.{name} {truncated}" if of_row else ""
+        return name, f"{_TRUNCATES}; set it to {neutral}, or {_KEEP_MASK}{also}"
     if top_k == 1:
         return "top_k", f"{_IS_CERTAIN}; set it to at least 2, or to -1 (all tokens)"
     if repetition_penalty != 1:
@@ -146,6 +147,16 @@ def untrainable(
     if temperature < MIN_TEMPERATURE:
         return "temperature", f"is below {MIN_TEMPERATURE:g}, to which the engine raises it; set it to at least that"
     return None
+
+
+def _truncation(top_p: float, top_k: int, min_p: float) -> tuple[str, str, str] | None:
+    """Return the first option that truncates the distribution, with its value for all tokens and its values for fewer;
+    None if there is none."""
+    if top_p < 1:
+        return "top_p", "1", "below 1"
+    if top_k != -1:
+        return "top_k", "-1", "of at least 2"
+    return ("min_p", "0", "above 0") if min_p > 0 else None
 
 
 def stop_fault(stops: object) -> str | None:

@@ -66,7 +66,9 @@ def check_sampling(
     # An option that is not set has the run's value, which the rules of the configuration have checked.
     temperature, top_p, top_k = checked.get("temperature", 1.0), checked.get("top_p", 1.0), checked.get("top_k", -1)
     min_p = checked.get("min_p", 0.0)
-    found = untrainable(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, keeps_mask=keeps_mask)
+    found = untrainable(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, keeps_mask=keeps_mask, of_row=True
+    )
     if trained and found is not None:
         name, reason = found
         raise DataError(f"{where}: sampling.{name} is {given[name]}, which {reason}, or remove it")

@@ -284,7 +284,7 @@ def test_check_engine_sizes_expert_parallel_needs_experts(base: str, tmp_path: P
         ("rollout.top_p=0.99", "rollout.top_p=0.99 samples from fewer tokens than the full softmax"),
         (
             "rollout.top_k=50",
-            "that the trainer computes; set it to -1 or rollout.keep_sampling_mask=true. Validation may use rollout.",
+            "that the trainer computes; set it to -1, or rollout.keep_sampling_mask=true. Validation may use rollout.",
         ),
         (
             "rollout.keep_sampling_mask=true",

@@ -39,10 +39,13 @@ def test_row_without_truncation_overrides_a_run_that_truncates(name: str) -> Non
     assert with_overrides(run, wanted) == replace(run, **{name: neutral})
 
 
-def test_row_with_min_p_needs_sampling_sets() -> None:
-    assert check_sampling({"min_p": 0.1}, "row", trained=True, keeps_mask=True) == {"min_p": 0.1}
-    with pytest.raises(DataError, match=r"^row: sampling\.min_p is 0\.1, which samples from fewer .*, or remove it"):
-        check_sampling({"min_p": 0.1}, "row", trained=True)
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 5), ("min_p", 0.1)])
+def test_truncated_row_needs_sampling_sets_and_a_truncated_run(name: str, value: float) -> None:
+    """The message names all keys: the configuration rejects sampling sets of a run that samples from all tokens."""
+    assert check_sampling({name: value}, "row", trained=True, keeps_mask=True) == {name: value}
+    with pytest.raises(DataError, match=rf"^row: sampling\.{name} is {value}, which .*, or remove it") as caught:
+        check_sampling({name: value}, "row", trained=True)
+    assert f"rollout.keep_sampling_mask=true and rollout.{name} " in str(caught.value)
 
 
 def test_row_that_leaves_one_token_is_rejected_for_training() -> None:
