@@ -39,7 +39,7 @@ from mcore_rl.rollout.validator import RolloutValidator, probe_task
 from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.launch import RunProcesses, launch, launch_engines
-from mcore_rl.runtime.phases import DevicePhases, Phase, StagedCollector, StagedValidator, Stages, takes_turns
+from mcore_rl.runtime.phases import DevicePhases, StagedCollector, StagedValidator, Stages, takes_turns
 from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.runtime.roles.critic import CriticGroup, critic_role
 from mcore_rl.runtime.roles.groups import RankMap, Role, RoleGroup
@@ -272,20 +272,9 @@ class _Site:
             concurrent_episodes(config.rollout),
             streaming=config.rollout.max_staleness > 0,
             steals=_steals(config.reward),
-            supply=self._supply(publisher),
+            supply=publisher.supply,
             stages=self.stages,
         )
-
-    def _supply(self, publisher: SlicePublisher) -> Callable[[], None]:
-        """Return a function that sends the current weights to engines that were restarted during generation."""
-
-        def supply() -> None:
-            publisher.publish(publisher.engines.version)
-            # Entering the stage switches a shared device back to generation.
-            with self.stages.stage(phase=Phase.GENERATE):
-                pass
-
-        return supply
 
     def _group(self, kind: type[G]) -> G | None:
         return _group_of(self.processes.groups, kind)

@@ -45,7 +45,7 @@ class Engine(Protocol):
 
     @property
     def weights_complete(self) -> bool:
-        """False while an update is incomplete; then no step is possible."""
+        """False before the first update, and while an update is incomplete; then no step is possible."""
 
     @property
     def num_running(self) -> int:

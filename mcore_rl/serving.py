@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from mcore_rl.config.episodes import SERVING, EpisodeConfig
 from mcore_rl.config.rules.objective import chosen_objective
 from mcore_rl.config.schema import Config
+from mcore_rl.config.staleness import StalenessConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.gateway.wire import FILE
 from mcore_rl.runtime.output import own_stderr
@@ -38,10 +39,10 @@ def serve(config: Config) -> int:
     config.rollout = replace(
         ours,
         **{name: getattr(defaults, name) for name in ("episode_kwargs", "environment", "harness", "harness_files")},
+        # An asynchronous run would begin to generate for its next step.
+        **asdict(StalenessConfig()),
         episode=SERVING,
         tools=None,
-        # Nobody sends weights to an engine that is restarted, so the loss of one ends the server.
-        max_engine_restarts=0,
         history="new_sequence",
         long_history="end",
     )
@@ -58,10 +59,11 @@ def _serve_locked(config: Config, log: ThirdPartyLog, start: Start) -> int:
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_log_folder, open_run_dir
-    from mcore_rl.runtime.phases import Phase, StagedCollector
+    from mcore_rl.runtime.phases import Phase
+    from mcore_rl.runtime.publisher import SlicePublisher
     from mcore_rl.runtime.roles.trainer import TrainerGroup
     from mcore_rl.trainer.checkpoints import check_newest
-    from mcore_rl.trainer.run import Run, load_latest
+    from mcore_rl.trainer.run import Run, load_policy
 
     prepared = prepare(config)
     if not prepared.data.prompts:
@@ -74,14 +76,15 @@ def _serve_locked(config: Config, log: ThirdPartyLog, start: Start) -> int:
     with assemble(config, prepared, logs, start.show) as run:
         assert isinstance(run, Run)
         assert isinstance(run.actor, TrainerGroup)
-        assert isinstance(run.collector, StagedCollector)
-        load_latest(run)
+        assert isinstance(run.publisher, SlicePublisher)
+        load_policy(run)
         run.publisher.publish(run.state.version)
-        with run.collector.stages.stage(phase=Phase.GENERATE):
+        with run.actor.stages.stage(phase=Phase.GENERATE):
             _announce(directory, run.state.step)
-            while True:  # the watch raises when a process dies or a signal arrives
-                run.actor.watch.wait([], 0)
-                time.sleep(LOOK_SECONDS)
+        while True:  # the watch raises when a signal arrives, or a process dies that cannot be restarted
+            run.actor.watch.wait([], 0)
+            run.publisher.supply_restarted()
+            time.sleep(LOOK_SECONDS)
 
 
 def _announce(directory: Path, step: int) -> None:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from mcore_rl.rollout.episodes.builtin import Episode
     from mcore_rl.rollout.episodes.player import EpisodePlayer
     from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
-    from mcore_rl.rollout.gateway.answers import Answers
     from mcore_rl.rollout.loop import EngineLoop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +45,8 @@ TEMPLATE = (
 )
 CONCURRENT, SESSIONS, ROUNDS, OPEN_SESSIONS = size((64, 64, 3, 1000), (4, 4, 1, 8))
 TURNS, TURN_TOKENS, PROMPT_TOKENS, RESPONSE_TOKENS = size((3, 96, 96, 400), (2, 8, 96, 100))
+NOT_SERVED: Any = None
+"""All requests have sessions."""
 HELD_TOKENS = 16
 """Tokens of a turn of a session that is kept open."""
 MORE: ChatMessage = {"role": "user", "content": "Go on, please, with the next part of the problem."}
@@ -84,7 +85,7 @@ def _measure(model: str) -> list[Result]:
     episode = GatewayEpisode(config)
     served = _player(episode, loop, config)
     with _gateway() as (address, gateway), _programs(address) as programs:
-        episode.link = served.run(GatewayLink.connect(address, _not_served))
+        episode.link = served.run(GatewayLink.connect(address, NOT_SERVED))
         rounds = []
         for number in range(ROUNDS + 1):
             pair = [lambda: _cost(alone, None), lambda: _cost(served, gateway)]
@@ -102,10 +103,6 @@ def _measure(model: str) -> list[Result]:
         compare("a call through the gateway", overhead, 3.0, "ms", "<= 1"),
         compare(f"{OPEN_SESSIONS} open sessions", memory, 300.0, "MiB", "<= 1"),
     ]
-
-
-def _not_served() -> Answers:
-    raise AssertionError("all requests have sessions")
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,13 @@ class RankEngine(SteppedEngine):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings.rollout_config, captures_routing=settings.capture_routing, decode=settings.decode)
         self._settings = settings
+        # Otherwise the weights are random until the first update.
+        self.weights_complete = settings.load_weights
+
+    @property
+    def can_generate(self) -> bool:
+        """True if the engine is awake with complete weights."""
+        return self.weights_complete and not self._asleep
 
     @property
     def draft_counts(self) -> DraftCounts | None:

@@ -63,7 +63,7 @@ class SteppedEngine(ABC):
     vocab_size: int
     weight_version = 0
     weights_complete = True
-    """False after an update was begun, until an update has been completed."""
+    """False until there are weights, and after an update was begun until an update has been completed."""
 
     def __init__(self, config: RolloutConfig, *, captures_routing: bool, decode: Decode | None = None) -> None:
         self._config = config

@@ -5,6 +5,7 @@ engines can continue its requests.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from array import array
@@ -249,6 +250,13 @@ def read_journal(path: Path) -> dict[str, JournaledResponse]:
         )
         responses[name] = JournaledResponse(seed, completion, reason)
     return responses
+
+
+@functools.lru_cache(maxsize=2)
+def read_lost_journal(path: str) -> dict[str, JournaledResponse]:
+    """Read the journal of a lost engine, which does not change any more. Cached, because many requests continue from
+    it."""
+    return read_journal(Path(path))
 
 
 def _replace(path: Path, frames: Iterable[np.ndarray]) -> tuple[int, int]:

@@ -6,7 +6,6 @@ log-probabilities stay in flat buffers; only scalars go to the driver.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections import defaultdict
@@ -19,7 +18,7 @@ from mcore_rl.data.sources.row_options import with_overrides
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.ports import Rewarder
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch, Player
-from mcore_rl.rollout.journal import JournaledResponse, first_id, read_journal
+from mcore_rl.rollout.journal import JournaledResponse, first_id, read_lost_journal
 from mcore_rl.rollout.results import Response, scalars_of, write_records
 from mcore_rl.rollout.tasks import NO_CALLBACKS, RequestCallbacks
 from mcore_rl.rollout.trajectories import hinted_prompt, pack_trajectories
@@ -190,13 +189,6 @@ def _sampling(options: SamplingOptions, prompt: Prompt) -> SamplingOptions:
     return replace(chosen, max_response_tokens=min(chosen.max_response_tokens, options.max_response_tokens))
 
 
-@functools.lru_cache(maxsize=2)
-def _read_cached(journal: str) -> dict[str, JournaledResponse]:
-    """Read the journal of a lost engine, which does not change any more. Cached, because many tasks continue from
-    it."""
-    return read_journal(Path(journal))
-
-
 def _recovered_responses(task: RolloutTask, attempts: Sequence[Attempt]) -> dict[str, JournaledResponse]:
     """Return the responses that lost engines sampled for these attempts, by request id.
 
@@ -207,7 +199,7 @@ def _recovered_responses(task: RolloutTask, attempts: Sequence[Attempt]) -> dict
     found: dict[str, JournaledResponse] = {}
     # Later journals overwrite earlier ones: an engine that continued a response has also journaled its beginning.
     for journal in task.journals:
-        for request_id, recovered in _read_cached(journal).items():
+        for request_id, recovered in read_lost_journal(journal).items():
             first = first_id(request_id)
             # Only the first turn's seed is known here; later turns are compared when they are requested.
             same_seed = first != request_id or seeds.get(first) == recovered.seed

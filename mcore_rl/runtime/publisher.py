@@ -128,6 +128,21 @@ class SlicePublisher:
             self.engines.mark_supplied(self._members)
         return version
 
+    def supply(self) -> None:
+        """Send the current weights to engines that were restarted during generation, which continues."""
+        self.publish(self.engines.version)
+        with self.stages.stage(phase=Phase.GENERATE):  # switches a shared device back
+            pass
+
+    def supply_restarted(self) -> None:
+        """Restart lost engines, and supply restarted engines as soon as they are up.
+
+        Raises: as `publish`; WorkerDiedError if an engine is lost after rollout.max_engine_restarts restarts.
+        """
+        self.engines.reap_failed()
+        if _lack_weights(self.engines.engines) and _lack_weights(self.engines.up()):
+            self.supply()
+
     def _supply_frozen(self, version: int, members: Sequence[FleetEngine]) -> int:
         """Return the first round of an update of all `members`. If only some lack frozen weights, these first receive a
         whole update in a transfer group of their own, so that the others need not receive them again. The metrics of

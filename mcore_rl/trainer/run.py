@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mcore_rl.algorithms.entropy_controller import EntropyController
+from mcore_rl.config.objectives import REWARD_MODEL
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
 from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Teacher, Validator
@@ -173,6 +174,27 @@ def load_latest(run: TrainingRun) -> bool:
         part.load_state_dict(state["positions"][name])
     run.state = RunState(step=state["step"], version=state["version"])
     return True
+
+
+def load_policy(run: TrainingRun) -> None:
+    """Restore the policy of the newest checkpoint, if there is one, without what only training needs.
+
+    Raises: as `load_latest`.
+    """
+    newest = run.checkpoints.latest()
+    if newest is None:
+        return
+    step, path = newest
+    try:
+        state, files = run.checkpoints.read(path)
+        if state.get("objective") == REWARD_MODEL:
+            raise CheckpointError(f"{path} has a reward model, which generates no text; name another run")
+        for directory in (CRITIC, GROUPS):
+            files = split_files(files, directory)[0]
+        run.actor.load(str(path), files)
+    except DamagedCheckpointError as error:
+        raise run.checkpoints.with_remedy(error, step) from None
+    run.state = RunState(step=state["step"], version=state["version"])
 
 
 CRITIC, GROUPS = "critic", "rollouts"

@@ -25,6 +25,8 @@ from mcore_rl.types.chat import ChatMessage
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 QUESTION: ChatMessage = {"role": "user", "content": "3+4="}
 SEED, EOS = 11, 1
+NOT_SERVED: Any = None
+"""All requests have sessions."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def play(engine: Any) -> PlayedSession:
     def run() -> None:
         try:
             with GatewayServer("any", "127.0.0.1", 0, "127.0.0.1") as server:
-                episode.link = player.run(GatewayLink.connect(server.address, _unused))
+                episode.link = player.run(GatewayLink.connect(server.address, NOT_SERVED))
                 replies: list[Any] = []
                 program = threading.Thread(target=lambda: replies.append(_program(server)))
                 program.start()
@@ -192,7 +194,3 @@ def _program(server: GatewayServer) -> list[Reply]:
                 return converse(client)
         finally:
             http.request("DELETE", base, headers={"Authorization": f"Bearer {taken['owner_key']}"})
-
-
-def _unused() -> Any:
-    raise AssertionError("all requests have sessions")

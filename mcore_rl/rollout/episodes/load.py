@@ -23,9 +23,7 @@ from mcore_rl.rollout.episodes.player import EpisodePlayer
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.episodes.trace import Record
 from mcore_rl.rollout.gateway.episode import GatewayEpisode
-from mcore_rl.rollout.gateway.link import GatewayLink
-from mcore_rl.rollout.gateway.serving import ServedRequests
-from mcore_rl.rollout.gateway.wire import GatewayAddress
+from mcore_rl.rollout.gateway.membership import GatewayMembership
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tools.parsers import ToolCallParser
 from mcore_rl.rollout.tools.toolbox import ToolBox
@@ -90,20 +88,18 @@ def start_episodes(
     record: Record,
     images: ImageProcessor | None = None,
     without_images: WithoutImages | None = None,
-    gateway: GatewayAddress | None = None,
+    gateway: GatewayMembership,
 ) -> EpisodePlayer:
     """Start the player for the configured episodes on an engine, and their tools. `template_kwargs`:
     data.template_kwargs. `record` receives spans for the timeline. `images`, `without_images`: see tool_images.
-    `gateway` of this host: for rollout.episode=gateway.
+    `gateway`: membership of the engine, for rollout.episode=gateway.
 
     Raises: ConfigError if something cannot be loaded or rendered.
     """
     episode = load_episode(rollout)
     player = EpisodePlayer(episode, loop, rollout, record)
     if isinstance(episode, GatewayEpisode):
-        assert gateway is not None, "the gateway of the host starts before its engines"
-        serving = ServedRequests(player, episode, rollout)
-        episode.link = player.run(GatewayLink.connect(gateway, serving.answers))
+        gateway.set_episode(player, episode)
     # Started on the episodes' thread, which outlives the tool processes and makes all calls.
     tools = player.run(ToolBox.start(rollout, sandbox)) if rollout.tools is not None else None
     schemas = tools.schemas if tools is not None else []

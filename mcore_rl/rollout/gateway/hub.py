@@ -3,6 +3,9 @@
 The gateway outlives the engines. If an engine is lost, its sessions wait for another engine of the host that opens them
 again. It gets the same requests in the same order and answers them from the journal of sampled tokens with the replies
 that clients already have, then the open requests. Programs do not notice. A session that no engine opens again ends.
+
+A request without a session waits while there is no engine. If its engine is lost, another one continues it from the
+journal.
 """
 
 from __future__ import annotations
@@ -13,16 +16,18 @@ import hmac
 import secrets
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 
 from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, OpenedSession, RefusedError, Reward
-from mcore_rl.rollout.gateway.sessions import AskedRequest, EngineConnection, OpenSession
+from mcore_rl.rollout.gateway.sessions import AskedRequest, EngineConnection, OpenSession, ServedRequest
 
 REOPEN_SECONDS = 120.0
 """Time in which an engine must open a session again whose engine was lost."""
 GONE = "the session has ended"
 NO_ENGINE = "no engine is ready; try again"
+MAX_SEED = 2**63
 MAX_OPEN = 64
 """Maximum number of unanswered requests of a session."""
 
@@ -39,6 +44,8 @@ class Hub:
         self._engines: set[EngineConnection] = set()
         self._free: deque[str] = deque()
         """Sessions that wait for a program."""
+        self._waiting: dict[ServedRequest, None] = {}
+        """Requests without a session that wait for an engine, in the order of their arrival."""
         self._freed = asyncio.Condition()
 
     async def answer(self, session: str, request: ChatRequest, *, retried: bool = False) -> ChatReply:
@@ -89,6 +96,8 @@ class Hub:
                 self._mark(session, asked, is_seen=False)
         elif asked.sent is None or not asked.sent[0].cancel(asked.sent[1]):
             asked.settle(None)
+            if isinstance(asked, ServedRequest):
+                self._waiting.pop(asked, None)
 
     @staticmethod
     def _mark(session: OpenSession, asked: AskedRequest, *, is_seen: bool) -> None:
@@ -106,23 +115,31 @@ class Hub:
 
     async def serve(self, request: ChatRequest) -> ChatReply:
         """Same as Sessions.serve. The engine with the fewest open requests answers."""
-        asked = AskedRequest(request, b"", asyncio.get_running_loop().create_future())
-        self._free_engine().serve(asked)
+        name, seed = f"serve.{secrets.token_hex(8)}", secrets.randbelow(MAX_SEED)
+        return await self._served(request, wire.ServedCall(name, seed))
+
+    async def _served(self, request: ChatRequest, call: wire.ServedCall | None) -> ChatReply:
+        asked = ServedRequest(request, b"", asyncio.get_running_loop().create_future(), call=call)
+        self._assign(asked)
         return await self._awaited(None, asked)
+
+    def _assign(self, asked: ServedRequest) -> None:
+        """Send a request without a session to an engine, or let it wait for one."""
+        if self._engines:
+            min(self._engines, key=lambda engine: len(engine.asked)).serve(asked)
+        else:
+            self._waiting[asked] = None
 
     async def count(self, session: str | None, request: ChatRequest) -> int:
         """Same as Sessions.count."""
-        engine = self._free_engine() if session is None else self._live(session).engine
+        if session is None:
+            return (await self._served(request, None)).num_prompt_tokens
+        engine = self._live(session).engine
         if engine is None:
             raise RefusedError(503, NO_ENGINE)
         asked = AskedRequest(request, b"", asyncio.get_running_loop().create_future())
-        engine.count(session or "", asked)
+        engine.count(session, asked)
         return (await self._awaited(None, asked)).num_prompt_tokens
-
-    def _free_engine(self) -> EngineConnection:
-        if not self._engines:
-            raise RefusedError(503, NO_ENGINE)
-        return min(self._engines, key=lambda engine: len(engine.asked))
 
     async def reward(self, session: str, reward: Reward) -> None:
         """Same as Sessions.reward."""
@@ -181,8 +198,13 @@ class Hub:
     async def _serve(self, engine: EngineConnection, reader: asyncio.StreamReader) -> None:
         """Handle the messages of an engine until its connection ends."""
         self._engines.add(engine)
+        waiting, self._waiting = self._waiting, {}
+        for asked in waiting:
+            self._assign(asked)
         while True:
             match await frames.read(reader):
+                case (wire.JOURNAL, str(path)):
+                    engine.journal = path
                 case (wire.OPEN, str(session), row):
                     await self._open(engine, session, row)
                 case (wire.REPLY, int(key), reply):
@@ -271,12 +293,17 @@ class Hub:
 
     def _lose(self, engine: EngineConnection) -> None:
         self._engines.discard(engine)
-        for session_of, asked in engine.asked.values():
-            if session_of is None:
+        left = list(engine.asked.values())
+        engine.asked.clear()
+        for session_of, asked in left:
+            if isinstance(asked, ServedRequest) and asked.num_clients:
+                if asked.call is not None and engine.journal is not None:
+                    asked.call = replace(asked.call, journals=(*asked.call.journals, engine.journal))
+                self._assign(asked)
+            elif session_of is None and asked.num_clients:
                 asked.settle(RefusedError(503, "the engine was lost; try again"))
             elif asked.is_dropped:
                 asked.settle(None)
-        engine.asked.clear()
         loop = asyncio.get_running_loop()
         for session in self._sessions.values():
             if session.owner is engine:

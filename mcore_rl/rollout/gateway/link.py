@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
 
 from mcore_rl.config.functions import describe
 from mcore_rl.errors import WorkerDiedError
@@ -12,14 +13,27 @@ from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.answers import Answers
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, RefusedError, Reward
-from mcore_rl.rollout.gateway.wire import GatewayAddress
+from mcore_rl.rollout.gateway.wire import GatewayAddress, ServedCall
+
+NO_CALL = ServedCall("count", 0)
+"""Call of requests that sample nothing."""
+
+
+class Serving(Protocol):
+    """Answers to requests without a session."""
+
+    def answers(self, call: ServedCall) -> Answers:
+        """Return the answers of one request."""
+
+    def end(self, call: ServedCall) -> None:
+        """Release what is kept of a request, after its reply was sent or its client has left."""
 
 
 class _Open:
-    """An open session: its answers, and its end. A request without a session has one of its own."""
+    """An open session: its answers, and its end. A request without a session has one of its own, with its `call`."""
 
-    def __init__(self, answers: Answers, *, is_session: bool = True) -> None:
-        self.answers, self.is_session = answers, is_session
+    def __init__(self, answers: Answers, call: ServedCall | None = None) -> None:
+        self.answers, self.call = answers, call
         self.ended: asyncio.Future[HarnessEnd] = asyncio.get_running_loop().create_future()
         self.running: dict[int, asyncio.Task[None]] = {}
         self.replies: dict[int, str] = {}
@@ -29,9 +43,7 @@ class _Open:
 class GatewayLink:
     """Connection of an engine to a gateway, on the event loop of the engine's episodes. All sessions share it."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serving: Callable[[], Answers]
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serving: Serving) -> None:
         self._reader, self._writer, self._serving = reader, writer, serving
         self._sessions: dict[str, _Open] = {}
         self._session_of: dict[int, _Open] = {}
@@ -41,10 +53,13 @@ class GatewayLink:
         self._task = asyncio.create_task(self._receive())
 
     @classmethod
-    async def connect(cls, address: GatewayAddress, serving: Callable[[], Answers]) -> GatewayLink:
-        """Connect to the gateway of this host. `serving` makes the answers of a request without a session."""
+    async def connect(cls, address: GatewayAddress, serving: Serving, journal: str | None = None) -> GatewayLink:
+        """Connect to the gateway of this host. `serving` answers requests without a session. `journal`: file with the
+        tokens that the engine samples."""
         reader, writer = await asyncio.open_unix_connection(address.socket)
         writer.write(address.token.encode())
+        if journal is not None:
+            frames.write(writer, (wire.JOURNAL, journal))
         return cls(reader, writer, serving)
 
     @contextlib.asynccontextmanager
@@ -74,8 +89,11 @@ class GatewayLink:
                 frames.write(self._writer, (wire.CLOSE, name))
 
     async def close(self) -> None:
-        """Close the connection, after all sessions have ended."""
-        tasks = [self._task, *self._counts.values()]
+        """Close the connection, after all sessions have ended. Requests without a session are aborted: the gateway
+        gives them to another engine."""
+        served = [task for opened in self._session_of.values() for task in opened.running.values()]
+        tasks = [self._task, *self._counts.values(), *served]
+        self._lost = self._lost or WorkerDiedError("the engine has left the gateway")
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -96,8 +114,8 @@ class GatewayLink:
         match message:
             case (wire.CALL, int(key), str(session), ChatRequest() as request) if session in self._sessions:
                 await self._call(key, self._sessions[session], request)
-            case (wire.SERVE, int(key), ChatRequest() as request):
-                await self._call(key, _Open(self._serving(), is_session=False), request)
+            case (wire.SERVE, int(key), ServedCall() as call, ChatRequest() as request):
+                await self._call(key, _Open(self._serving.answers(call), call), request)
             case (wire.COUNT, int(key), str(session), ChatRequest() as request):
                 self._counts[key] = asyncio.create_task(self._count(key, self._sessions.get(session), request))
                 await asyncio.sleep(0)  # a task that is cancelled before it begins would send no reply
@@ -133,7 +151,7 @@ class GatewayLink:
         """Reply with the number of a prompt's tokens. An error refuses the request only."""
         reply: object = None
         try:
-            answers = self._serving() if opened is None else opened.answers
+            answers = self._serving.answers(NO_CALL) if opened is None else opened.answers
             reply = ChatReply("", (), await answers.count(request), 0)
         except RefusedError as error:
             reply = wire.Refusal(error.status, str(error), error.code)
@@ -158,6 +176,8 @@ class GatewayLink:
             self._settle(opened, error)
 
     def _lose(self, error: Exception) -> None:
+        if self._lost is not None:
+            return
         self._lost = error
         self._writer.close()
         for opened in self._sessions.values():
@@ -178,13 +198,16 @@ class GatewayLink:
             except RefusedError as error:
                 frames.write(self._writer, (wire.REPLY, key, wire.Refusal(error.status, str(error), error.code)))
             else:
-                if opened.is_session:
+                if opened.call is None:
                     opened.replies[key] = reply.id
                 frames.write(self._writer, (wire.REPLY, key, reply))
         except asyncio.CancelledError:
             if self._lost is None:
                 frames.write(self._writer, (wire.REPLY, key, None))
             raise
+        # The engine has died. The gateway gives all its requests to another one, which has its journal.
+        except WorkerDiedError as error:
+            self._lose(error)
         # Errors of the engine, and the withdrawal of the episode, end the episode and not only the request.
         except BaseException as error:
             if self._lost is None:
@@ -194,6 +217,8 @@ class GatewayLink:
             del opened.running[key]
             if key not in opened.replies:
                 del self._session_of[key]
+            if opened.call is not None:
+                self._serving.end(opened.call)
 
     @staticmethod
     def _settle(opened: _Open, end: HarnessEnd | BaseException) -> None:

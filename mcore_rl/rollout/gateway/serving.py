@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from dataclasses import dataclass
 
@@ -10,16 +9,17 @@ import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.episodes.limits import EpisodeLimits
-from mcore_rl.rollout.episodes.player import EpisodePlayer
+from mcore_rl.rollout.episodes.player import AttemptClient, EpisodePlayer
 from mcore_rl.rollout.episodes.session import Session
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.episodes.trace import EpisodeTrace
 from mcore_rl.rollout.gateway.answers import Answers
 from mcore_rl.rollout.gateway.episode import GatewayEpisode
+from mcore_rl.rollout.gateway.wire import ServedCall
+from mcore_rl.rollout.journal import first_id, read_lost_journal
 from mcore_rl.types import GenerationRequest, Prompt, SamplingOptions
 
 NO_ROW = Prompt(0, np.zeros(0, np.int32), "", "", "", messages=[])
-MAX_SEED = 2**63
 
 
 @dataclass
@@ -30,8 +30,8 @@ class ServedRequests:
     episode: GatewayEpisode
     rollout: RolloutConfig
 
-    def answers(self) -> Answers:
-        """Return the answers of one request, with a random seed."""
+    def answers(self, call: ServedCall) -> Answers:
+        """Return the answers of one request. They continue from the tokens of lost engines."""
         rollout = self.rollout
         options = SamplingOptions(
             rollout.max_response_tokens,
@@ -42,11 +42,19 @@ class ServedRequests:
             repetition_penalty=rollout.repetition_penalty,
             stop=tuple(rollout.stop),
         )
-        name = f"serve.{secrets.token_hex(8)}"
-        attempt = Attempt(
-            GenerationRequest(name, NO_ROW.token_ids, secrets.randbelow(MAX_SEED), options), NO_ROW, trained=False
-        )
+        attempt = Attempt(GenerationRequest(call.name, NO_ROW.token_ids, call.seed, options), NO_ROW, trained=False)
+        recovered = {
+            name: response
+            for journal in call.journals
+            for name, response in read_lost_journal(journal).items()
+            if first_id(name) == call.name
+        }
+        client = AttemptClient(self.player.client, recovered, call.name, lambda: None)
         limits = EpisodeLimits(rollout, rollout.max_response_tokens, sys.maxsize)
-        trace = EpisodeTrace(name, lambda *span: None, set())
-        session = Session(self.player.context, self.player.client.generate, attempt, limits, trace)
+        trace = EpisodeTrace(call.name, lambda *span: None, set())
+        session = Session(self.player.context, client.generate, attempt, limits, trace)
         return Answers(session, self.episode.context_of(session), obeys=True, keeps_history=False)
+
+    def end(self, call: ServedCall) -> None:
+        """Release the tokens of a request in the journal."""
+        self.player.client.loop.release([call.name])

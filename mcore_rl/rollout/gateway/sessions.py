@@ -68,6 +68,14 @@ class AskedRequest:
 
 
 @dataclass(eq=False)
+class ServedRequest(AskedRequest):
+    """A request without a session. If its engine is lost, another one gets it."""
+
+    call: wire.ServedCall | None = None
+    """None: only the tokens of its prompt are counted."""
+
+
+@dataclass(eq=False)
 class OpenSession:
     """A session of the hub."""
 
@@ -183,14 +191,19 @@ class EngineConnection:
         self._keys = itertools.count()
         self.asked: dict[int, tuple[OpenSession | None, AskedRequest]] = {}
         """Open requests by their key; those without a session are served."""
+        self.journal: str | None = None
+        """File with the tokens that the engine samples."""
 
     def call(self, session: OpenSession, asked: AskedRequest) -> None:
         """Send a request of a session."""
         self.send(wire.CALL, self._key_of(session, asked), session.id, asked.request)
 
-    def serve(self, asked: AskedRequest) -> None:
+    def serve(self, asked: ServedRequest) -> None:
         """Send a request without a session."""
-        self.send(wire.SERVE, self._key_of(None, asked), asked.request)
+        if asked.call is None:
+            self.count("", asked)
+        else:
+            self.send(wire.SERVE, self._key_of(None, asked), asked.call, asked.request)
 
     def count(self, session: str, asked: AskedRequest) -> None:
         """Send a request whose tokens are counted."""

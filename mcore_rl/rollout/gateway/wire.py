@@ -2,7 +2,8 @@
 
 An engine connects and sends its token; then, as tuples (kind, ...):
 
-    engine  -> gateway    open session row     the session may be taken by a program
+    engine  -> gateway    journal path         file with the tokens that the engine samples
+                          open session row     the session may be taken by a program
                           reply key reply      ChatReply, Refusal, or None if the request was cancelled
                           close session        the episode has ended
     gateway -> engine     call key session request
@@ -12,7 +13,7 @@ An engine connects and sends its token; then, as tuples (kind, ...):
                           seen session reply is_seen   whether a client has received a reply
                           ended session end keys replies   HarnessEnd; unanswered requests, and replies, that no
                                                client receives
-                          serve key request    a request without a session
+                          serve key call request   a request without a session, with its ServedCall
                           count key session request   the reply has the number of the prompt's tokens only;
                                                session "": a request without a session
 
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 
 FILE = "gateways.json"
 """File in the run directory with the addresses and tokens, for programs that take sessions by themselves."""
-OPEN, REPLY, CLOSE = "open", "reply", "close"
+JOURNAL, OPEN, REPLY, CLOSE = "journal", "open", "reply", "close"
 CALL, SKIP, CANCEL, REWARD, SEEN, ENDED = "call", "skip", "cancel", "reward", "seen", "ended"
 SERVE, COUNT = "serve", "count"
 
@@ -37,6 +38,18 @@ class Refusal:
     status: int
     text: str
     code: str | None = None
+
+
+@dataclass(frozen=True)
+class ServedCall:
+    """Sampling of a request without a session. Every engine samples the same replies from the same call.
+
+    name: id of the request. journals: files with tokens that lost engines have sampled for it.
+    """
+
+    name: str
+    seed: int
+    journals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

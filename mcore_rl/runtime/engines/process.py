@@ -27,7 +27,7 @@ from mcore_rl.engines.settings import ONE_HOST, EngineHosts, EngineSettings
 from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader
 from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
-from mcore_rl.rollout.gateway.wire import GatewayAddress
+from mcore_rl.rollout.gateway.membership import GatewayMembership
 from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.results import grades_of
@@ -109,8 +109,8 @@ class EngineProcess(RunProcess):
             self.receiver: RankEngine = engine
             self.loop = EngineLoop(engine, None if journal is None else TokenJournal(Path(journal)))
             images = _image_processor(config, tokenizer, resolved.values())
-            gateway = context.gateways.get(this_host().memory)
-            player = _player(config, self.loop, tokenizer, self._episodes.record, images, gateway)
+            self._gateway = GatewayMembership(context.gateways.get(this_host().memory), config.rollout, journal)
+            player = _player(config, self.loop, tokenizer, self._episodes.record, images, self._gateway)
             worker = RolloutWorker(
                 player,
                 DeferredRewarder() if config.reward.batch == STEP else rewarder,
@@ -132,6 +132,7 @@ class EngineProcess(RunProcess):
             threads = ROOM * low if config.rollout.replay_schedule is None else MAX_REPLAY_THREADS
             self._runner = TaskRunner(run, player.withdraw, num_threads=threads, low=low)
             rewarder.wait_ready()
+            self._gateway.update(can_generate=engine.can_generate)
 
     def serve(self) -> None:
         """Step the engine forever. The driver calls it once, right after `setup`. If `setup` failed, wait: its error is
@@ -242,6 +243,7 @@ class EngineProcess(RunProcess):
 
     @remote_method(concurrency_group="engine")
     def sleep(self, keep_weights: bool) -> int:
+        self._gateway.sleep()
         with self.spans.span("sleep"):
             return self.loop.between_steps(lambda: self.loop.engine.sleep(keep_weights=keep_weights))
 
@@ -249,6 +251,7 @@ class EngineProcess(RunProcess):
     def wake_up(self, part: str) -> None:
         with self.spans.span(f"wake up {part}"):
             self.loop.between_steps(lambda: self.loop.engine.wake_up(part))
+        self._gateway.update(can_generate=self.receiver.can_generate)
 
     @remote_method(concurrency_group="engine")
     def device_memory(self) -> list[DeviceMemory | None]:
@@ -281,7 +284,9 @@ class EngineProcess(RunProcess):
     def receive_update(self, version: int, recompute: bool, first_round: int) -> list[int]:
         """Receive an update whose first round is `first_round`, and make it visible. Returns the received bytes of each
         rank. Running requests continue as described in RankEngine.finish_update."""
-        return self.loop.between_steps(lambda: self._receive_update(version, recompute, first_round))
+        received = self.loop.between_steps(lambda: self._receive_update(version, recompute, first_round))
+        self._gateway.update(can_generate=self.receiver.can_generate)
+        return received
 
     def _receive_update(self, version: int, recompute: bool, first_round: int) -> list[int]:
         self.receiver.begin_update(first_round)
@@ -340,7 +345,7 @@ def _player(
     tokenizer: Any,
     record: Callable[[str, float, float], None],
     images: ImageProcessor | None,
-    gateway: GatewayAddress | None,
+    gateway: GatewayMembership,
 ) -> Player:
     """Create the player of single turns, or of episodes with their tools."""
     if not has_turns(config.rollout):

@@ -32,8 +32,9 @@ class Ranks:
 class Engine(RankEngine):
     _add = _run_step = _cancel = _routing_of = _sets_of = shutdown = None  # type: ignore[assignment]
 
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__(EngineSettings("model", RolloutConfig(), dtype="float32", seed=1, timeout_seconds=1))
+    def __init__(self, ranks: Ranks, *, load_weights: bool = True) -> None:
+        rollout, settings = RolloutConfig(), {"dtype": "float32", "seed": 1, "timeout_seconds": 1}
+        super().__init__(EngineSettings("model", rollout, load_weights=load_weights, **settings))  # type: ignore[arg-type]
         self._ranks = ranks
 
     def _empty_prefix_cache(self, recompute: bool) -> bool:
@@ -56,6 +57,20 @@ def test_receiver_partial_update_blocks_use_until_complete_update(fails: str) ->
     update(engine, 2)
     engine._require_complete()
     assert engine.weight_version == 2
+
+
+def test_engine_with_random_weights_generates_nothing_before_an_update() -> None:
+    engine = Engine(Ranks(), load_weights=False)
+    assert not engine.can_generate
+    with pytest.raises(WeightSyncError, match="complete update"):
+        engine._require_complete()
+    update(engine, 1)
+    assert engine.can_generate
+    engine.sleep(keep_weights=True)
+    engine.wake_up("weights")
+    assert not engine.can_generate
+    engine.wake_up("kv_cache")
+    assert engine.can_generate
 
 
 def update(engine: RankEngine, version: int) -> None:

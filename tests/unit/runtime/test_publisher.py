@@ -184,6 +184,25 @@ def test_publish_skips_a_starting_engine_and_supplies_it_later(store: TCPStore) 
     assert run.publisher.verify() == 3 * 7
 
 
+def test_restarted_engines_are_supplied_once_and_when_they_are_up(store: TCPStore) -> None:
+    run = Run(store, num_engines=2, max_restarts=1)
+    run.publisher.supply_restarted()
+    assert run.events == []
+    run.watch.dead[id(run.fleet.engines[0].process)] = "engine 0 died"
+    run.watch.slow = {"engine 0"}
+    for _ in range(2):
+        run.publisher.supply_restarted()
+        assert (run.events, run.without_weights) == ([], [0])
+    run.watch.slow.clear()
+    for _ in range(2):
+        run.publisher.supply_restarted()
+        assert (run.events, run.without_weights) == (["meet", "meet 1", "send", "compare"], [])
+    assert run.fleet.version == 1
+    run.watch.dead[id(run.fleet.engines[1].process)] = "engine 1 died"
+    with pytest.raises(WorkerDiedError, match="engine 1 died.*max_engine_restarts=1"):
+        run.publisher.supply_restarted()
+
+
 def test_engine_with_different_weights_is_left_out_until_restarted(store: TCPStore) -> None:
     run = Run(store, num_engines=2)
     run.fates["compare", 1], run.watch.slow = "differs", {"engine 0"}

@@ -8,11 +8,12 @@ from typing import cast
 
 import pytest
 
+from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.answers import Answers
 from mcore_rl.rollout.gateway.exchange import ChatReply, HarnessEnd, RefusedError, Reward
 from mcore_rl.rollout.gateway.link import GatewayLink
-from mcore_rl.rollout.gateway.wire import GatewayAddress
+from mcore_rl.rollout.gateway.wire import GatewayAddress, ServedCall
 from tests.unit.rollout.gateway.test_hub import ROW, TOKEN, Site, request, with_site
 
 
@@ -29,6 +30,7 @@ class Scripted:
         """Number of requests that have waited."""
         self.counting: asyncio.Event | None = None
         """Event for which `count` waits."""
+        self.fails: Exception | None = None
 
     async def answer(self, asked: object) -> ChatReply:
         if self.sampling is not None:
@@ -36,6 +38,8 @@ class Scripted:
                 await self.sampling.wait()
             finally:
                 self.num_ended += 1
+        if self.fails is not None:
+            raise self.fails
         return ChatReply(self.reply, (), 1, 0)
 
     async def count(self, asked: object) -> int:
@@ -53,8 +57,24 @@ class Scripted:
         self.marks.append((reply, is_seen))
 
 
-async def linked(site: Site) -> GatewayLink:
-    return await GatewayLink.connect(GatewayAddress(str(site.path), TOKEN, "", ""), lambda: cast(Answers, Scripted()))
+class Served:
+    """Answers of requests without a session, by `answer`."""
+
+    def __init__(self, answer: Scripted | None = None) -> None:
+        self.answer = answer or Scripted()
+        self.calls: list[ServedCall] = []
+        self.ended: list[ServedCall] = []
+
+    def answers(self, call: ServedCall) -> Answers:
+        self.calls.append(call)
+        return cast(Answers, self.answer)
+
+    def end(self, call: ServedCall) -> None:
+        self.ended.append(call)
+
+
+async def linked(site: Site, served: Served | None = None) -> GatewayLink:
+    return await GatewayLink.connect(GatewayAddress(str(site.path), TOKEN, "", ""), served or Served())
 
 
 def playing(link: GatewayLink, name: str, answers: Scripted) -> asyncio.Task[HarnessEnd]:
@@ -117,6 +137,31 @@ def test_an_error_of_a_reward_ends_its_session_only(tmp_path: Path) -> None:
             await first
         await site.hub.end("b", HarnessEnd())
         assert (await other).error is None
+
+    with_site(test, tmp_path)
+
+
+def test_requests_of_an_engine_that_dies_wait_for_another(tmp_path: Path) -> None:
+    """A rank of the engine dies; the process, with the connection, still lives."""
+
+    async def test(site: Site) -> None:
+        dying, served = Scripted(), Served()
+        dying.sampling, dying.fails, served.answer = asyncio.Event(), WorkerDiedError("rank 1 is gone"), dying
+        link = await linked(site, served)
+        played = playing(link, "a", dying)
+        await site.taken()
+        both = site.ask("a", "one"), asyncio.create_task(site.hub.serve(request("two")))
+        while len(link._session_of) < 2:
+            await asyncio.sleep(0)
+        dying.sampling.set()
+        with pytest.raises(WorkerDiedError, match="rank 1"):
+            await played
+        other = await linked(site)
+        again = playing(other, "a", Scripted())
+        assert [(await each).id for each in both] == ["r1", "r1"]
+        await site.hub.end("a", HarnessEnd())
+        assert (await again).error is None
+        assert served.ended == served.calls
 
     with_site(test, tmp_path)
 

@@ -17,6 +17,8 @@ from tests.unit.rollout.episodes.conftest import SetUp
 from tests.unit.rollout.gateway.test_answers import counts_up
 
 SESSIONS, CONNECTIONS = 100, 64
+NOT_SERVED: Any = None
+"""All requests have sessions."""
 
 
 class Programs:
@@ -60,7 +62,7 @@ def test_a_hundred_sessions_are_open_at_the_same_time(stage: SetUp) -> None:
     episode = GatewayEpisode(RolloutConfig(**keys))
     set_up = stage(counts_up, episode, **keys)
     with GatewayServer("tiny", "127.0.0.1", 0, "127.0.0.1") as server:
-        episode.link = set_up.player.run(GatewayLink.connect(server.address, _unused))
+        episode.link = set_up.player.run(GatewayLink.connect(server.address, NOT_SERVED))
         programs = Programs(server)
         thread = threading.Thread(target=asyncio.run, args=(programs.run(),))
         thread.start()
@@ -72,7 +74,3 @@ def test_a_hundred_sessions_are_open_at_the_same_time(stage: SetUp) -> None:
         assert outcome.error is None
         assert set_up.trained_text(outcome) == "reply 0<|im_end|>reply 1<|im_end|>"
         assert f"more of train.0.{number}<|im_end|>" in set_up.text(outcome), "no session has tokens of another"
-
-
-def _unused() -> Any:
-    raise AssertionError("all requests have sessions")

@@ -64,7 +64,7 @@ def play(stage: SetUp, server: GatewayServer) -> Callable[..., tuple[Stage, Epis
         episode = GatewayEpisode(RolloutConfig(**rollout))
         set_up = stage(say, episode, extra_info=extra_info, **rollout)
         serving = ServedRequests(set_up.player, episode, episode.rollout)
-        episode.link = set_up.player.run(GatewayLink.connect(server.address, serving.answers))
+        episode.link = set_up.player.run(GatewayLink.connect(server.address, serving))
         with working(harness, server) if harness else contextlib.nullcontext():
             (outcome,) = set_up.play()
         set_up.player.run(episode.link.close())
@@ -171,7 +171,7 @@ def test_requests_without_a_session_are_served(stage: SetUp, server: GatewayServ
     episode = GatewayEpisode(rollout)
     set_up = stage(lambda text: f"so {text.count('user')}{END}", episode)
     serving = ServedRequests(set_up.player, episode, rollout)
-    episode.link = set_up.player.run(GatewayLink.connect(server.address, serving.answers))
+    episode.link = set_up.player.run(GatewayLink.connect(server.address, serving))
     client = openai.OpenAI(base_url=f"{server.address.url}/v1", api_key=server.address.token, max_retries=0)
     messages: Any = [{"role": "user", "content": "a"}]
     first = client.chat.completions.create(model="any", messages=messages, temperature=0.3, top_p=0.5, n=2)

@@ -1,0 +1,133 @@
+"""Requests without a session if engines are lost, sleep, or have no weights yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from mcore_rl.config.episodes import SERVING
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.errors import WorkerDiedError
+from mcore_rl.rollout.gateway.episode import GatewayEpisode
+from mcore_rl.rollout.gateway.membership import GatewayMembership
+from mcore_rl.rollout.gateway.server import GatewayServer
+from mcore_rl.rollout.journal import TokenJournal, read_journal
+from tests.unit.rollout.episodes.conftest import SetUp, Stage
+from tests.unit.rollout.episodes.scripted import END
+
+SECONDS = 20
+LONG = "a response of several tokens"
+
+
+class Host:
+    """A gateway and a client. `engine` starts an engine whose journal is `name`."""
+
+    def __init__(self, server: GatewayServer, stage: SetUp, directory: Path) -> None:
+        self._server, self._stage, self._directory = server, stage, directory
+        self._client = openai.OpenAI(
+            base_url=f"{server.address.url}/v1", api_key=server.address.token, max_retries=0, timeout=SECONDS
+        )
+        self._threads = ThreadPoolExecutor(2)
+
+    def journal(self, name: str) -> Path:
+        return self._directory / name
+
+    def engine(self, name: str) -> tuple[Stage, GatewayMembership]:
+        rollout = RolloutConfig(episode=SERVING, max_prompt_tokens=200, max_response_tokens=600)
+        episode, journal = GatewayEpisode(rollout), self.journal(name)
+        stage = self._stage(lambda text: f"{LONG}{END}", episode, journal=TokenJournal(journal))
+        member = GatewayMembership(self._server.address, rollout, str(journal))
+        member.set_episode(stage.player, episode)
+        return stage, member
+
+    def ask(self) -> Future[str]:
+        def ask() -> str:
+            messages: Any = [{"role": "user", "content": "q"}]
+            done = self._client.chat.completions.create(model="any", messages=messages, temperature=1)
+            return done.choices[0].message.content or ""
+
+        return self._threads.submit(ask)
+
+
+@pytest.fixture
+def host(stage: SetUp, tmp_path: Path) -> Iterator[Host]:
+    with GatewayServer("tiny", "127.0.0.1", 0, "127.0.0.1", serves=True) as server:
+        yield Host(server, stage, tmp_path)
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def fail_after(stage: Stage, passes: int, error: Exception) -> None:
+    """Make the engine fail after some forward passes."""
+    run_step, left = stage.engine._run_step, iter(range(passes))
+
+    def step(limit: int) -> Any:
+        if next(left, None) is None:
+            raise error
+        return run_step(limit)
+
+    stage.engine._run_step = step  # type: ignore[method-assign]
+
+
+def partials(stage: Stage) -> list[np.ndarray | None]:
+    """Return a list that receives the tokens with which each request of the engine begins."""
+    add, found = stage.engine._add, list[np.ndarray | None]()
+
+    def added(requests: Any) -> None:
+        found.extend(each.request.partial and each.request.partial.token_ids for each in requests.values())
+        add(requests)
+
+    stage.engine._add = added  # type: ignore[method-assign]
+    return found
+
+
+def test_another_engine_continues_a_response_from_the_journal(host: Host) -> None:
+    (first, member), (second, other) = host.engine("first"), host.engine("second")
+    fail_after(first, 3, WorkerDiedError("rank 1 is gone"))
+    begun = partials(second)
+    member.update(can_generate=True)
+    asked = host.ask()
+    until(lambda: first.engine.submitted and not first.player._engine._serving)
+    other.update(can_generate=True)
+    assert asked.result(SECONDS) == LONG
+    assert first.engine.submitted == second.engine.submitted, "ids and seeds"
+    (sampled,) = read_journal(host.journal("first")).values()
+    assert len(sampled.completion.token_ids) == 3
+    assert [part is not None and part.tolist() for part in begun] == [sampled.completion.token_ids.tolist()]
+    until(lambda: not read_journal(host.journal("second")))  # released after the reply
+
+
+def test_requests_wait_for_weights_and_while_the_engine_sleeps(host: Host) -> None:
+    stage, member = host.engine("first")
+    member.update(can_generate=False)
+    early = host.ask()
+    time.sleep(0.2)
+    assert not stage.engine.submitted
+    stage.engine.go.clear()
+    member.update(can_generate=True)
+    until(lambda: stage.engine.submitted)
+    stage.engine.go.set()
+    assert early.result(SECONDS) == LONG
+
+    stage.engine.go.clear()
+    asked = host.ask()
+    until(lambda: len(stage.engine.submitted) == 2)
+    member.sleep()
+    stage.engine.go.set()
+    until(lambda: not stage.engine.num_running)
+    time.sleep(0.1)
+    assert not asked.done()
+    member.update(can_generate=True)
+    assert asked.result(SECONDS) == LONG
