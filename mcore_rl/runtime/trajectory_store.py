@@ -43,9 +43,16 @@ class TrajectoryStore:
     def all_of(self, key: int) -> TrajectoryBuffers:
         return self._kept[key][0]
 
+    def request_ids(self, keys: Sequence[int]) -> list[str]:
+        """Return the ids of the requests of trajectories."""
+        return [request_id for key in keys for request_id in self._kept[key][1]]
+
     def release(self, keys: Sequence[int]) -> list[str]:
         """Delete trajectories; returns the ids of their requests."""
-        return [request_id for key in keys for request_id in self._kept.pop(key)[1]]
+        request_ids = self.request_ids(keys)
+        for key in keys:
+            del self._kept[key]
+        return request_ids
 
     def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
         """Join rows `rows[offsets[i]:offsets[i + 1]]` of the trajectories under `keys[i]`.

@@ -3,8 +3,8 @@
 groups.json        all groups: prompt, number, version, state; of finished ones also the scalars and the place of their
 trajectories
 records.jsonl      records of finished groups, in the order of groups.json
-*.npz, *.journal   trajectories of finished groups, and sampled tokens of running ones, by engine. Files of numbers
-only: loading them cannot execute code.
+*.npz, *.journal   trajectories of finished groups, and sampled tokens of all groups, by engine. Files of numbers only:
+loading them cannot execute code.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mcore_rl.data.checksum import saved_file
 from mcore_rl.data.image_arrays import array_buffers, buffer_arrays
 from mcore_rl.data.trajectories import join_rows, split_rows
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
+from mcore_rl.rollout.journal import JournaledResponse, first_id, read_journal
 from mcore_rl.rollout.streaming.interface import JOURNAL, Group, TaskStream
 from mcore_rl.types import BuffersRef, RolloutScalars, RolloutTask, SavedFile, TrajectoryBuffers
 from model_converters.durable_files import durable_write
@@ -134,6 +135,14 @@ def read_trajectories(path: Path) -> list[TrajectoryBuffers]:
     with np.load(path, allow_pickle=False) as arrays:
         given = {name: arrays[name] for name in arrays.files if name != COUNTS}
         return split_rows(array_buffers(given), arrays[COUNTS].tolist())
+
+
+def read_sampled(path: Path, request_ids: Sequence[Sequence[str]]) -> list[JournaledResponse]:
+    """Read the responses to these requests, and to later turns of their episodes, from the journal beside a file of
+    trajectories; [] if its engine kept no journal."""
+    first_ids = {request_id for of_task in request_ids for request_id in of_task}
+    sampled = read_journal(path.with_suffix(JOURNAL))
+    return [response for name, response in sampled.items() if first_id(name) in first_ids and response.finish_reason]
 
 
 def _as_json(group: SavedGroup) -> dict[str, object]:

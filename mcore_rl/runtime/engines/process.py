@@ -200,26 +200,29 @@ class EngineProcess(RunProcess):
 
     @remote_method(concurrency_group="cut")
     def save_tasks(self, path: str, keys: list[int], request_ids: list[str]) -> list[SavedFile]:
-        """Write the trajectories under `keys` and the sampled tokens of running requests to files whose names begin
-        with `path`. Returns the files written."""
+        """Write the trajectories under `keys`, and the sampled tokens of their requests and of running ones, to files
+        whose names begin with `path`. Returns the files written."""
         from mcore_rl.rollout.streaming.checkpoint import write_trajectories
 
         with self.spans.span("save tasks"):
             trajectories, journal, files = Path(f"{path}{TRAJECTORIES}"), Path(f"{path}{JOURNAL}"), []
             if keys:
                 files.append(write_trajectories(trajectories, [self._kept.all_of(key) for key in keys]))
-            if request_ids and self.loop.copy_journal(journal, request_ids):
+            sampled = [*request_ids, *self._kept.request_ids(keys)]
+            if sampled and self.loop.copy_journal(journal, sampled):
                 files.append(saved_file(journal.parent, journal.name))
             return files
 
     @remote_method(concurrency_group="cut")
     def restore_tasks(self, path: str, request_ids: list[list[str]]) -> list[int]:
         """Keep the trajectories of a file, one entry of `request_ids` per task. Returns their keys."""
-        from mcore_rl.rollout.streaming.checkpoint import read_trajectories
+        from mcore_rl.rollout.streaming.checkpoint import read_sampled, read_trajectories
 
         with self.spans.span("restore tasks"):
-            parts = read_trajectories(Path(path))
-            return [self._kept.keep(part, ids) for part, ids in zip(parts, request_ids, strict=True)]
+            # If this engine is lost, the weights that sampled these responses no longer exist.
+            self.loop.take_over(read_sampled(Path(path), request_ids)).result()
+            parts = zip(read_trajectories(Path(path)), request_ids, strict=True)
+            return [self._kept.keep(part, ids) for part, ids in parts]
 
     @remote_method(concurrency_group="cut")
     def amend_records(
