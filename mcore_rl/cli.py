@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -141,7 +143,10 @@ def _parser() -> argparse.ArgumentParser:
     text = "check and plan the run, print where each process would start, and stop before anything is written"
     train.add_argument("--dry-run", action="store_true", help=text)
     add_configured("eval", "validate only: the newest checkpoint in run.dir, or model.hf_path if there is none")
-    text = "serve the newest checkpoint in run.dir, or model.hf_path, with OpenAI's interface; CONFIG may be a run.dir"
+    text = (
+        "serve the newest checkpoint in run.dir, or model.hf_path, with OpenAI's interface; CONFIG may be a run.dir or "
+        "one of its checkpoints"
+    )
     add_configured("serve", text, "rollout.gateway_port=8000")
     _add_chat(add("chat", "talk to a model that `serve` serves", _chat))
     text = (
@@ -235,10 +240,11 @@ def _run_configured(options: argparse.Namespace) -> int:
     from mcore_rl.resumption import resume_advice
     from mcore_rl.slurm.checks import check_job
 
+    step = None
     if options.verb == "serve":
-        options.config, options.words = _of_run(options.config, options.words)
+        options.config, options.words, step = _of_run(options.config, options.words)
     files, overrides = _files_and_overrides(options)
-    config = load_config(files, overrides, needs_data=options.verb != "plan")
+    config = load_config(files, overrides, needs_data=options.verb not in ("plan", "serve"))
     match options.verb:
         case "train" if options.dry_run:
             from mcore_rl.debugging.dry_run import dry_run
@@ -251,7 +257,7 @@ def _run_configured(options: argparse.Namespace) -> int:
         case "serve":
             from mcore_rl.serving import serve
 
-            return serve(config)
+            return serve(config, step)
         case "plan":
             with localized(config, _note, weights=False, data=False):
                 return verbs.plan(config, as_json=options.json, suggest=options.suggest)
@@ -263,13 +269,25 @@ def _run_configured(options: argparse.Namespace) -> int:
                 return verbs.slurm(config, files, overrides, pinned, force=options.force)
 
 
-def _of_run(config: str, words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the configuration of a run directory, and overrides that keep the directory; other arguments as given."""
+def _of_run(config: str, words: Sequence[str]) -> tuple[str, list[str], int | None]:
+    """Return the configuration of a run directory or of a checkpoint in it, overrides that keep the directory, and the
+    step of the checkpoint; other arguments as given.
+
+    Raises: ConfigError for another directory.
+    """
     if not os.path.isdir(config):
-        return config, list(words)
+        return config, list(words), None
     from mcore_rl.config.run_configs import CONFIG_FILE
 
-    return os.path.join(config, CONFIG_FILE), [f"run.dir={config}", *words]
+    directory, step = Path(config).absolute(), None
+    if not (directory / CONFIG_FILE).exists() and (match := re.fullmatch(r"step_(\d+)", directory.name)):
+        directory, step = directory.parents[1], int(match[1])
+    if not (directory / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"{config} has no {CONFIG_FILE}; name a run directory, one of its checkpoints "
+            "(RUN_DIR/checkpoints/step_N), or a configuration whose model.hf_path is the model"
+        )
+    return str(directory / CONFIG_FILE), [f"run.dir={directory}", *words], step
 
 
 def _chat(options: argparse.Namespace) -> int:

@@ -6,15 +6,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_rl.config.episodes import SERVING, EpisodeConfig
-from mcore_rl.config.rules.objective import chosen_objective
-from mcore_rl.config.schema import Config
+from mcore_rl.config.episodes import SERVING
+from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.rules.objective import chosen_objective, trains_scores
+from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.config.staleness import StalenessConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.gateway.wire import FILE
@@ -29,55 +31,87 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.5
 TOKEN = "OPENAI_API_KEY"
 QUIT = ("/quit", "/exit")
+TRAINING = (
+    *("reward", "judge", "algorithm", "preference", "critic", "reference", "teacher", "reward_model", "trainer"),
+    *("checkpoint", "observe"),
+)
+"""Sections that only training needs."""
+OF_EPISODES = (
+    *("samples_per_prompt", "keep_sampling_mask", "episode_kwargs", "environment", "harness", "harness_files"),
+    *("tools", "tool_processes", "max_tool_seconds", "max_tool_calls_per_turn", "long_history"),
+)
+"""Keys of section rollout that only training, or episodes other than single requests, need."""
 
 
-def serve(config: Config) -> int:
-    """Serve the newest checkpoint in run.dir, or model.hf_path if there is none, until a signal ends it. Returns the
-    exit code."""
-    # Of the keys for episodes, only the address and the limits of the gateway matter here.
-    ours, defaults = config.rollout, EpisodeConfig()
-    config.rollout = replace(
-        ours,
-        **{name: getattr(defaults, name) for name in ("episode_kwargs", "environment", "harness", "harness_files")},
-        # An asynchronous run would begin to generate for its next step.
-        **asdict(StalenessConfig()),
-        episode=SERVING,
-        tools=None,
-        history="new_sequence",
-        long_history="end",
-    )
-    config.observe.trackers, config.observe.prometheus_port = [], 0
-    with own_stderr(), STOPS.listening(), third_party_log() as log:
+def serve(config: Config, step: int | None = None) -> int:
+    """Serve a checkpoint in run.dir, until a signal ends it. `step`: None for the newest one, or model.hf_path if there
+    is none. Returns the exit code."""
+    with (
+        own_stderr(),
+        STOPS.listening(),
+        third_party_log() as log,
+        tempfile.TemporaryDirectory(prefix="mcore_rl_serve_") as directory,
+    ):
+        prompts = Path(directory) / "prompts.jsonl"
+        prompts.write_text(json.dumps({"prompt": "1", "answer": "1"}), encoding="utf-8")
+        keep_served(config, prompts)
         try:
-            return locked(config, partial(_serve_locked, config, log), trains=False)
+            return locked(config, partial(_serve_locked, config, step, log), trains=False)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             return 0
 
 
-def _serve_locked(config: Config, log: ThirdPartyLog, start: Start) -> int:
+def keep_served(config: Config, prompts: Path) -> None:
+    """Reset the keys that a served policy does not depend on: its data, graders and other models need not exist here.
+
+    prompts: file with a row, because engines are set up with prompts.
+
+    Raises: ConfigError for a run whose model generates no text.
+    """
+    if trains_scores(config):
+        raise ConfigError(f"{chosen_objective(config)} trains a model that generates no text; name another run")
+    for name in TRAINING:
+        setattr(config, name, type(getattr(config, name))())
+    config.reward.function, config.observe.trackers = NO_RULE, []
+    defaults, data = RolloutConfig(), config.data
+    config.rollout = replace(
+        config.rollout,
+        **{name: getattr(defaults, name) for name in OF_EPISODES},
+        # An asynchronous run would begin to generate for its next step.
+        **asdict(StalenessConfig()),
+        episode=SERVING,
+        history="new_sequence",
+    )
+    config.data = replace(
+        type(data)(),
+        **{name: getattr(data, name) for name in ("template", "plain_template", "system_prompt", "template_kwargs")},
+        train=[str(prompts)],
+        long_prompts="truncate_left",
+    )
+
+
+def _serve_locked(config: Config, step: int | None, log: ThirdPartyLog, start: Start) -> int:
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_log_folder, open_run_dir
     from mcore_rl.runtime.phases import Phase
     from mcore_rl.runtime.publisher import SlicePublisher
     from mcore_rl.runtime.roles.trainer import TrainerGroup
-    from mcore_rl.trainer.checkpoints import check_newest
+    from mcore_rl.trainer.checkpoints import check_step
     from mcore_rl.trainer.run import Run, load_policy
 
     prepared = prepare(config)
-    if not prepared.data.prompts:
-        raise ConfigError(f"{chosen_objective(config)} has no engines; set trainer.objective=rl to serve the model")
     directory = open_run_dir(config.run)
     start.take_lock()
-    check_newest(directory)
+    check_step(directory, step)
     logs = make_log_folder(directory)
     log.begin(logs)
     with assemble(config, prepared, logs, start.show) as run:
         assert isinstance(run, Run)
         assert isinstance(run.actor, TrainerGroup)
         assert isinstance(run.publisher, SlicePublisher)
-        load_policy(run)
+        load_policy(run, step)
         run.publisher.publish(run.state.version)
         with run.actor.stages.stage(phase=Phase.GENERATE):
             _announce(directory, run.state.step)

@@ -88,6 +88,19 @@ class Checkpoints:
             logger.warning("%s: skipping %s: incomplete, no %s", self.directory, ", ".join(skipped), PROOF_FILE)
         return step, path
 
+    def of_step(self, step: int | None) -> tuple[int, Path] | None:
+        """Return the checkpoint of a step; None: the same as `latest`.
+
+        Raises: as `latest`; CheckpointError if there is no complete one of this step.
+        """
+        if step is None:
+            return self.latest()
+        path = self.directory / f"step_{step}"
+        if not (path / PROOF_FILE).exists():
+            names = ", ".join(other.name for _, other in self.complete())
+            raise CheckpointError(f"{path} is no complete checkpoint; complete in {self.directory}: {names or 'none'}")
+        return step, path
+
     def with_remedy(self, error: DamagedCheckpointError, step: int) -> DamagedCheckpointError:
         """Append the remedy for the damaged checkpoint of `step` to the error."""
         older = [name for number, name in self.complete() if number < step]
@@ -249,11 +262,16 @@ def check_newest(run_dir: Path) -> None:
 
     Raises: same as Checkpoints.latest.
     """
+    check_step(run_dir, None)
+
+
+def check_step(run_dir: Path, step: int | None) -> None:
+    """Make the check of `check_newest` for the checkpoint of a step; None: the newest one."""
     checkpoints = Checkpoints(run_dir / "checkpoints", keep_last=1)
-    newest = checkpoints.latest()
-    if newest is None:
+    found = checkpoints.of_step(step)
+    if found is None:
         return
-    step, path = newest
+    step, path = found
     try:
         check_content(path, read_proof(path))
     except DamagedCheckpointError as error:

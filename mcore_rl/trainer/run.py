@@ -176,15 +176,16 @@ def load_latest(run: TrainingRun) -> bool:
     return True
 
 
-def load_policy(run: TrainingRun) -> None:
-    """Restore the policy of the newest checkpoint, if there is one, without what only training needs.
+def load_policy(run: TrainingRun, step: int | None = None) -> None:
+    """Restore the policy of a checkpoint, without what only training needs. `step`: None for the newest checkpoint, if
+    there is one.
 
     Raises: as `load_latest`.
     """
-    newest = run.checkpoints.latest()
-    if newest is None:
+    found = run.checkpoints.of_step(step)
+    if found is None:
         return
-    step, path = newest
+    step, path = found
     try:
         state, files = run.checkpoints.read(path)
         if state.get("objective") == REWARD_MODEL:

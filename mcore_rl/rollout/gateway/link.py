@@ -193,14 +193,7 @@ class GatewayLink:
 
     async def _answer(self, key: int, opened: _Open, request: ChatRequest) -> None:
         try:
-            try:
-                reply = await opened.answers.answer(request)
-            except RefusedError as error:
-                frames.write(self._writer, (wire.REPLY, key, wire.Refusal(error.status, str(error), error.code)))
-            else:
-                if opened.call is None:
-                    opened.replies[key] = reply.id
-                frames.write(self._writer, (wire.REPLY, key, reply))
+            await self._reply(key, opened, request)
         except asyncio.CancelledError:
             if self._lost is None:
                 frames.write(self._writer, (wire.REPLY, key, None))
@@ -219,6 +212,16 @@ class GatewayLink:
                 del self._session_of[key]
             if opened.call is not None:
                 self._serving.end(opened.call)
+
+    async def _reply(self, key: int, opened: _Open, request: ChatRequest) -> None:
+        try:
+            reply = await opened.answers.answer(request)
+        except RefusedError as error:
+            frames.write(self._writer, (wire.REPLY, key, wire.Refusal(error.status, str(error), error.code)))
+        else:
+            if opened.call is None:
+                opened.replies[key] = reply.id
+            frames.write(self._writer, (wire.REPLY, key, reply))
 
     @staticmethod
     def _settle(opened: _Open, end: HarnessEnd | BaseException) -> None:

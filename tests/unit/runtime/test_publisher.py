@@ -199,7 +199,7 @@ def test_restarted_engines_are_supplied_once_and_when_they_are_up(store: TCPStor
         assert (run.events, run.without_weights) == (["meet", "meet 1", "send", "compare"], [])
     assert run.fleet.version == 1
     run.watch.dead[id(run.fleet.engines[1].process)] = "engine 1 died"
-    with pytest.raises(WorkerDiedError, match="engine 1 died.*max_engine_restarts=1"):
+    with pytest.raises(WorkerDiedError, match=r"engine 1 died.*max_engine_restarts=1"):
         run.publisher.supply_restarted()
 
 
