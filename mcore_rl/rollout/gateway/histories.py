@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from mcore_rl.types.chat import ChatMessage
 
+MIN_SESSIONS = 16
 MAX_REPLIES = 64
 """Maximum number of replies per session that can be continued; the oldest are forgotten."""
 
@@ -17,13 +18,15 @@ class Histories:
     Conversations of a session share equal messages: a client that sends its whole conversation with every request takes
     linear, not quadratic memory.
 
-    is_open: True for a session that has not ended. Conversations of ended sessions are dropped when a new session
-    starts.
+    is_open: True for a session that has not ended. Conversations of ended sessions are dropped when the number of
+    sessions has doubled.
     """
 
     def __init__(self, is_open: Callable[[str], bool]) -> None:
         self._is_open = is_open
         self._sessions: dict[str, OrderedDict[str, tuple[ChatMessage, ...]]] = {}
+        self._limit = MIN_SESSIONS
+        """Number of sessions at which ended ones are dropped. A look at all for every new one takes quadratic time."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -35,8 +38,9 @@ class Histories:
 
     def keep(self, session: str, reply: str, messages: Sequence[ChatMessage]) -> None:
         """Keep the conversation that ends with a reply."""
-        if session not in self._sessions:
+        if session not in self._sessions and len(self._sessions) >= self._limit:
             self._sessions = {name: kept for name, kept in self._sessions.items() if self._is_open(name)}
+            self._limit = max(MIN_SESSIONS, 2 * len(self._sessions))
         kept = self._sessions.setdefault(session, OrderedDict())
         latest = next(reversed(kept.values()), ())
         shared = [old if old == new else new for old, new in zip(latest, messages, strict=False)]

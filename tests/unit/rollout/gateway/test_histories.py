@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from mcore_rl.rollout.gateway.histories import MAX_REPLIES, Histories
+from mcore_rl.rollout.gateway.histories import MAX_REPLIES, MIN_SESSIONS, Histories
 from mcore_rl.types.chat import ChatMessage
 
 
@@ -41,4 +41,13 @@ def test_conversations_of_ended_sessions_are_dropped() -> None:
     for number in range(100):
         histories.keep(f"s{number}", "r", conversation(1))
         ended.add(f"s{number}")
-    assert len(histories) == 1
+        assert len(histories) <= MIN_SESSIONS
+
+
+def test_conversations_of_many_sessions_take_linear_time() -> None:
+    looks = list[str]()
+    histories = Histories(lambda session: not looks.append(session))  # type: ignore[func-returns-value]
+    for number in range(1000):
+        histories.keep(f"s{number}", "r", conversation(1))
+    assert len(histories) == 1000
+    assert len(looks) <= 1000 + 1000
