@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,16 +35,11 @@ class ServeProcess(TrainProcess):
         (address,) = json.loads(file.read_text())
         return openai.OpenAI(base_url=f"{address['url']}/v1", api_key=address["token"], max_retries=0, timeout=180)
 
-    def engines(self, count: int, without: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
-        """Wait for `count` engines that are set up, except for known ones."""
-
-        def found() -> list[psutil.Process]:
-            others = [engine for engine in self.processes(ENGINE) if engine not in without]
-            # After the set-up, the process runs `serve`.
-            ready = [engine for engine in others if f"{ENGINE}.serve" in " ".join(engine.cmdline())]
-            return ready if len(ready) == count else []
-
-        engines: list[psutil.Process] = self.wait_until(found)
+    def engines(self) -> list[psutil.Process]:
+        """Wait for the two engines."""
+        engines: list[psutil.Process] = self.wait_until(
+            lambda: found if len(found := self.processes(ENGINE)) == 2 else []
+        )
         return engines
 
 
@@ -86,11 +81,21 @@ def test_requests_continue_though_engines_die(whole_run: Path, tmp_path: Path) -
         def check(given: dict[str, Future[str]]) -> None:
             assert {text: reply.result(180) for text, reply in given.items()} == answers
 
-        early = asked()
+        early, ended = asked(), threading.Event()
         assert "serving the weights" not in server.text()
         check(early)
+
+        def always() -> int:
+            """Ask until the test ends, also while weights are published."""
+            count = 0
+            while not ended.is_set():
+                assert ask(TEXTS[count % len(TEXTS)]) == answers[TEXTS[count % len(TEXTS)]]
+                count += 1
+            return count
+
+        throughout = threads.submit(always)
         server.wait_until(lambda: "serving the weights of step 4" in server.text())
-        engines = server.engines(2)
+        engines = server.engines()
         for engine in engines:
             engine.suspend()
         amid = [asked() for _ in range(2)]
@@ -102,13 +107,15 @@ def test_requests_continue_though_engines_die(whole_run: Path, tmp_path: Path) -
         server.wait_until(lambda: "is up again" in server.text())
         check(asked())
 
-        engines = server.engines(2)
+        engines = server.engines()
         for engine in engines:
             engine.kill()
         check(asked())  # there is no engine
         server.wait_until(lambda: server.text().count("is up again") == 3)
         assert "(3 of 3 times)" in server.text()
-        server.engines(2)[0].kill()
+        ended.set()
+        assert throughout.result(180) > 100
+        server.engines()[0].kill()
         assert server.finish() == 1
         assert "rollout engine" in server.text()
         assert "(rollout.max_engine_restarts=3)" in server.text()

@@ -26,10 +26,15 @@ from mcore_rl.rollout.gateway.sessions import AskedRequest, EngineConnection, Op
 REOPEN_SECONDS = 120.0
 """Time in which an engine must open a session again whose engine was lost."""
 GONE = "the session has ended"
-NO_ENGINE = "no engine is ready; try again"
+LOOK_SECONDS = 0.1
+"""Interval of looks for another engine."""
 MAX_SEED = 2**63
 MAX_OPEN = 64
 """Maximum number of unanswered requests of a session."""
+
+
+class EngineLostError(RefusedError):
+    """The engine was lost that counted the tokens of a request."""
 
 
 class Hub:
@@ -134,12 +139,13 @@ class Hub:
         """Same as Sessions.count."""
         if session is None:
             return (await self._served(request, None)).num_prompt_tokens
-        engine = self._live(session).engine
-        if engine is None:
-            raise RefusedError(503, NO_ENGINE)
-        asked = AskedRequest(request, b"", asyncio.get_running_loop().create_future())
-        engine.count(session, asked)
-        return (await self._awaited(None, asked)).num_prompt_tokens
+        while True:
+            while (engine := self._live(session).engine) is None:  # another engine plays the session again
+                await asyncio.sleep(LOOK_SECONDS)
+            asked = AskedRequest(request, b"", asyncio.get_running_loop().create_future())
+            engine.count(session, asked)
+            with contextlib.suppress(EngineLostError):
+                return (await self._awaited(None, asked)).num_prompt_tokens
 
     async def reward(self, session: str, reward: Reward) -> None:
         """Same as Sessions.reward."""
@@ -301,7 +307,7 @@ class Hub:
                     asked.call = replace(asked.call, journals=(*asked.call.journals, engine.journal))
                 self._assign(asked)
             elif session_of is None and asked.num_clients:
-                asked.settle(RefusedError(503, "the engine was lost; try again"))
+                asked.settle(EngineLostError(503, "the engine was lost; try again"))
             elif asked.is_dropped:
                 asked.settle(None)
         loop = asyncio.get_running_loop()

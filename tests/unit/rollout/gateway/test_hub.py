@@ -120,9 +120,15 @@ def test_the_engine_of_a_session_counts_tokens(tmp_path: Path) -> None:
             engine.send(wire.REPLY, key, ChatReply("", (), 7, 0))
             assert await counted == 7
         assert not site.hub._sessions["a"].history, "another engine does not repeat it"
+        before = asyncio.create_task(site.hub.count("a", request("one")))
+        await engine.next()
         await engine.lose()
-        with pytest.raises(RefusedError, match="no engine is ready"):
-            await site.hub.count("a", request("one"))
+        counted = before, asyncio.create_task(site.hub.count("a", request("two")))
+        other = await site.engine()
+        other.send(wire.OPEN, "a", ROW)
+        for _ in counted:
+            other.send(wire.REPLY, (await other.next())[1], ChatReply("", (), 7, 0))
+        assert [await each for each in counted] == [7, 7]
 
     with_site(test, tmp_path)
 
