@@ -232,8 +232,9 @@ class SteppedEngine(ABC):
     def _require_complete(self) -> None:
         if not self.weights_complete:
             raise WeightSyncError(
-                f"the engine has no weights yet, holds a part of the update after version {self.weight_version}, or has "
-                "discarded its weights during sleep; it is usable only after a complete update"
+                "the engine has no weights yet, holds a part of the update after version "
+                f"{self.weight_version}, or has discarded its weights during sleep; it is usable only after a complete "
+                "update"
             )
 
     def _activate(self, request: GenerationRequest) -> ActiveRequest:
