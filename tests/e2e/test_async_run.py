@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.rollout.journal import read_journal
 from tests.e2e.runs import ENGINE, TrainProcess, assert_same_records, in_step, metrics, records_of, train
 from tests.e2e.test_engine_loss import restarts
 from tests.e2e.test_judge_run import OVERRIDES as JUDGED
@@ -85,6 +86,28 @@ def test_groups_run_ahead_though_an_engine_and_then_the_driver_die(task: Path, t
     assert ages[0] == 0
     assert max(ages) > 0.5, "nothing ran ahead"
     assert not [path for path in (run_dir / "rollouts").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.on_demand  # tests/unit/runtime/test_engine_tasks.py restores responses into the journal
+def test_engines_die_that_hold_responses_of_a_checkpoint(task: Path, tmp_path: Path) -> None:
+    """The weights that sampled the responses no longer exist."""
+    run_dir = tmp_path / "run"
+    with TrainProcess(task, run_dir, (*AHEAD, *ONE_RANK)) as run:
+        run.wait_until((run_dir / "checkpoints" / "step_4").exists)
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.process.wait()
+        assert not run.left_after(30)
+    saved = json.loads((run_dir / "checkpoints" / "step_4" / "rollouts" / "groups.json").read_text())
+    assert [group for group in saved["groups"] if group["state"] == "finished" and group["version"] < 4]
+    with TrainProcess(task, run_dir, (*AHEAD, *ONE_RANK)) as run:
+        run.wait_until(lambda: "sending the initial weights to the engines" in run.text())
+        run.wait_until(lambda: any(read_journal(path) for path in (run_dir / "journals").glob("*.0")))
+        for engine in run.processes(ENGINE):
+            engine.kill()
+        assert run.finish() == 0, run.text()[-4000:]
+        assert "step 5/6" not in run.text().partition("it starts again")[0]
+    assert restarts(run_dir) == 2
+    assert_whole(run_dir, 6)
 
 
 @pytest.mark.on_demand  # test_groups_run_ahead also resumes
