@@ -1,4 +1,7 @@
-"""Answers from an OpenAI-compatible server (judge.url). Only this module imports the `openai` package."""
+"""Answers from an OpenAI-compatible server (judge.url).
+
+Redirects, which openai follows by default, are errors: prompts, responses and the key are for the host of judge.url.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +62,12 @@ class ServerAnswerer:
         return nullcontext()
 
     async def _replies(self, questions: Sequence[JudgeQuestion]) -> list[list[Reply]]:
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         # Semaphore and client belong to the event loop of this call.
         slots = asyncio.Semaphore(self.config.max_concurrent_requests)
-        async with AsyncOpenAI(**_connection(self.config, self.key)) as client:
+        http = DefaultAsyncHttpxClient(follow_redirects=False)
+        async with AsyncOpenAI(**_connection(self.config, self.key), http_client=http) as client:
 
             async def of_question(question: JudgeQuestion) -> list[Reply]:
                 if (reply := self._refused(question)) is not None:
@@ -150,10 +154,10 @@ def _client(config: JudgeConfig, key: str | None) -> Iterator[OpenAI]:
 
     Raises: ConfigError for errors of its requests.
     """
-    from openai import OpenAI, OpenAIError
+    from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
     try:
-        with OpenAI(**_connection(config, key)) as client:
+        with OpenAI(**_connection(config, key), http_client=DefaultHttpxClient(follow_redirects=False)) as client:
             yield client
     except OpenAIError as error:
         raise ConfigError(
@@ -163,7 +167,12 @@ def _client(config: JudgeConfig, key: str | None) -> Iterator[OpenAI]:
 
 
 def _told(error: Exception) -> str:
-    """Return the error and its cause as one line."""
+    """Return the error and its cause as one line, or the target of a redirect."""
+    from openai import APIStatusError
+
+    if isinstance(error, APIStatusError) and error.response.has_redirect_location:
+        target = error.response.headers["Location"]
+        return f"HTTP {error.status_code} redirects to {target}, which is not followed"[:MAX_MESSAGE_CHARS]
     causes = [error, *filter(None, [error.__cause__])]
     said = " ".join(f"{type(each).__name__}: {each}" for each in causes)
     return " ".join(said.split())[:MAX_MESSAGE_CHARS]

@@ -33,6 +33,10 @@ def said(text: str, finish_reason: str = "stop") -> Answer:
     return 200, {"id": "1", "object": "chat.completion", "model": "m", "choices": [choice], "usage": usage}
 
 
+MOVED = 307
+"""Code of a redirect that keeps method and body."""
+
+
 class Server:
     """A fake server that answers with `says(body)` and records bodies and keys."""
 
@@ -70,6 +74,8 @@ class Server:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(text)))
+                if status == MOVED:
+                    self.send_header("Location", body["to"])
                 self.end_headers()
                 self.wfile.write(text)
 
@@ -258,3 +264,14 @@ def test_a_server_is_tried_before_anything_starts_with_its_key(serve: Callable[.
         ConfigError, match=r"^judge\.url=http://127\.0\.0\.1:9/v1 does not answer: .*set it to the addr"
     ):
         try_server(replace(config_of(server), url="http://127.0.0.1:9/v1"), None)
+
+
+def test_judge_server_that_redirects_sends_nothing_to_the_other_host(serve: Callable[..., Server]) -> None:
+    other = serve(counts_letters)
+    moved = serve(lambda _: (MOVED, {"to": f"{other.url}/chat/completions"}))
+    message = f"HTTP 307 redirects to {other.url}/chat/completions, which is not followed"
+    with pytest.raises(ConfigError, match=message):
+        try_server(config_of(moved), "secret")
+    with pytest.raises(RewardError, match=message):
+        judged(config_of(moved), ["a"])
+    assert other.bodies == []
