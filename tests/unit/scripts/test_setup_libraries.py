@@ -23,7 +23,8 @@ def test_libraries_are_installed_again_for_another_lock(name: str, tmp_path: Pat
     for folder in ("scripts", "locks", ".venv/bin"):
         (tmp_path / folder).mkdir(parents=True)
     script, lock = tmp_path / "scripts" / f"setup_{name}.sh", tmp_path / "locks" / f"{name}.txt"
-    shutil.copy(ROOT / "scripts" / script.name, script)
+    for each in (script.name, "install_library_folder.sh"):
+        shutil.copy(ROOT / "scripts" / each, tmp_path / "scripts")
     (tmp_path / ".venv/bin/python").write_text(PYTHON)
     (tmp_path / ".venv/bin/python").chmod(0o755)
     installed = tmp_path / ".peers" / name / "installed"
