@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from mcore_rl.cli import main
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import DataError
 from mcore_rl.rollout.episodes.load import load_episode
+from tests.http_server import serving_application
 from tests.selection import needs_package
 from tests.unit.rollout.connectors.written import rows
 from tests.unit.rollout.episodes.conftest import SetUp
@@ -58,17 +57,8 @@ def url() -> Iterator[str]:
             return State()
 
     app = create_fastapi_app(Game, Guess, Hint, max_concurrent_envs=4)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            thread.join(0.01)
-            assert thread.is_alive()
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with serving_application(app) as address:
+        yield address
 
 
 def test_episodes_play_on_the_server(stage: SetUp, url: str, tmp_path: Path) -> None:

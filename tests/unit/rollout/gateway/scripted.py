@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-import uvicorn
 
 from mcore_rl.data.chat.messages import chat_call, text_of
 from mcore_rl.rollout.gateway.app import application
@@ -23,6 +20,7 @@ from mcore_rl.rollout.gateway.exchange import (
     Reward,
 )
 from mcore_rl.types.chat import ChatCall
+from tests.http_server import serving_application
 
 KEY = "key-of-s1"
 OWNER_KEY = "owner-key-of-s1"
@@ -158,14 +156,5 @@ class ScriptedSessions:
 def serving(sessions: ScriptedSessions, admin_token: str | None = ADMIN, *, serves: bool = False) -> Iterator[str]:
     """Serve the sessions on a loopback port. Yields the server's address."""
     app = application(sessions, model=MODEL, admin_token=admin_token, max_body_bytes=LIMIT, serves=serves)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            thread.join(0.01)
-            assert thread.is_alive()
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with serving_application(app, lifespan="off") as url:
+        yield url
