@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.model.names import stored_tensors
 from mcore_rl.megatron.roles.teacher import FrozenTeacher
@@ -31,25 +30,16 @@ class MovingAverage(FrozenTeacher):
     Collective: `outputs`, over all ranks.
     """
 
-    def __init__(
-        self,
-        section: TeacherConfig,
-        entry: TeacherSourceConfig,
-        policy: ResolvedModel,
-        objective: Objective,
-        weights: Mapping[str, torch.Tensor],
-        *,
-        gpus_per_node: int,
-    ) -> None:
-        """weights: the policy's, whole or this rank's shards, by canonical name."""
-        super().__init__(section, entry, policy, objective, gpus_per_node=gpus_per_node)
-        assert entry.moving_average is not None
-        self.rate = entry.moving_average
-        self.masters: dict[int, torch.Tensor] = {}
+    rate: float
+    masters: dict[int, torch.Tensor]
+
+    def start(self, rate: float, weights: Mapping[str, torch.Tensor]) -> None:
+        """Start the average with the policy's `weights`, see `update`; once, before any other method."""
+        self.rate, self.masters = rate, {}
         self.memory.load("params")
         for stored, _ in stored_tensors(self.chunks):
             if stored.dtype != torch.float32:
-                device = "cpu" if section.offload else stored.device
+                device = "cpu" if self.section.offload else stored.device
                 self.masters[id(stored)] = torch.empty(stored.shape, dtype=torch.float32, device=device)
         self._average(weights, rate=0.0)
 
@@ -90,7 +80,7 @@ def build_teachers(
     config: Config, policy: ResolvedModel, objective: Objective, weights: Callable[[], Mapping[str, torch.Tensor]]
 ) -> list[FrozenTeacher]:
     """Build the teacher of each entry of TeacherConfig.entries on this rank; entries whose averages have the same rate
-    share one. weights: the policy's, see MovingAverage.
+    share one. weights: the policy's, see MovingAverage.start.
 
     Collective: over all ranks.
     """
@@ -98,8 +88,10 @@ def build_teachers(
     for number, (entry, model) in enumerate(zip(section.entries, section.models, strict=True)):
         if model < number:
             found.append(found[model])
-        elif entry.averages:
-            found.append(MovingAverage(section, entry, policy, objective, weights(), gpus_per_node=gpus))
+        elif entry.moving_average is not None:
+            average = MovingAverage(section, entry, policy, objective, gpus_per_node=gpus)
+            average.start(entry.moving_average, weights())
+            found.append(average)
         else:
             found.append(FrozenTeacher(section, entry, policy, objective, gpus_per_node=gpus))
     return found
