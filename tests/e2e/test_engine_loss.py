@@ -101,11 +101,11 @@ ADAPTERS = ("actor.lora.rank=4", "actor.lora.alpha=16", "actor.optimizer.lr=1e-2
 
 @pytest.fixture(scope="module", params=[(), ADAPTERS], ids=["full", "adapters"])
 def undisturbed(
-    request: pytest.FixtureRequest, task: Path, whole_run: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, tuple[str, ...]]:
     """Run directory of an undisturbed run, and its overrides."""
     if not request.param:
-        return whole_run, ()
+        return request.getfixturevalue("whole_run"), ()
     directory = tmp_path_factory.mktemp("adapters") / "run"
     train(task, directory, *request.param)
     return directory, request.param
