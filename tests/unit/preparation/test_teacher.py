@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_checkpoint import tiny_fields, write_tiny_model
-from tiny_tokenizer import write as write_tokenizer
+from tiny_tokenizer import MODEL
 
 from mcore_rl.algorithms import estimator
 from mcore_rl.config.models import ActorConfig, ParallelConfig, TeacherConfig, TeacherSourceConfig
@@ -34,6 +35,13 @@ def write_config(directory: Path, kind: str, **changes: Any) -> str:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(tiny_fields(kind, **changes)))
     return str(directory)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write the tokenizer of configs/models/gsm8k_tiny. Training it takes a second."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, directory)
 
 
 def run_of(tmp_path: Path, policy: str, teacher: str, ranks: int, changes: dict[str, Any], **parallel: int) -> Config:
