@@ -14,12 +14,9 @@ import numpy as np
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.config.models import TeacherConfig
 from mcore_rl.config.reward import NO_RULE, STEP, RewardConfig
-from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.objective import trains_scores
 from mcore_rl.config.rules.rollout import concurrent_episodes
-from mcore_rl.config.rules.teacher import is_on_engines, is_on_server
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import spread
 from mcore_rl.data.kept_steps.writers import ResponseWriter
 from mcore_rl.data.records import remove_unjoined
 from mcore_rl.model_check import model_check
@@ -30,6 +27,7 @@ from mcore_rl.observe.screen.board import Board
 from mcore_rl.observe.signs import Sign, signs_for
 from mcore_rl.ports import Publisher, Validator
 from mcore_rl.preparation.prepare import Prepared, PreparedModels
+from mcore_rl.role_groups import critic_roles, group_of, rank_map, roles_of, teacher_of, teacher_roles
 from mcore_rl.rollout.collector import GroupSource, RolloutCollector, RolloutPool
 from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
@@ -41,11 +39,10 @@ from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.launch import RunProcesses, launch, launch_engines
 from mcore_rl.runtime.phases import DevicePhases, StagedCollector, StagedValidator, Stages, takes_turns
 from mcore_rl.runtime.publisher import SlicePublisher
-from mcore_rl.runtime.roles.critic import CriticGroup, critic_role
-from mcore_rl.runtime.roles.groups import RankMap, Role, RoleGroup
-from mcore_rl.runtime.roles.judge import JudgeGroup, judge_role
-from mcore_rl.runtime.roles.reward_model import RewardModelGroup, reward_model_role
-from mcore_rl.runtime.roles.teacher import TeacherGroup, teacher_role
+from mcore_rl.runtime.roles.critic import CriticGroup
+from mcore_rl.runtime.roles.groups import RoleGroup
+from mcore_rl.runtime.roles.judge import JudgeGroup
+from mcore_rl.runtime.roles.reward_model import RewardModelGroup
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.step_profiler import StepProfiler
 from mcore_rl.runtime.stops import STOPS
@@ -60,7 +57,6 @@ from mcore_rl.trainer.repetition import Repetition
 from mcore_rl.trainer.run import Run, SupervisedRun
 from mcore_rl.types import Batch, BuffersRef, Groups, Metric, RolloutResult, TrajectoryBuffers
 from mcore_rl.weights.transports.files.run_files import RunFiles, run_files
-from model_converters.mapping.layout import TrainLayout
 
 G = TypeVar("G")
 
@@ -71,7 +67,7 @@ def assemble(
 ) -> Iterator[Run | SupervisedRun]:
     """Start all processes of the configured run and yield the run; the processes end with the block. `logs`: folder for
     their output. `show` prints start-up lines. `board` receives the work in progress."""
-    ranks, roles = _rank_map(prepared.layout), roles_of(config, prepared)
+    ranks, roles = rank_map(prepared.layout), roles_of(config, prepared)
     predicts = not trains_scores(config)
     checking = model_check(config.model, config.actor, prepared.layout.dp, prepared.cost, predicts_tokens=predicts)
     recorder = SpanRecorder("driver")
@@ -123,18 +119,17 @@ def assemble_update(
 ) -> Iterator[tuple[Repetition, Callable[[TrajectoryBuffers], BuffersRef]]]:
     """Start the trainer and critic ranks of the run, and yield what repeats an update, with a function that wraps
     trajectories for it; the processes end with the block. The other arguments are as in `assemble`."""
-    roles = [] if models.critic is None else [_critic_role(models, models.critic)]
-    roles += _teacher_roles(config, models)
-    with launch(config, _rank_map(models.layout), {}, roles, Stages(), logs=logs, show=show) as processes:
+    roles = [*critic_roles(models), *teacher_roles(config, models)]
+    with launch(config, rank_map(models.layout), {}, roles, Stages(), logs=logs, show=show) as processes:
         recorded: dict[str, Metric] = {}
         reference, entropy, controllers = build_controllers(config, models.estimator, recorded.update)
         yield (
             Repetition(
                 config=config,
                 actor=processes.trainers,
-                critic=_group_of(processes.groups, CriticGroup),
+                critic=group_of(processes.groups, CriticGroup),
                 reference=reference,
-                teacher=_group_of(processes.groups, TeacherGroup),
+                teacher=teacher_of(processes.groups),
                 entropy=entropy,
                 batch_of=recorded_batches(config, models.layout.dp, models.cost, models.estimator, recorded.update),
                 estimates_tokens=not models.estimator.per_response,
@@ -143,37 +138,6 @@ def assemble_update(
             ),
             processes.trainers.store,
         )
-
-
-def roles_of(config: Config, prepared: Prepared) -> list[Role]:
-    """Return the roles that need processes in addition to trainer ranks and engines."""
-    roles = [judge_role(config.judge)] if uses_judge(config.judge) else []
-    roles += _teacher_roles(config, prepared)
-    if prepared.critic is not None:
-        roles.append(_critic_role(prepared, prepared.critic))
-    if prepared.reward_model is not None:
-        roles.append(reward_model_role(_rank_map(prepared.reward_model), config.model.dtype))
-    return roles
-
-
-def _teacher_roles(config: Config, models: PreparedModels) -> list[Role]:
-    served = is_on_engines(config.teacher) or is_on_server(config.teacher)
-    return [teacher_role(config.teacher, models.layout.dp)] if served else []
-
-
-def _critic_role(models: PreparedModels, layout: TrainLayout) -> Role:
-    # The critic may have a different number of data-parallel ranks than the policy.
-    own_batch = functools.partial(spread, num_ranks=models.layout.dp, other_ranks=layout.dp, cost=models.cost)
-    return critic_role(_rank_map(layout), own_batch)
-
-
-def _rank_map(layout: TrainLayout) -> RankMap:
-    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    # Results of a data-parallel rank are reported by one of its ranks: the first of the last pipeline stage.
-    reporting = {
-        place.dp: rank for rank, place in enumerate(places) if place.tp == place.cp == 0 and place.pp == layout.pp - 1
-    }
-    return RankMap(tuple(place.dp for place in places), tuple(reporting[dp] for dp in range(layout.dp)))
 
 
 @dataclass(frozen=True)
@@ -237,7 +201,7 @@ class _Site:
             estimates_tokens=not self.prepared.estimator.per_response,
             critic=self._group(CriticGroup),
             reference=reference,
-            teacher=self._group(TeacherGroup),
+            teacher=teacher_of(self.processes.groups),
             entropy=entropy,
             logp_gap=self._logp_gap(scheduler),
             profiler=self._profiler(journal),
@@ -277,7 +241,7 @@ class _Site:
         )
 
     def _group(self, kind: type[G]) -> G | None:
-        return _group_of(self.processes.groups, kind)
+        return group_of(self.processes.groups, kind)
 
     def _describe(self, groups: Groups) -> dict[str, Metric]:
         """Compute the metrics of the step's responses, the engines and the judge."""
@@ -359,16 +323,12 @@ class _Site:
 def _scored_pool(config: Config, scheduler: Scheduler, groups: Mapping[str, RoleGroup]) -> ScoredPool:
     """Return the pool that generates, grades and scores tasks. Scorers have their names in metrics and records."""
     scorers = {}
-    if (model := _group_of(groups, RewardModelGroup)) is not None:
+    if (model := group_of(groups, RewardModelGroup)) is not None:
         scorers["model"] = WeightedScorer(model, config.reward_model.weight)
-    if (judge := _group_of(groups, JudgeGroup)) is not None:
+    if (judge := group_of(groups, JudgeGroup)) is not None:
         scorers["judge"] = WeightedScorer(judge, config.judge.weight)
     has_rules = config.reward.function != NO_RULE
     return ScoredPool(scheduler, scorers, has_rules, grades_step=config.reward.batch == STEP)
-
-
-def _group_of(groups: Mapping[str, RoleGroup], kind: type[G]) -> G | None:
-    return next((group for group in groups.values() if isinstance(group, kind)), None)
 
 
 def _steals(reward: RewardConfig) -> bool:

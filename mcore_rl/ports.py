@@ -247,7 +247,7 @@ class Critic(SavedModel, Protocol):
 
 
 class Teacher(Protocol):
-    """Teachers of a distillation on engines or servers."""
+    """Teachers of a distillation on engines, servers or ranks of their own."""
 
     def scores(self, batch: Batch) -> ScoreRefs:
         """Compute the teachers' log-probabilities of every trained token; they stay in the object store.

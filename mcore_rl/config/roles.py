@@ -1,8 +1,8 @@
 """The part of the configuration that describes one model of a run, with the names of its keys for error messages.
 
-Policy, critic and reward model are checked and built by the same code from sections of their own, and the engines of
-rollout and judge likewise. That code gets a role instead of the whole configuration. Functions that need no section
-take `names` alone.
+Policy, critic, reward model and teacher are checked and built by the same code from sections of their own, and the
+engines of rollout and judge likewise. That code gets a role instead of the whole configuration. Functions that need no
+section take `names` alone.
 """
 
 from __future__ import annotations
@@ -85,6 +85,23 @@ class ModelRole(KeyNames):
             quantization_aware=0,
         )
         return cls("actor", teacher.chosen, section=section, model=own)
+
+    @classmethod
+    def teacher_ranks(
+        cls, section: TeacherConfig, teacher: TeacherSourceConfig, actor: ActorConfig, model: ModelConfig
+    ) -> ModelRole:
+        """Return a teacher on ranks of its own."""
+        own = replace(model, hf_path=teacher.directory, dtype=section.dtype or model.dtype, random_init=False)
+        ranks = ActorConfig(
+            strategy=section.strategy,
+            parallel=section.parallel,
+            num_ranks=section.num_ranks,
+            tokens_per_microbatch=section.tokens_per_microbatch,
+            logprob_chunk_tokens=actor.logprob_chunk_tokens,
+            moe=MoeConfig(dispatcher=section.moe.dispatcher),
+            fp8=section.fp8,
+        )
+        return cls("teacher", teacher.chosen, section=ranks, model=own)
 
     @classmethod
     def on_engines(cls, engines: EngineRole) -> ModelRole:

@@ -59,13 +59,13 @@ def _check(config: Config, show: Show) -> None:
 
 def _print_processes(config: Config, show: Show, console: Console) -> bool:
     """Prepare and plan the run; print its data, plan and processes. Returns whether the plan fits."""
-    from mcore_rl.assembly import roles_of
     from mcore_rl.debugging.process_table import node_line, process_table
     from mcore_rl.planner.plan import make_plan
     from mcore_rl.planner.report import print_plan
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import check_can_create
     from mcore_rl.resolved.process_plan import plan_processes
+    from mcore_rl.role_groups import roles_of
     from mcore_rl.runtime.launch import guests_of
     from mcore_rl.trainer.checkpoints import check_newest
 

@@ -1,6 +1,7 @@
 """GPU memory of the models that share GPUs with the policy: critic, reference, teacher, reward model and judge.
 
-The ranks of critic and reward model are processes of their own; rank i runs on the GPU of trainer rank i. Each loads
+The ranks of critic and reward model, and a teacher's own ranks, are processes of their own; rank i runs on the GPU of
+trainer rank i. Each loads
 its state for a call and moves the parts named in its `offload` section to host memory afterwards. Their parameters come
 from Megatron's own model, like the policy's (stages.py). A value head saves its float32 input for the backward pass.
 
@@ -8,8 +9,8 @@ A judge is an engine that sleeps except while it scores. It is counted on every 
 same holds for a teacher on engines.
 
 The reference has the policy's layout and parameters and runs in the same process; in a LoRA run it is the policy
-without its adapters. The teacher runs in the same process and layout, with parameters of its own. On CPU every process
-has its own memory, so no memory is shared.
+without its adapters. A teacher on the actor's ranks runs in the same process and layout, with parameters of its own. On
+CPU every process has its own memory, so no memory is shared.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.judge import has_judge_engines, validate_judge
 from mcore_rl.config.rules.models import base_is_reference, has_reference, uses_reward_model
-from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks, teacher_prompt_tokens
+from mcore_rl.config.rules.teacher import has_own_ranks, is_on_engines, is_on_ranks, teacher_prompt_tokens
 from mcore_rl.config.rules.validation import validate_critic, validate_reward_model
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -39,7 +40,7 @@ from mcore_rl.planner.workload import num_microbatches
 from mcore_rl.resolved.installed import planned_machine
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
-from mcore_rl.resolved.teacher import resolved_teacher, teacher_on_engines
+from mcore_rl.resolved.teacher import resolved_teacher, teacher_on_engines, teacher_on_own_ranks
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class ColocatedRank:
 class ColocatedModels:
     """Memory of everything else on the GPU of one trainer rank.
 
+    `teacher` runs in the process of the trainer rank, `teacher_rank` is a teacher's own rank.
     `reference` adds a second copy of the policy's weights; with `reference_leaves` it is in host memory except during
     its own forward pass. `staging` is the staging buffer of weight syncs.
     """
@@ -73,6 +75,7 @@ class ColocatedModels:
     reference: bool = False
     reference_leaves: bool = True
     staging: int = 0
+    teacher_rank: ColocatedRank | None = None
 
     @property
     def resident(self) -> int:
@@ -89,7 +92,7 @@ class ColocatedModels:
 
     @property
     def _ranks(self) -> list[ColocatedRank]:
-        ranks = (self.critic, self.reward_model, self.judge, self.teacher, self.teacher_engine)
+        ranks = (self.critic, self.reward_model, self.judge, self.teacher, self.teacher_rank, self.teacher_engine)
         return [rank for rank in ranks if rank is not None]
 
 
@@ -99,6 +102,7 @@ ALONE = ColocatedModels()
 @dataclass(frozen=True)
 class ColocatedRanks:
     """All ranks of critic, reward model and teacher, in rank order. A tuple is empty without such a model, and on CPU.
+    `teacher` and `teacher_rank` are as in ColocatedModels.
 
     `everywhere` holds what every trainer rank's GPU has.
     """
@@ -107,6 +111,7 @@ class ColocatedRanks:
     reward_model: tuple[ColocatedRank, ...] = ()
     teacher: tuple[ColocatedRank, ...] = ()
     everywhere: ColocatedModels = ALONE
+    teacher_rank: tuple[ColocatedRank, ...] = ()
 
     def at(self, rank: int) -> ColocatedModels:
         """Return the models on the GPU of trainer rank `rank`."""
@@ -123,6 +128,7 @@ class ColocatedRanks:
             critic=choose(self.critic),
             reward_model=choose(self.reward_model),
             teacher=choose(self.teacher),
+            teacher_rank=choose(self.teacher_rank),
         )
 
 
@@ -145,11 +151,15 @@ def colocated_ranks(config: Config, policy: ResolvedModel, *, cuda: bool) -> Col
         validate_judge(config.judge, config.rollout, config.model, cuda=cuda)
         judge = _sleeping_rank(EngineRole.judge(config.judge, config.rollout, config.model), config, cuda=cuda)
     teacher: tuple[ColocatedRank, ...] = ()
+    own: tuple[ColocatedRank, ...] = ()
     teacher_engines = None
     if is_on_ranks(config.teacher):
         built = [config.teacher.entries[number] for number in dict.fromkeys(config.teacher.models)]
         specs = [(resolved_teacher(config.teacher, entry, policy), entry.averages) for entry in built]
         teacher = _take_turns([teacher_ranks(config, spec, averages=averages, cuda=cuda) for spec, averages in specs])
+    elif has_own_ranks(config.teacher):
+        entries = config.teacher.entries
+        own = _take_turns([teacher_ranks(config, teacher_on_own_ranks(config, entry), cuda=cuda) for entry in entries])
     elif is_on_engines(config.teacher):
         teacher_engines = _widest(
             _sleeping_rank(teacher_on_engines(config, entry), config, scores_prompts=True, cuda=cuda)
@@ -167,7 +177,7 @@ def colocated_ranks(config: Config, policy: ResolvedModel, *, cuda: bool) -> Col
         reference_leaves=config.reference.offload,
         staging=staging,
     )
-    return ColocatedRanks(critic, model, teacher, everywhere) if cuda else ColocatedRanks(everywhere=everywhere)
+    return ColocatedRanks(critic, model, teacher, everywhere, own) if cuda else ColocatedRanks(everywhere=everywhere)
 
 
 def _take_turns(teachers: list[tuple[ColocatedRank, ...]]) -> tuple[ColocatedRank, ...]:

@@ -86,8 +86,12 @@ def rank_phases(
         "generate": resident + others + (engine.total_bytes if shared else 0),
         "score": max(at_work(models.reward_model, resident), at_work(models.judge, resident)),
         "logp": state.weights_bytes + kept + forward + asleep + models.resident + reference,
-        # Engines score before the ranks load their state for the step.
-        "teacher": max(at_work(models.teacher, state.weights_bytes + kept), at_work(models.teacher_engine, resident)),
+        # Engines and ranks of its own score before the trainer ranks load their state for the step.
+        "teacher": max(
+            at_work(models.teacher, state.weights_bytes + kept),
+            at_work(models.teacher_rank, resident),
+            at_work(models.teacher_engine, resident),
+        ),
         "critic": at_work(models.critic, state.weights_bytes + kept),
         # The activations are freed before the optimizer step, and a moving average follows it.
         "update": state.total_bytes + max(update, state.piece_bytes, averaging) + asleep + others,

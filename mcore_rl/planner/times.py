@@ -1,6 +1,6 @@
 """Time of a training step at the rates assumed in `plan.*`, as a function of the numbers of engines and trainer ranks.
 
-Training phases, teachers on the actor's ranks, critic and reward model: FLOP / (ranks x plan.peak_tflops x plan.mfu_*),
+Training phases, teachers on Megatron ranks, critic and reward model: FLOP / (ranks x plan.peak_tflops x plan.mfu_*),
 where the assumed mfu includes pipeline bubbles and communication. Prefill, and teachers on engines: the same with
 plan.mfu_prefill on the engines' ranks. Decoding is bound by memory bandwidth: every engine step reads the weights (a
 large batch uses all experts) and the KV cache of the running sequences at plan.memory_bandwidth_gib_per_second. A
@@ -76,7 +76,7 @@ class StepTimes:
         )
 
     def _teacher(self, num_ranks: int) -> float | None:
-        """Compute the time of the teachers' pass, on trainer ranks or on engines; 0 without one in this job."""
+        """Compute the time of the teachers' pass, on ranks or on engines; 0 without one in this job."""
         plan, teacher = self.config.plan, self.config.teacher
         if not self.flops.teacher:
             return 0.0
@@ -84,7 +84,8 @@ class StepTimes:
             return None
         # All engines of all teachers work at the same time.
         engines = len(teacher.entries) * teacher.num_engines * teacher.tp
-        rate = engines * plan.mfu_prefill if engines else num_ranks * plan.mfu_logp
+        # Teachers on ranks take turns.
+        rate = engines * plan.mfu_prefill if engines else (teacher.num_ranks or num_ranks) * plan.mfu_logp
         return self.flops.teacher / (rate * plan.peak_tflops * 1e12)
 
     def _critic(self, num_ranks: int) -> float | None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.models import FSDP2, ActorConfig
-from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks
+from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.rules.teacher import has_own_ranks, is_on_engines, is_on_ranks, teacher_prompt_tokens
 from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
 from mcore_rl.planner.activations import SET_TOKENS
 from mcore_rl.planner.engine import GIB, EngineRank, longest_sequence
@@ -79,7 +80,7 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
     away = _not_offloaded("actor", config.actor)
     if "critic" in phases.by_name and phase != "critic":
         away += _not_offloaded("critic", config.critic)
-    if is_on_ranks(config.teacher) and not config.teacher.offload:
+    if (is_on_ranks(config.teacher) or has_own_ranks(config.teacher)) and not config.teacher.offload:
         away.append("teacher.offload=true")
     if phase in ("critic", "score"):
         section: ActorConfig
@@ -93,6 +94,8 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
         steps = [*away, "a lower rollout.gpu_memory_fraction" if phase == "generate" else "a higher rollout.tp"]
     elif phase == "teacher" and is_on_engines(config.teacher):
         steps = [*away, "a lower teacher.gpu_memory_fraction"]
+    elif phase == "teacher" and has_own_ranks(config.teacher):
+        steps = [*away, *_own_teacher_steps(config)]
     else:
         longest = longest_sequence(config.rollout)
         steps = [] if phase == "teacher" or config.actor.recompute == "full" else ["actor.recompute=full"]
@@ -105,6 +108,16 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
             steps.append(f"a higher actor.parallel.{_axes(config.actor, experts=layout.ep > 1)}")
         steps.append("a higher cluster.nodes")
     return "set " + ", or ".join(steps)
+
+
+def _own_teacher_steps(config: Config) -> list[str]:
+    """Return settings that lower the memory of teachers on ranks of their own."""
+    role = ModelRole.teacher_ranks(config.teacher, config.teacher.entries[0], config.actor, config.model)
+    longest = teacher_prompt_tokens(config) + config.rollout.max_response_tokens
+    steps = [f"teacher.tokens_per_microbatch={longest}"] if role.section.tokens_per_microbatch > longest else []
+    if role.section.strategy != FSDP2:
+        steps.append(f"a higher teacher.parallel.{_axes(role.section, experts=True)} with more teacher.num_ranks")
+    return [*steps, "a higher cluster.nodes"]
 
 
 def _not_offloaded(role: str, section: ActorConfig) -> list[str]:

@@ -21,7 +21,7 @@ from mcore_rl.config.objectives import PAIRED
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import has_reference, uses_lora
 from mcore_rl.config.rules.objective import responses_per_prompt
-from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks, teacher_prompt_tokens
+from mcore_rl.config.rules.teacher import is_on_engines, is_on_server, teacher_prompt_tokens, uses_teacher
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.planner.engine import longest_sequence
@@ -134,7 +134,7 @@ def teacher_flops(config: Config, batch: BatchArithmetic) -> float:
     The mean of all teachers, because the responses of each data source are unknown. Prompts with hints have the mean
     fraction of data.max_hinted_tokens, like prompts of theirs. Raises: ConfigError.
     """
-    if not (is_on_ranks(config.teacher) or is_on_engines(config.teacher)):
+    if not uses_teacher(config.teacher) or is_on_server(config.teacher):
         return 0.0
     # Engines compute the logits of prompts, too.
     longer = (teacher_prompt_tokens(config) - config.rollout.max_prompt_tokens) * config.plan.mean_response_fraction

@@ -99,13 +99,15 @@ class RunData(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedModels:
-    """Checked models that a run trains. `critic` is the layout of the critic, if the run has one."""
+    """Checked models that a run trains. `critic` is the layout of the critic, if the run has one. `teachers` are the
+    layouts of teachers on ranks of their own."""
 
     layout: TrainLayout
     cost: SequenceCost
     checkpoint_bytes: int
     estimator: Estimator
     critic: TrainLayout | None
+    teachers: tuple[TrainLayout, ...]
 
 
 @dataclass(frozen=True)
@@ -167,13 +169,13 @@ def _prepare_models(config: Config, spec: ResolvedModel) -> PreparedModels:
     critic = critic_layout(config, spec.layout) if needs.advantages and chosen.needs.values else None
     if has_reference(config):
         check_reference(config.reference, role, algorithm.policy_loss.name, hf_config, needs)
-    check_teacher(config, spec, chosen)
+    teachers = check_teacher(config, spec, chosen)
     refreshed = parameters if has_reference(config) and config.reference.refresh_every_steps else 0
     # Without refresh, the reference is loaded again instead of saved. Random weights (for tests) count as 0 parameters.
     trained += 0 if critic is None else parameters
     size = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
     size += refreshed * (4 if config.model.dtype == "float32" else 2)
-    return PreparedModels(spec.layout, sequence_cost(hf_config), size, chosen, critic)
+    return PreparedModels(spec.layout, sequence_cost(hf_config), size, chosen, critic, teachers)
 
 
 def prepare(config: Config) -> Prepared:

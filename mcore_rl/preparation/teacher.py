@@ -12,7 +12,14 @@ from mcore_rl.algorithms import Estimator
 from mcore_rl.algorithms.configured import configured_loss, require_samples
 from mcore_rl.config.models import OTHERS, TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
-from mcore_rl.config.rules.teacher import is_on_engines, is_on_ranks, replaces_rewards, server_key, uses_teacher
+from mcore_rl.config.rules.teacher import (
+    has_own_ranks,
+    is_on_engines,
+    is_served,
+    replaces_rewards,
+    server_key,
+    uses_teacher,
+)
 from mcore_rl.config.rules.validation import check_engine_sizes, check_positions
 from mcore_rl.config.schema import Config
 from mcore_rl.data.prompts import PromptSet
@@ -22,8 +29,16 @@ from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.preparation.models import check_implementation, check_weights
 from mcore_rl.resolved.layout import conversion_errors, model_arguments
 from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
-from mcore_rl.resolved.teacher import check_vocabulary_sizes, resolved_teacher, teacher_on_engines, teacher_sequences
+from mcore_rl.resolved.teacher import (
+    check_vocabulary_sizes,
+    reject_images,
+    resolved_teacher,
+    teacher_on_engines,
+    teacher_on_own_ranks,
+    teacher_sequences,
+)
 from mcore_rl.types import TokenSequence
+from model_converters.mapping.layout import TrainLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,14 +49,15 @@ SHOWN_CHARACTERS = 60
 """Length of the part of a prompt that an error shows."""
 
 
-def check_teacher(config: Config, policy: ResolvedModel, estimator: Estimator) -> None:
+def check_teacher(config: Config, policy: ResolvedModel, estimator: Estimator) -> tuple[TrainLayout, ...]:
     """Check layouts, sizes, weights and losses of the run's teachers, if it has any. Reads headers of weight files.
+    Returns the layouts of teachers on ranks of their own.
 
     Raises: ConfigError.
     """
     teacher, advantage = config.teacher, config.algorithm.advantage
     if not uses_teacher(teacher):
-        return
+        return ()
     if teacher.by_source:
         require_samples("teacher.by_source", config.algorithm, configured_loss(config.algorithm))
     if replaces_rewards(teacher) and estimator.needs.values:
@@ -49,24 +65,36 @@ def check_teacher(config: Config, policy: ResolvedModel, estimator: Estimator) -
             f"teacher.alone=true drops the advantages of algorithm.advantage={advantage}, whose critic would be "
             "trained for nothing; set algorithm.advantage to an estimator without a critic, such as grpo"
         )
+    layouts = []
     for entry in teacher.entries:
         if entry.url is not None:
             _check_served(config, policy, entry)
         elif is_on_engines(teacher):
             _check_engines(config, policy, entry)
+        elif has_own_ranks(teacher):
+            spec = teacher_on_own_ranks(config, entry)
+            reject_images(entry, spec.arguments, policy.arguments)
+            check_vocabulary_sizes(teacher, entry, spec.arguments.vocab_size, policy.arguments.vocab_size)
+            _check_ranks(config, entry, spec)
+            layouts.append(spec.layout)
         else:
-            spec = resolved_teacher(teacher, entry, policy)
-            check_implementation(config.cluster, spec)
-            rollout = EngineRole.rollout(teacher_sequences(config), config.model)
-            check_positions(rollout, spec.hf_config, f"{entry.chosen}'s{_with_hint(config)}")
-            if entry.hf_path is not None:
-                check_weights(spec.role)
-            elif entry.checkpoint is not None:
-                # Reads with torch.distributed.checkpoint, a slow import that other runs do not need.
-                from model_converters.dcp.convert import open_saved
+            _check_ranks(config, entry, resolved_teacher(teacher, entry, policy))
+    return tuple(layouts)
 
-                with conversion_errors(f"{entry.given}: "):
-                    open_saved(Path(entry.checkpoint))
+
+def _check_ranks(config: Config, entry: TeacherSourceConfig, spec: ResolvedModel) -> None:
+    """Check a teacher on Megatron ranks: its components, positions and weights."""
+    check_implementation(config.cluster, spec)
+    rollout = EngineRole.rollout(teacher_sequences(config), config.model)
+    check_positions(rollout, spec.hf_config, f"{entry.chosen}'s{_with_hint(config)}")
+    if entry.hf_path is not None:
+        check_weights(spec.role)
+    elif entry.checkpoint is not None:
+        # Reads with torch.distributed.checkpoint, a slow import that other runs do not need.
+        from model_converters.dcp.convert import open_saved
+
+        with conversion_errors(f"{entry.given}: "):
+            open_saved(Path(entry.checkpoint))
 
 
 def _check_engines(config: Config, policy: ResolvedModel, entry: TeacherSourceConfig) -> None:
@@ -111,7 +139,7 @@ def check_row_temperatures(teacher: TeacherConfig, train: PromptSet) -> None:
 
     Raises: DataError naming the first other row.
     """
-    if not uses_teacher(teacher) or is_on_ranks(teacher):
+    if not is_served(teacher):
         return
     named = {entry.source for entry in teacher.entries}
     columns = zip(train.columns["sampling"], train.columns["data_source"], strict=True)
@@ -121,7 +149,7 @@ def check_row_temperatures(teacher: TeacherConfig, train: PromptSet) -> None:
             raise DataError(
                 f"data.train: row {row} of the loaded rows, counted from 0 ({train[row].text[:SHOWN_CHARACTERS]!r}): "
                 f"sampling.temperature is {temperature:g}, and teachers on engines or servers compute "
-                "log-probabilities at temperature 1; remove it, or load the teacher on the actor's ranks"
+                "log-probabilities at temperature 1; remove it, or load the teacher on Megatron ranks"
             )
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_rl.config.models import TeacherConfig
 from mcore_rl.config.schema import ClusterConfig, RolloutConfig
 from mcore_rl.errors import ConfigError
 
@@ -23,7 +24,7 @@ class Slot:
 class Guests:
     """Processes that share the slots of trainer ranks. With `tp`: engines with `tp` slots each, spread over the nodes;
     without: ranks, one per slot, in the order of the trainer ranks. `section` is their configuration section. `models`:
-    number of models, each with `num` / `models` engines."""
+    number of models, each with `num` / `models` engines or ranks. Ranks of all models begin at the first slot."""
 
     section: str
     num: int
@@ -34,6 +35,11 @@ class Guests:
     def num_cpus(self) -> int:
         """CPUs reserved per process."""
         return self.tp or 1
+
+
+def teacher_ranks(teacher: TeacherConfig) -> Guests:
+    """Return the ranks of all teachers on ranks of their own."""
+    return Guests("teacher", len(teacher.entries) * teacher.num_ranks, models=len(teacher.entries))
 
 
 @dataclass(frozen=True)
@@ -148,11 +154,13 @@ def _shared_slots(cluster: ClusterConfig, guests: Guests, num_ranks: int, on_gpu
     slots = cluster.gpus_per_node
     if guests.tp is not None:
         return tuple(_engine_slot(cluster, guests, engine, num_ranks, on_gpus) for engine in range(guests.num))
-    if guests.num > num_ranks > 0:
+    of_model = guests.num // guests.models
+    if of_model > num_ranks > 0:
         raise ConfigError(
-            f"{guests.section}.num_ranks={guests.num} ranks share the slots of the {num_ranks} trainer ranks; lower it"
+            f"{guests.section}.num_ranks={of_model} ranks share the slots of the {num_ranks} trainer ranks; lower it"
         )
-    return tuple(Slot(rank // slots, (rank % slots,) if on_gpus else None) for rank in range(guests.num))
+    ranks = [Slot(rank // slots, (rank % slots,) if on_gpus else None) for rank in range(of_model)]
+    return tuple(ranks * guests.models)
 
 
 def _engine_slot(cluster: ClusterConfig, guests: Guests, engine: int, num_ranks: int, on_gpus: bool) -> Slot:

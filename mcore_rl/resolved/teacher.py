@@ -11,6 +11,7 @@ from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import ResolvedModel, policy_config
+from model_converters.families.parts.arguments import ModelArguments
 
 
 def resolved_teacher(teacher: TeacherConfig, entry: TeacherSourceConfig, policy: ResolvedModel) -> ResolvedModel:
@@ -23,9 +24,7 @@ def resolved_teacher(teacher: TeacherConfig, entry: TeacherSourceConfig, policy:
     """
     role, given = ModelRole.teacher(entry, policy.role.section, policy.role.model), entry.given
     sizes = model_arguments(policy_config(role)[0], role.checkpoint)
-    if sizes.vision is not None or policy.arguments.vision is not None:
-        which = "the teacher" if sizes.vision is not None else "model.hf_path"
-        raise ConfigError(f"{given}: {which} has a vision tower, and teachers read texts only; set it to null")
+    reject_images(entry, sizes, policy.arguments)
     if not sizes.transformer.get("num_moe_experts"):
         parallel = replace(role.section.parallel, ep=1, etp=None)
         role = replace(role, section=replace(role.section, parallel=parallel))
@@ -40,6 +39,22 @@ def resolved_teacher(teacher: TeacherConfig, entry: TeacherSourceConfig, policy:
         )
     check_vocabulary_sizes(teacher, entry, spec.arguments.vocab_size, policy.arguments.vocab_size)
     return spec
+
+
+def teacher_on_own_ranks(config: Config, entry: TeacherSourceConfig) -> ResolvedModel:
+    """Resolve the teacher of an entry on ranks of its own, in the layout of teacher.parallel.
+
+    Raises: ConfigError naming the teacher's keys for a model that this layout does not divide.
+    """
+    role = ModelRole.teacher_ranks(config.teacher, entry, config.actor, config.model)
+    return ResolvedModel.policy(role, config.teacher.num_ranks)
+
+
+def reject_images(entry: TeacherSourceConfig, teacher: ModelArguments, policy: ModelArguments) -> None:
+    """Raise ConfigError if the teacher or the policy reads images."""
+    if teacher.vision is not None or policy.vision is not None:
+        which = "the teacher" if teacher.vision is not None else "model.hf_path"
+        raise ConfigError(f"{entry.given}: {which} has a vision tower, and teachers read texts only; set it to null")
 
 
 def teacher_sequences(config: Config) -> RolloutConfig:

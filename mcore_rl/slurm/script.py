@@ -132,14 +132,15 @@ def _flat(options: dict[str, int]) -> list[str]:
 
 
 def _ray_cpus(config: Config) -> int:
-    """Return the number of CPUs that a node offers Ray: one per rank of policy, critic and reward model, and of all
-    engines, and one more. A critic is assumed: whether there is one depends on the advantage estimator."""
+    """Return the number of CPUs that a node offers Ray: one per rank of policy, critic, reward model and teachers, and
+    of all engines, and one more. A critic is assumed: whether there is one depends on the advantage estimator."""
     slots, nodes, rollout, judge = config.cluster.gpus_per_node, config.cluster.nodes, config.rollout, config.judge
     # Round up, for the node with the most engines.
     engines = max(slots, -(-rollout.num_engines // nodes) * rollout.tp)
     judges = max(slots, -(-judge.num_engines // nodes) * judge.tp) if uses_judge(judge) else 0
-    served = len(config.teacher.entries) * config.teacher.num_engines
-    teachers = max(slots if config.teacher.entries else 0, -(-served // nodes) * config.teacher.tp)
+    taught = len(config.teacher.entries)
+    teachers = -(-taught * config.teacher.num_engines // nodes) * config.teacher.tp
+    teachers = max(slots if taught else 0, teachers, taught * min(config.teacher.num_ranks, slots))
     return (3 if uses_reward_model(config.reward_model) else 2) * slots + engines + judges + teachers + 1
 
 

@@ -135,7 +135,7 @@ class Run(TrainingRun):
     """True if the ranks compute per-token advantages; otherwise batch_of computes one per response."""
     reference: Reference | None = None
     teacher: Teacher | None = None
-    """Teachers on engines or servers; None for teachers on the actor's ranks."""
+    """Teachers on engines, servers or ranks of their own; None for teachers on the actor's ranks."""
     entropy: EntropyController | None = None
     """Controller of the entropy bonus; None if its coefficient is fixed."""
     logp_gap: LogpGapCheck | None = None

@@ -49,7 +49,7 @@ def update_models(run: UpdateParts, groups: Groups, step: int, version: int) -> 
     Raises: NonFiniteError before an optimizer step with non-finite values.
     """
     batch = run.batch_of(groups, step, version)
-    # First: engines that share GPUs with the ranks need the memory that later passes use.
+    # First: engines and other ranks that share GPUs with these ranks need the memory that later passes use.
     scores = run.teacher.scores(batch) if run.teacher is not None else None
     logp = run.actor.recompute_logp(batch)  # returns a handle; the tensors stay on the ranks
     if run.reference is not None:

@@ -24,7 +24,8 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probabilities of tokens, each given all tokens before it, at temperature 1 over the whole vocabulary.
+    """Log-probabilities of tokens, each given all tokens before it, over the whole vocabulary: at temperature 1 from
+    engines and servers, at the temperature of each token from Megatron ranks.
 
     top_ids, top_logp: the most probable tokens; the last column of top_logp is the probability of all other tokens.
     None if they were not requested.

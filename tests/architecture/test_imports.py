@@ -52,13 +52,13 @@ MAY_IMPORT = {
     "migration": {"config", "observe"},
     "debugging": {
         *("config", "resolved", "ports", "data", "preparation", "planner", "runtime", "trainer", "observe"),
-        *("assembly", "verbs", "remote"),
+        *("assembly", "role_groups", "verbs", "remote"),
     },
     "starter": {"config", "remote", "data", "doctor", "planner"},
 }
 """Folder or top-level module -> folders that it may import, in addition to itself and ANYONE. Modules of the command
 line, which connect the parts, are absent: they may import anything, and no listed module may import them. `debugging`
-has commands, too, so it may import `assembly` and `verbs`."""
+has commands, too, so it may import `assembly`, `role_groups` and `verbs`."""
 
 MAX_FILES = 20
 """Maximum number of files in one folder of the product, without its __init__.py."""

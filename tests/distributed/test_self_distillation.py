@@ -77,15 +77,19 @@ def hinted_chunks() -> list[TrajectoryBuffers]:
     return made
 
 
-def _expected(directory: str, terms: dict[str, Any]) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Return loss, mean of the KL in the loss, and gradients by HF name. The teacher has the policy's weights."""
+def hinted_update(
+    directory: str, terms: dict[str, Any], teacher: str | None = None
+) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Return loss, mean of the KL in the loss, and gradients by HF name. teacher: directory of the teacher; None: it
+    has the policy's weights."""
     model = policy_batch.reference_model(directory)
+    other = model if teacher is None else policy_batch.reference_model(teacher)
     weights, rewards = policy_batch.loss_weights(SAMPLES).astype(float), policy_batch.advantages().astype(float)
     total, kls = torch.zeros((), dtype=torch.float64), []
     for sample in SAMPLES:
         log_p, (logp, entropy) = all_logp(model, sample), policy_batch.reference_logp(model, sample)
         with torch.no_grad():
-            log_q = all_logp(model, sample, hint(sample) if HINTS[sample] else None)
+            log_q = all_logp(other, sample, hint(sample) if HINTS[sample] else None)
         tokens = policy_batch.sequence(sample)[policy_batch.PROMPTS[sample] :][policy_batch.trained(sample) > 0]
         at_tokens = log_q.gather(1, torch.from_numpy(tokens.astype(np.int64))[:, None])[:, 0]
         old = logp.detach() + torch.from_numpy(policy_batch.drift(sample)).double()
@@ -140,7 +144,7 @@ def _hinted_updates(rank: int, directory: str, case: Case) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def expected(directories: dict[str, str]) -> dict[tuple[str, str], Any]:
     pairs = [(model, name) for model in ("dense", "moe") for name in TERMS]
-    return {(model, name): _expected(directories[model], TERMS[name]) for model, name in pairs}
+    return {(model, name): hinted_update(directories[model], TERMS[name]) for model, name in pairs}
 
 
 @pytest.fixture(scope="module")

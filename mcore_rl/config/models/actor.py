@@ -11,6 +11,8 @@ from mcore_rl.config.quantization import FP8_RECIPES, GROUPS
 
 FSDP2 = "fsdp2"
 """Value of `strategy` for transformers' own model."""
+STRATEGIES = ("megatron", FSDP2)
+DISPATCHERS = ("auto", "alltoall", "allgather", "deepep")
 
 
 @dataclass
@@ -26,7 +28,7 @@ class MoeConfig:
     """Coefficient of the loss that keeps router logits small."""
     bias_update_rate: float = setting(0.0, minimum=0)
     """Change per update of the expert bias in DeepSeek-V3's routers; 0: the bias is constant."""
-    dispatcher: str = setting("auto", choices=("auto", "alltoall", "allgather", "deepep"))
+    dispatcher: str = setting("auto", choices=DISPATCHERS)
     """Token dispatcher; auto: deepep if it is installed and ep spans nodes, else alltoall."""
     router_replay: str = setting("none", choices=("none", "policy", "engine"))
     """Replay of expert choices in updates. policy: updates reuse the experts of the old policy's forward pass. engine:
@@ -60,7 +62,7 @@ class LoraConfig:
 class ActorConfig:
     """Training of the policy: layout, memory, optimizer and adapters."""
 
-    strategy: str = setting("megatron", choices=("megatron", FSDP2))
+    strategy: str = setting("megatron", choices=STRATEGIES)
     """Model that is trained. megatron: Megatron-Core's, with all parallel axes. fsdp2: transformers' own, with all its
     parameters sharded over data-parallel ranks."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from mcore_rl.config.fields import setting
+from mcore_rl.config.models.actor import DISPATCHERS, STRATEGIES
+from mcore_rl.config.models.layout import ParallelConfig
+from mcore_rl.config.quantization import FP8_RECIPES
 
 CHECKPOINT_FILES = "config_and_tokenizer"
 """Folder of a Megatron checkpoint with its config.json and tokenizer."""
@@ -62,16 +65,24 @@ class TeacherSourceConfig:
 
 
 @dataclass
+class TeacherMoeConfig:
+    """Mixture-of-experts layers of teachers on ranks of their own."""
+
+    dispatcher: str = setting("auto", choices=DISPATCHERS)
+    """Token dispatcher; auto: deepep if it is installed and ep spans nodes, else alltoall."""
+
+
+@dataclass
 class TeacherConfig:
     """Model from which the policy learns (distillation): it computes the probabilities of the policy's own
-    responses, on the actor's ranks and in the actor's layout, on engines, or on a server."""
+    responses, on the actor's ranks in the actor's layout, on ranks of its own, on engines, or on a server."""
 
     hf_path: str | None = setting(None, path=True, hub="model")
     """Hugging Face directory of the teacher, with the policy's tokenizer. Its family and sizes may differ from the
     policy's; null: the teacher of teacher.checkpoint or teacher.url, or no teacher."""
     checkpoint: str | None = setting(None, path=True)
     """Megatron checkpoint of the teacher instead of hf_path, such as RUN_DIR/checkpoints/step_100 of a run without
-    adapters, saved in any layout. The teacher then runs on the actor's ranks."""
+    adapters, saved in any layout. The teacher then runs on Megatron ranks: the actor's, or its own (num_ranks)."""
     url: str | None = None
     """Address of a server with the teacher that returns log-probabilities of given tokens, such as
     http://host:8000/v1; null: no server."""
@@ -98,13 +109,25 @@ class TeacherConfig:
     left out, and both distributions are divided by their sums over the top_k tokens."""
     offload: bool = True
     """Keep its weights in host memory except during its forward pass."""
+    num_ranks: int = setting(0, minimum=0)
+    """Number of Megatron ranks of its own, for each teacher, in the layout of teacher.parallel. They share the GPUs of
+    the first trainer ranks; 0: the teacher runs on the actor's ranks in the actor's layout, unless num_engines or url
+    is set."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    tokens_per_microbatch: int = setting(4096, minimum=1)
+    """Maximum number of tokens in a packed row on ranks of its own; a longer sequence is rejected."""
+    strategy: str = setting("megatron", choices=STRATEGIES)
+    """Model on ranks of its own; see actor.strategy."""
+    moe: TeacherMoeConfig = field(default_factory=TeacherMoeConfig)
+    fp8: str = setting("none", choices=("none", *FP8_RECIPES))
+    """FP8 recipe of TransformerEngine on ranks of its own (CUDA only)."""
     num_engines: int = setting(0, minimum=0)
     """Number of vLLM engines that compute the log-probabilities, for each teacher, each with a copy of it on teacher.tp
-    ranks; 0: the teacher runs on the actor's ranks."""
+    ranks; 0: the teacher runs on Megatron ranks."""
     tp: int = setting(1, minimum=1)
     """Tensor-parallel ranks per engine."""
     dtype: str | None = setting(None, choices=("float32", "bfloat16", "float16"))
-    """Data type of the parameters on engines; null: model.dtype."""
+    """Data type of the parameters on engines or ranks of its own; null: model.dtype."""
     max_concurrent_requests: int = setting(64, minimum=1)
     """Maximum number of sequences that one engine computes at a time, or of concurrent requests to one server."""
     max_batched_tokens: int = setting(2048, minimum=1)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import reject_unless_default
-from mcore_rl.config.models import OTHERS, TeacherConfig, TeacherSourceConfig
+from mcore_rl.config.models import OTHERS, ParallelConfig, TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.reward import NO_RULE
 from mcore_rl.config.rules.estimators import OF_TOKENS
 from mcore_rl.config.schema import Config
@@ -17,8 +17,13 @@ from mcore_rl.errors import ConfigError
 FORMER_DEFAULT = 1.0
 """Default of teacher.in_advantage in earlier versions."""
 RANK_KEYS = ("offload",)
-"""Keys with an effect on teachers on the actor's ranks only."""
-ENGINE_KEYS = ("tp", "dtype", "max_batched_tokens", "kv_cache_gib", "gpu_memory_fraction", "enforce_eager")
+"""Keys with an effect on teachers on Megatron ranks only, the actor's or their own."""
+OWN_RANK_KEYS = (
+    *("tokens_per_microbatch", "strategy", "moe.dispatcher", "fp8"),
+    *(f"parallel.{name}" for name in vars(ParallelConfig())),
+)
+"""Keys with an effect on teachers on ranks of their own only."""
+ENGINE_KEYS = ("tp", "max_batched_tokens", "kv_cache_gib", "gpu_memory_fraction", "enforce_eager")
 """Keys with an effect on teachers on engines only."""
 SERVER_KEYS = ("api", "tokenizer_path", "api_key_variable", "timeout_seconds", "max_retries")
 """Keys with an effect on teachers behind servers only."""
@@ -43,9 +48,19 @@ def is_on_engines(teacher: TeacherConfig) -> bool:
     return uses_teacher(teacher) and teacher.num_engines > 0
 
 
+def has_own_ranks(teacher: TeacherConfig) -> bool:
+    """Return True if Megatron ranks of their own compute the teachers' log-probabilities."""
+    return uses_teacher(teacher) and teacher.num_ranks > 0
+
+
 def is_on_ranks(teacher: TeacherConfig) -> bool:
     """Return True if the actor's ranks compute the teachers' log-probabilities."""
-    return uses_teacher(teacher) and not is_on_server(teacher) and not is_on_engines(teacher)
+    return uses_teacher(teacher) and not (is_on_server(teacher) or is_on_engines(teacher) or has_own_ranks(teacher))
+
+
+def is_served(teacher: TeacherConfig) -> bool:
+    """Return True if engines or servers compute the teachers' log-probabilities, at temperature 1."""
+    return is_on_engines(teacher) or is_on_server(teacher)
 
 
 def replaces_rewards(teacher: TeacherConfig) -> bool:
@@ -101,13 +116,11 @@ def check_hints(config: Config) -> None:
             f"data.long_prompts={data.long_prompts} would shorten the policy's prompt and not the prompt with the hint "
             "(data.hint_key); set it to drop"
         )
-    longest, row = (
-        teacher_prompt_tokens(config) + config.rollout.max_response_tokens,
-        config.actor.tokens_per_microbatch,
-    )
-    if is_on_ranks(teacher) and longest > row:
+    longest = teacher_prompt_tokens(config) + config.rollout.max_response_tokens
+    prefix, section = ("teacher", teacher) if has_own_ranks(teacher) else ("actor", config.actor)
+    if not is_served(teacher) and longest > (row := section.tokens_per_microbatch):
         raise ConfigError(
-            f"actor.tokens_per_microbatch={row} is below the {longest} tokens of a prompt with its hint "
+            f"{prefix}.tokens_per_microbatch={row} is below the {longest} tokens of a prompt with its hint "
             "(data.max_hinted_tokens) and a response; raise it, or lower data.max_hinted_tokens"
         )
 
@@ -207,6 +220,11 @@ def _check_entry(teacher: TeacherConfig, entry: TeacherSourceConfig) -> None:
             f"teacher.num_engines={teacher.num_engines}: engines read Hugging Face directories; convert "
             f"{given[0]} with `python -m model_converters to-hf`, or set teacher.num_engines=0"
         )
+    if teacher.num_ranks and entry.averages:
+        raise ConfigError(
+            f"teacher.num_ranks={teacher.num_ranks}: the average of {given[0]} is on the actor's ranks, which have the "
+            "policy's weights; set teacher.num_ranks=0"
+        )
     if url is None and entry.served_model is not None:
         key = entry.key("served_model")
         raise ConfigError(f"{key}={entry.served_model} has no effect without a url; remove it")
@@ -233,26 +251,17 @@ def _check_url(key: str, url: str) -> None:
 def _check_place(config: Config, given: str) -> None:
     """Reject keys of other places than the teachers', and terms that the teachers' place does not support."""
     teacher = config.teacher
-    if not is_on_server(teacher):
-        reject_unless_default("teacher", teacher, "set teacher.url instead of teacher.hf_path", SERVER_KEYS)
-    if not is_on_engines(teacher):
-        reject_unless_default("teacher", teacher, "set teacher.num_engines above 0", ENGINE_KEYS)
+    _check_place_keys(teacher, given)
     if is_on_ranks(teacher):
-        reject_unless_default("teacher", teacher, "set teacher.num_engines above 0, or teacher.url", SERVED_KEYS)
         return
-    if is_on_server(teacher) and teacher.num_engines:
-        raise ConfigError(
-            f"teacher.num_engines={teacher.num_engines} has no effect with {given}, whose engines belong to the "
-            "server; set it to 0"
-        )
     where = "a server" if is_on_server(teacher) else f"engines (teacher.num_engines={teacher.num_engines})"
-    reject_unless_default(
-        "teacher", teacher, "set teacher.num_engines=0 and teacher.hf_path or teacher.checkpoint", RANK_KEYS
-    )
+    if has_own_ranks(teacher):
+        where = f"ranks of its own (teacher.num_ranks={teacher.num_ranks})"
     if teacher.in_loss and not teacher.top_k:
+        cannot = "do not send" if has_own_ranks(teacher) else "cannot return"
         raise ConfigError(
             f"teacher.in_loss={teacher.in_loss:g} over the whole vocabulary needs the teacher's hidden states, which "
-            f"{where} cannot return; set teacher.top_k above 0, or teacher.in_loss=0 and "
+            f"{where} {cannot}; set teacher.top_k above 0, or teacher.in_loss=0 and "
             "teacher.in_advantage=1"
         )
     if teacher.top_k and is_on_server(teacher) and teacher.api == "completions":
@@ -260,12 +269,41 @@ def _check_place(config: Config, given: str) -> None:
             f"teacher.top_k={teacher.top_k}: teacher.api=completions returns no ids of the most probable tokens; set "
             "teacher.api to vllm or sglang, or teacher.in_loss=0"
         )
-    if config.rollout.temperature != 1:
+    if is_served(teacher) and config.rollout.temperature != 1:
         raise ConfigError(
             f"rollout.temperature={config.rollout.temperature:g}: log-probabilities from {where} have temperature 1, "
-            "and the policy must be sampled at the same temperature; set it to 1, or load the teacher on the "
-            "actor's ranks (teacher.hf_path with teacher.num_engines=0)"
+            "and the policy must be sampled at the same temperature; set it to 1, or load the teacher on Megatron "
+            "ranks (teacher.hf_path with teacher.num_engines=0)"
         )
+
+
+def _check_place_keys(teacher: TeacherConfig, given: str) -> None:
+    """Require one place for the teachers, and defaults of the keys of other places."""
+    if teacher.num_ranks and teacher.num_engines:
+        raise ConfigError(
+            f"teacher.num_ranks={teacher.num_ranks} has no effect with teacher.num_engines={teacher.num_engines}: a "
+            "teacher runs on ranks or on engines; set one of the two to 0"
+        )
+    for key, number in {"num_engines": teacher.num_engines, "num_ranks": teacher.num_ranks}.items():
+        if number and is_on_server(teacher):
+            raise ConfigError(
+                f"teacher.{key}={number} has no effect with {given}, whose server computes the probabilities; set it "
+                "to 0"
+            )
+    engines, ranks = "set teacher.num_engines above 0", "set teacher.num_ranks above 0"
+    if not is_on_server(teacher):
+        reject_unless_default("teacher", teacher, "set teacher.url instead of teacher.hf_path", SERVER_KEYS)
+    if not is_on_engines(teacher):
+        reject_unless_default("teacher", teacher, engines, ENGINE_KEYS)
+    if not has_own_ranks(teacher):
+        reject_unless_default("teacher", teacher, ranks, OWN_RANK_KEYS)
+    if not is_on_engines(teacher) and not has_own_ranks(teacher):
+        reject_unless_default("teacher", teacher, f"{engines}, or teacher.num_ranks", ("dtype",))
+    if is_served(teacher):
+        remedy = "set teacher.num_engines=0 and teacher.hf_path or teacher.checkpoint"
+        reject_unless_default("teacher", teacher, remedy, RANK_KEYS)
+    else:
+        reject_unless_default("teacher", teacher, f"{engines}, or teacher.url", SERVED_KEYS)
 
 
 def _check_alone(algorithm: AlgorithmConfig) -> None:

@@ -49,7 +49,7 @@ from mcore_rl.config.rules.rollout import (
     check_startup_plan,
 )
 from mcore_rl.config.rules.sharding import check_sharding
-from mcore_rl.config.rules.teacher import check_teacher, replaces_rewards
+from mcore_rl.config.rules.teacher import check_teacher, has_own_ranks, replaces_rewards
 from mcore_rl.config.rules.weights import check_weights
 from mcore_rl.config.schema import ClusterConfig, Config, RunConfig
 from mcore_rl.errors import ConfigError
@@ -104,6 +104,10 @@ def validate_keys(config: Config, *, run_here: bool = True) -> None:
     check_reference(config)
     check_terms(config.algorithm)
     check_teacher(config)
+    if has_own_ranks(config.teacher):
+        # All teachers have the layout of one section, so the first one stands for all.
+        entry = config.teacher.entries[0]
+        _check_layout(ModelRole.teacher_ranks(config.teacher, entry, config.actor, config.model), config)
     check_reward_model(config.reward_model)
     if not replaces_rewards(config.teacher):
         check_reward_source(config.reward_model, config.judge, config.reward, config.rollout)

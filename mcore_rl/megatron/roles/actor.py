@@ -127,7 +127,7 @@ class MegatronActor(WholeUpdates):
                 self.saved_reference = self.reference if self.reference.is_saved else None
         self.teachers: list[FrozenTeacher] = []
         if is_on_ranks(config.teacher):
-            self.teachers = build_teachers(config, spec, self.objective, self.tensors)
+            self.teachers = build_teachers(config, spec, self.objective.outputs, self.tensors)
         self.averages = numbered_averages(self.teachers)
 
     def update_averages(self) -> None:
@@ -244,8 +244,8 @@ class MegatronActor(WholeUpdates):
     def teacher_outputs(
         self, batch: RankBatch, teachers: np.ndarray | None = None, scores: Sequence[ScoreColumn] = ()
     ) -> RankBatch:
-        """Add the teachers' outputs for all samples to the batch: `scores` of teachers on engines or servers, or
-        results of the teachers on these ranks, which take turns.
+        """Add the teachers' outputs for all samples to the batch: `scores` of teachers in other processes, or results
+        of the teachers on these ranks, which take turns.
 
         Shapes: teachers [B], see Batch.teachers; None: all samples have teacher 0.
         Raises: NonFiniteError on every rank, naming the samples.

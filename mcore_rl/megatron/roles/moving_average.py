@@ -9,8 +9,9 @@ import torch
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.model.names import stored_tensors
 from mcore_rl.megatron.roles.teacher import FrozenTeacher
-from mcore_rl.megatron.step.objective import Objective
+from mcore_rl.megatron.step.outputs import TokenOutputs
 from mcore_rl.resolved.model import ResolvedModel
+from mcore_rl.resolved.teacher import resolved_teacher
 
 
 class MovingAverage(FrozenTeacher):
@@ -77,7 +78,7 @@ class MovingAverage(FrozenTeacher):
 
 
 def build_teachers(
-    config: Config, policy: ResolvedModel, objective: Objective, weights: Callable[[], Mapping[str, torch.Tensor]]
+    config: Config, policy: ResolvedModel, outputs: TokenOutputs, weights: Callable[[], Mapping[str, torch.Tensor]]
 ) -> list[FrozenTeacher]:
     """Build the teacher of each entry of TeacherConfig.entries on this rank; entries whose averages have the same rate
     share one. weights: the policy's, see MovingAverage.start.
@@ -88,12 +89,14 @@ def build_teachers(
     for number, (entry, model) in enumerate(zip(section.entries, section.models, strict=True)):
         if model < number:
             found.append(found[model])
-        elif entry.moving_average is not None:
-            average = MovingAverage(section, entry, policy, objective, gpus_per_node=gpus)
+            continue
+        spec = resolved_teacher(section, entry, policy)
+        if entry.moving_average is not None:
+            average = MovingAverage(section, entry, spec, outputs, gpus_per_node=gpus)
             average.start(entry.moving_average, weights())
             found.append(average)
         else:
-            found.append(FrozenTeacher(section, entry, policy, objective, gpus_per_node=gpus))
+            found.append(FrozenTeacher(section, entry, spec, outputs, gpus_per_node=gpus))
     return found
 
 

@@ -58,14 +58,21 @@ Evaluate = Callable[[torch.nn.Module, MicroBatch, torch.Tensor], Result]
 def join_and_build(
     config: Config, spec: ResolvedModel, rank: int, init_method: str | None, kind: type[PolicyModel] = PolicyModel
 ) -> list[ModelChunk]:
-    """Join the process group (see parallel.initialize), and build this rank's chunks; the caller loads their weights.
+    """Join the process group, and build this rank's chunks; the caller loads their weights.
 
     Collective: all ranks of the layout.
     """
-    cluster, seed = config.cluster, config.run.seed
-    seconds = cluster.collective_timeout_seconds
+    join(config, spec, rank, init_method)
+    return build_model(spec, gpus_per_node=config.cluster.gpus_per_node, kind=kind)
+
+
+def join(config: Config, spec: ResolvedModel, rank: int, init_method: str | None) -> None:
+    """Join the process group of a model's ranks; see parallel.initialize.
+
+    Collective: all ranks of the layout.
+    """
+    seconds, seed = config.cluster.collective_timeout_seconds, config.run.seed
     parallel.initialize(spec.layout, rank=rank, init_method=init_method, timeout_seconds=seconds, seed=seed)
-    return build_model(spec, gpus_per_node=cluster.gpus_per_node, kind=kind)
 
 
 class RankModel:

@@ -1,4 +1,5 @@
-"""The teacher on one rank: a frozen model of any supported family, in the process groups of the policy."""
+"""The teacher on one rank: a frozen model of any supported family, in the process groups of the policy or in groups of
+its own."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from mcore_rl.megatron.model.attention.context import ContextPart
 from mcore_rl.megatron.model.loading import load_hf
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.output import output_weight
-from mcore_rl.megatron.roles.rank_model import FrozenModel
+from mcore_rl.megatron.roles.rank_model import Evaluate, FrozenModel
 from mcore_rl.megatron.step.distillation import Distillation, TeacherOutputs
 from mcore_rl.megatron.step.loss.trained_tokens import samples_and_positions
 from mcore_rl.megatron.step.microbatches import MicroBatch, build_microbatches
-from mcore_rl.megatron.step.objective import Objective, non_finite_samples
+from mcore_rl.megatron.step.objective import non_finite_samples
+from mcore_rl.megatron.step.outputs import TokenOutputs
 from mcore_rl.resolved.model import ResolvedModel
-from mcore_rl.resolved.teacher import resolved_teacher
 from mcore_rl.types import RankShare, ScoreColumn, TrajectoryBuffers
 
 Fields = dict[str, torch.Tensor]
@@ -36,20 +37,19 @@ class FrozenTeacher(FrozenModel):
     With teacher.offload, `memory` keeps the weights in host memory between passes. It is loaded again when a run
     resumes, so checkpoints do not contain it. MovingAverage has weights of its own.
 
-    Collective: every method, over all ranks.
-    Raises: ConfigError, naming the teacher's key, for a model that does not fit the policy's ranks, or its weights.
+    Collective: every method, over all ranks of `spec`, which have joined their process groups.
+    Raises: ConfigError, naming the teacher's key, for weights that do not fit the model.
     """
 
     def __init__(
         self,
         section: TeacherConfig,
         entry: TeacherSourceConfig,
-        policy: ResolvedModel,
-        objective: Objective,
+        spec: ResolvedModel,
+        outputs: TokenOutputs,
         *,
         gpus_per_node: int,
     ) -> None:
-        spec = resolved_teacher(section, entry, policy)
         chunks = build_model(spec, gpus_per_node=gpus_per_node)
         if entry.hf_path is not None:
             load_hf(chunks, entry.directory, spec.layout, entry.chosen)
@@ -57,7 +57,7 @@ class FrozenTeacher(FrozenModel):
         if entry.checkpoint is not None:
             # Now: blocks of a checkpoint are blocks of the shards that FSDP has made.
             load_weights(entry.checkpoint, chunks, entry.chosen)
-        self.section, self.objective, self.terms = section, objective, Distillation(section)
+        self.section, self.token_outputs, self.terms = section, outputs, Distillation(section)
         self._weight: torch.Tensor | None = None
         self._places: Mapping[int, torch.Tensor] = {}
         self.memory.offload()
@@ -70,16 +70,12 @@ class FrozenTeacher(FrozenModel):
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
-        hinted = any(chunk.hint_tokens is not None for chunk in chunks)
+        hinted = is_hinted(chunks)
         self._places = self._policy_places(share, chunks) if hinted and self.context.size > 1 else {}
-        batches = self.microbatches(*replace_prompts(share, chunks)) if hinted else self.microbatches(share, chunks)
-        found = self.infer(batches, self._host_fields)
-        bad = [sample for _, _, samples in found for sample in samples]
-        self.require_finite_samples("output of the teacher", bad, share)
-        self.memory.offload()
-        names = dict.fromkeys(name for _, fields, _ in found for name in fields)
+        found = self._passed(share, chunks, self._host_fields)
+        names = dict.fromkeys(name for _, fields in found for name in fields)
         columns = {
-            name: {s: part for batch, fields, _ in found for s, part in self._split_by_sample(batch, fields[name])}
+            name: {s: part for batch, fields in found for s, part in self._split_by_sample(batch, fields[name])}
             for name in names
         }
         return TeacherOutputs(
@@ -90,6 +86,20 @@ class FrozenTeacher(FrozenModel):
             weights={} if self._weight is None else {number: self._weight},
             teachers=dict.fromkeys(share.samples.tolist(), number),
         )
+
+    def _passed(
+        self, share: RankShare, chunks: Sequence[TrajectoryBuffers], evaluate: Evaluate[HostFields]
+    ) -> list[tuple[MicroBatch, Fields]]:
+        """Run the forward pass over a share, after the prompts with hints if there are any.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        batches = self.microbatches(*(replace_prompts(share, chunks) if is_hinted(chunks) else (share, chunks)))
+        found = self.infer(batches, evaluate)
+        bad = [sample for _, _, samples in found for sample in samples]
+        self.require_finite_samples("output of the teacher", bad, share)
+        self.memory.offload()
+        return [(batch, fields) for batch, fields, _ in found]
 
     def _policy_places(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, torch.Tensor]:
         """Return trained_places of the policy's micro-batches. Not collective: data-parallel ranks without
@@ -104,7 +114,7 @@ class FrozenTeacher(FrozenModel):
 
     def _host_fields(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> HostFields:
         fields = self._fields(chunk, batch, hidden)
-        bad = [sample for values in fields.values() for sample in _bad(batch, values)]
+        bad = [sample for values in fields.values() for sample in bad_samples(batch, values)]
         if self._places and len(batch.owners):
             fields = {name: self._moved(batch, values) for name, values in fields.items()}
         # Now, because the hidden states of a whole step do not fit on the device.
@@ -115,19 +125,18 @@ class FrozenTeacher(FrozenModel):
 
         Collective: the context-parallel group.
         """
-        rows = values[:, None] if values.dim() == 1 else values
-        whole = self.context.gather(rows.t(), batch.owners).t().split(list(batch.whole_counts))
-        own = torch.cat([part[self._places[s].to(part.device)] for s, part in zip(batch.samples, whole, strict=True)])
-        return own.reshape(-1, *values.shape[1:])
+        whole = whole_values(batch, values, self.context).split(list(batch.whole_counts))
+        return torch.cat([part[self._places[s].to(part.device)] for s, part in zip(batch.samples, whole, strict=True)])
 
-    def _fields(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> Fields:
+    def _fields(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor, *, logp: bool = False) -> Fields:
+        """Compute what the terms read. With `logp`, log-probabilities of the sampled tokens are among it."""
         states, terms = hidden.index_select(0, batch.predictors), self.terms
         fields: Fields = {}
-        if terms.in_advantage:
-            fields["logp"] = self.objective.outputs.logp_of(chunk, batch, hidden)[1]
+        if terms.in_advantage or logp:
+            fields["logp"] = self.token_outputs.logp_of(chunk, batch, hidden)[1]
         if not terms.in_loss:
             return fields
-        projection = self.objective.outputs.projection(chunk, batch)
+        projection = self.token_outputs.projection(chunk, batch)
         if self.section.top_k:
             fields["top_ids"], fields["top_logp"] = terms.top_tokens(states, projection)
         else:
@@ -137,11 +146,23 @@ class FrozenTeacher(FrozenModel):
         return fields
 
 
+def whole_values(batch: MicroBatch, values: torch.Tensor, context: ContextPart) -> torch.Tensor:
+    """Gather the values of all trained tokens of a micro-batch from the context-parallel ranks.
+
+    Shapes: values [N] or [N, k] of this rank's trained tokens -> [M] or [M, k].
+    Collective: the context-parallel group.
+    """
+    if context.size == 1 or not len(batch.owners):
+        return values
+    rows = values[:, None] if values.dim() == 1 else values
+    return context.gather(rows.t(), batch.owners).t().reshape(-1, *values.shape[1:])
+
+
 def served_outputs(
     batches: Sequence[MicroBatch], columns: Sequence[ScoreColumn], context: ContextPart
 ) -> TeacherOutputs:
-    """Select this rank's tokens from the scores of teachers on engines or servers. Other fields of columns are left
-    out."""
+    """Select this rank's tokens from the scores of teachers on engines, servers or ranks of their own. Other fields of
+    columns are left out."""
     scores = {sample: found for column in columns for sample, found in column.by_sample().items()}
     fields: dict[str, dict[int, torch.Tensor]] = {"logp": {}, "top_ids": {}, "top_logp": {}}
     # A sample without scores is found when an update reads it.
@@ -170,14 +191,20 @@ def replace_prompts(share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> tu
     return replace(share, total_tokens=total), others
 
 
+def is_hinted(chunks: Sequence[TrajectoryBuffers]) -> bool:
+    """Return True if trajectories have hints. Data-parallel ranks without trajectories do not know it."""
+    return any(chunk.hint_tokens is not None for chunk in chunks)
+
+
 def hinted_samples(share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> frozenset[int] | None:
     """Return the samples of a share with a hint; None if hints were not read."""
-    if all(chunk.hint_tokens is None for chunk in chunks):
+    if not is_hinted(chunks):
         return None
     with_hint = [has_hint(chunk) for chunk in chunks]
     places = zip(share.samples.tolist(), share.chunk_ids.tolist(), share.rows.tolist(), strict=True)
     return frozenset(sample for sample, chunk, row in places if with_hint[chunk][row])
 
 
-def _bad(batch: MicroBatch, values: torch.Tensor) -> tuple[int, ...]:
+def bad_samples(batch: MicroBatch, values: torch.Tensor) -> tuple[int, ...]:
+    """Return the samples with a value that is not finite. Shapes: values [N] or [N, k]."""
     return non_finite_samples(batch, values if values.dim() == 1 else values.t())

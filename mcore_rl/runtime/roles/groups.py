@@ -1,5 +1,5 @@
 """Groups of processes, from the driver's side: calls to all ranks of a model, and batches for them. Roles besides
-trainer ranks and rollout engines: judge, reward model and critic."""
+trainer ranks and rollout engines: judge, reward model, teacher and critic."""
 
 from __future__ import annotations
 
@@ -78,8 +78,13 @@ class RankGroup(FanOut[Rank_co]):
         starts: Starts = {}
         for rank, (process, devices) in enumerate(zip(self.processes, visible, strict=True)):
             own = replace(context, visible_devices=devices)
-            starts[process.call(RankProcess.setup, own, rank, len(visible), address)] = [process]
+            starts[self._begin(process, own, rank, len(visible), address)] = [process]
         return starts
+
+    def _begin(
+        self, process: ProcessHandle[RankProcess], context: SetUpContext, rank: int, world_size: int, address: str
+    ) -> Ref[None]:
+        return process.call(RankProcess.setup, context, rank, world_size, address)
 
     def spans(self) -> list[Span]:
         return [span for spans in self.call(RankProcess.drain_spans).results() for span in spans]

@@ -235,7 +235,7 @@ def _wanted(trajectories: TrajectoryBuffers, row: int) -> tuple[TokenSequence, n
             raise McoreRLError(
                 f"a response was sampled at temperature {other[0]:g}, and teachers on engines or servers compute "
                 "log-probabilities at temperature 1; remove temperatures from rows and from session.generate, or load "
-                "the teacher on the actor's ranks"
+                "the teacher on Megatron ranks"
             )
     start = int(trajectories.prompt_tokens[row])
     first = int(trajectories.token_offsets[row])
