@@ -49,6 +49,21 @@ def load_tokenizer(path: str | Path, key: str = POLICY_KEY) -> PreTrainedTokeniz
     return tokenizer
 
 
+def changes_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether decoding removes spaces before punctuation, so that a token may change the text before it."""
+    # transformers 5.19 leaves the texts of BPE as they are, whatever their configuration says.
+    is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
+    return bool(tokenizer.clean_up_tokenization_spaces) and not is_bpe
+
+
+@functools.lru_cache(maxsize=4)
+def byte_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids of the tokens that stand for one byte each, such as <0x0A> in tokenizers of SentencePiece."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = tokenizer.get_vocab()
+    return frozenset(vocabulary[name] for name in names if name in vocabulary)
+
+
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path, key: str = POLICY_KEY) -> tuple[int, ...]:
     """Return all token ids that end a response: the tokenizer's, then the ids in generation_config.json, if it exists.
 

@@ -56,19 +56,25 @@ def transcripts(
 def response_text(decoder: TextDecoder, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
     """Return the text of a response for graders: without special tokens and without a stop string at the end."""
     text = decoder.decode(token_ids, skip_special_tokens=True)
-    if not stop or not len(token_ids):
+    kept = text_before_stop(decoder, token_ids, stop)
+    if kept is None:
         return text
+    ending = decoder.decode(token_ids, **PLAIN)[len(kept) :]
+    if text.endswith(ending):  # the stop string contains no special token
+        return text[: len(text) - len(ending)]
+    return _text_before(decoder, token_ids, kept)
+
+
+def text_before_stop(decoder: TextDecoder, token_ids: Sequence[int], stop: Sequence[str]) -> str | None:
+    """Return the text of a response with special tokens up to the stop string that ended it, None if none did."""
+    if not stop or not len(token_ids):
+        return None
     plain = decoder.decode(token_ids, **PLAIN)
     # Only a stop string that the last token completes ends the response; earlier ones belong to its text.
     # Without the last token, the text may end with an incomplete character.
     before = decoder.decode(token_ids[:-1], **PLAIN).rstrip(INCOMPLETE)
     found = first_stop(plain, stop, searched=len(before))
-    if found is None:
-        return text
-    start, _ = found
-    if text.endswith(plain[start:]):  # the stop string contains no special token
-        return text[: len(text) - len(plain) + start]
-    return _text_before(decoder, token_ids, plain[:start])
+    return None if found is None else plain[: found[0]]
 
 
 def _text_before(decoder: TextDecoder, token_ids: Sequence[int], plain: str) -> str:

@@ -21,6 +21,7 @@ from mcore_rl.errors import PeerLostError, WorkerDiedError
 from mcore_rl.ports import Engine
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal
 from mcore_rl.rollout.streaming.paused_requests import PausedRequests
+from mcore_rl.rollout.watched_requests import Report, WatchedRequests
 from mcore_rl.types import Completion, Delta, GenerationRequest
 
 ENDED = "the engine's loop has ended"
@@ -75,6 +76,7 @@ class EngineLoop:
         self._listeners: dict[str, Listener] = {}
         self._unstarted: dict[str, Started] = {}
         self._paused = PausedRequests()
+        self._watched = WatchedRequests()
         self._version = engine.weight_version
         self._serving = True
         self._busy_seconds = 0.0
@@ -118,7 +120,10 @@ class EngineLoop:
             self._journal.add(deltas, completions)
         if self._unstarted:
             self._report_started(deltas)
-        self._paused.remove([completion.request_id for completion in completions])
+        self._watched.report(deltas)
+        ended = [completion.request_id for completion in completions]
+        self._watched.remove(ended)
+        self._paused.remove(ended)
         for completion in completions:
             self._listeners.pop(completion.request_id)(completion)
         self._pause(self._paused.count(deltas, self._version))
@@ -187,16 +192,22 @@ class EngineLoop:
         self.between_steps(lambda: self._submit(requests, listener, started))
 
     def submit_nowait(
-        self, requests: Sequence[GenerationRequest], listener: Listener, started: Started | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        listener: Listener,
+        started: Started | None = None,
+        report: Report | None = None,
     ) -> None:
         """Submit without waiting; `listener` also receives an error if the request is rejected. Without `started`, the
-        requests cannot be withdrawn."""
+        requests cannot be withdrawn. `report` receives new tokens on the loop's thread; it must not block."""
 
         def submit() -> None:
             try:
                 if self._died is not None:
                     raise self._died
                 self._submit(requests, listener, started)
+                if report is not None:
+                    self._watched.add(requests, report)
             except Exception as error:
                 self._note_death(error)
                 listener(error)
@@ -251,6 +262,7 @@ class EngineLoop:
         for request_id in request_ids:
             self._listeners.pop(request_id, None)
             self._unstarted.pop(request_id, None)
+        self._watched.remove(request_ids)
         paused = self._paused.remove(request_ids)
         self._discard(request_ids)
         return [*self.engine.abort(request_ids), *paused]
@@ -279,6 +291,7 @@ class EngineLoop:
             listeners = {request_id: self._listeners.pop(request_id) for request_id in request_ids}
             for request_id in request_ids:
                 del self._unstarted[request_id]
+            self._watched.remove(request_ids)
             paused = self._paused.remove(request_ids)
             self._discard(request_ids)
             try:
@@ -365,6 +378,7 @@ class EngineLoop:
         """Resubmit the paused requests that the current weights may continue."""
         if requests := self._paused.resume(self._version):
             partial = [request.partial for request in requests if request.partial is not None]
+            self._watched.resume(requests)
             self._tokens_carried_over += sum(len(completion.token_ids) for completion in partial)
             with self._working():
                 try:
@@ -377,6 +391,7 @@ class EngineLoop:
         self._note_death(error)
         listeners, self._listeners = self._listeners, {}
         self._unstarted.clear()
+        self._watched.remove(listeners)
         self._paused.remove(listeners)
         self._discard(listeners)
         with contextlib.suppress(Exception):  # a dead engine runs no requests

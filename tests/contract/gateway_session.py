@@ -109,8 +109,8 @@ def play(engine: Any) -> PlayedSession:
     sampled, found = list[tuple[GenerationRequest, Completion]](), list[PlayedSession]()
     generate = player.client.generate
 
-    async def recorded(request: GenerationRequest, *rest: Any) -> Completion:
-        completion = await generate(request, *rest)
+    async def recorded(request: GenerationRequest, *rest: Any, **options: Any) -> Completion:
+        completion = await generate(request, *rest, **options)
         sampled.append((request, completion))
         return completion
 

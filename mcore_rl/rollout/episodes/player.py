@@ -28,8 +28,11 @@ from mcore_rl.rollout.episodes.trace import COMPLETED, FAILED, RUNNING, EpisodeT
 from mcore_rl.rollout.journal import JournaledResponse
 from mcore_rl.rollout.loop import Choose, EngineLoop
 from mcore_rl.rollout.results import FAILED_EPISODE
-from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest
+from mcore_rl.rollout.watched_requests import Report
+from mcore_rl.types import Completion, Delta, EpisodeOutcome, GenerationRequest
 
+REPORT_SECONDS = 0.05
+"""Minimum time between two reports of an engine's new tokens: a reader cannot see a shorter time."""
 MAX_TRACEBACK_CHARACTERS = 4000
 """Maximum length of a recorded traceback; its end, with the error, is kept."""
 THREADS = 64
@@ -43,17 +46,23 @@ class WithdrawnError(BaseException):
 
 
 class EngineClient:
-    """Client of an engine for one asyncio loop. It wakes the loop once for all responses that end in the same step."""
+    """Client of an engine for one asyncio loop. It wakes the loop once for all responses that end in the same step, and
+    at most every REPORT_SECONDS for new tokens of requests that report them."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self.loop = loop
         self._ended: deque[tuple[asyncio.Future[Completion], Completion | BaseException]] = deque()
         self._wakes = False
         """True while a wake-up is scheduled."""
+        self._sampled: deque[tuple[Report, int, Delta]] = deque()
+        self._reports = False
+        """True while a call of _report is scheduled."""
 
-    async def generate(self, request: GenerationRequest, started: Callable[[], None] | None = None) -> Completion:
+    async def generate(
+        self, request: GenerationRequest, started: Callable[[], None] | None = None, *, report: Report | None = None
+    ) -> Completion:
         """Generate a response. With `started`, the request can be withdrawn until its first token, when `started` is
-        called.
+        called. `report` receives new tokens on the asyncio loop; reports may follow the completion.
 
         Raises: errors of the engine; DataError for a rejected request; WithdrawnError.
         """
@@ -67,7 +76,15 @@ class EngineClient:
                 with contextlib.suppress(RuntimeError):  # the asyncio loop has been closed
                     asyncio_loop.call_soon_threadsafe(self._settle)
 
-        self.loop.submit_nowait([request], listener, started)
+        def sampled(position: int, delta: Delta) -> None:
+            assert report is not None
+            self._sampled.append((report, position, delta))
+            if not self._reports:
+                self._reports = True
+                with contextlib.suppress(RuntimeError):  # the asyncio loop has been closed
+                    asyncio_loop.call_soon_threadsafe(self._report)
+
+        self.loop.submit_nowait([request], listener, started, None if report is None else sampled)
         try:
             completion = await ended
             if completion.finish_reason == "abort":
@@ -77,6 +94,19 @@ class EngineClient:
             # Otherwise the engine would sample a response that nobody receives.
             self.loop.abort_nowait([request.request_id])
             raise
+
+    def _report(self) -> None:
+        """Report new tokens, and look for more after REPORT_SECONDS. Ends when there are none."""
+        if not self._sampled:
+            self._reports = False
+            # A token that arrived before this line has not scheduled a call.
+            if not self._sampled:
+                return
+            self._reports = True
+        while self._sampled:
+            report, position, delta = self._sampled.popleft()
+            report(position, delta)
+        asyncio.get_running_loop().call_later(REPORT_SECONDS, self._report)
 
     def _settle(self) -> None:
         self._wakes = False  # reset first, so that results appended from now on schedule another wake-up
@@ -113,17 +143,17 @@ class AttemptClient:
         if self._has_started.acquire(blocking=False):
             self._begin()
 
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate the response to a request. Cancelling the call aborts the request."""
+    async def generate(self, request: GenerationRequest, *, report: Report | None = None) -> Completion:
+        """Generate the response to a request; a Sample."""
         try:
-            return await self._generate(request)
+            return await self._generate(request, report)
         except DataError:
             raise  # the episode's fault: an invalid request
         except Exception as error:
             self.failure = self.failure or error
             raise
 
-    async def _generate(self, request: GenerationRequest) -> Completion:
+    async def _generate(self, request: GenerationRequest, report: Report | None) -> Completion:
         found = self._recovered.get(request.request_id)
         # The seed includes the history, so a different seed means that a tool answered differently this time.
         if found is not None and found.seed == request.seed:
@@ -133,10 +163,18 @@ class AttemptClient:
                 await asyncio.wrap_future(self._client.loop.take_over([found]))
                 return replace(found.completion, finish_reason=found.finish_reason)
             request = replace(request, partial=found.completion)
+            if report is not None:
+                report(0, _delta(found.completion))
         if request.request_id == self._first_id and not self._has_started.locked():
-            return await self._client.generate(request, self.begin)
+            return await self._client.generate(request, self.begin, report=report)
         self.begin()
-        return await self._client.generate(request)
+        return await self._client.generate(request, report=report)
+
+
+def _delta(partial: Completion) -> Delta:
+    """Return the tokens of a partial response."""
+    version = int(partial.versions[-1]) if len(partial.versions) else 0
+    return Delta(partial.request_id, partial.token_ids.tolist(), partial.logp.tolist(), version)
 
 
 class EpisodePlayer:

@@ -8,7 +8,7 @@ import math
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -26,12 +26,13 @@ from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.history import turn_message
 from mcore_rl.rollout.episodes.images import EpisodeImages, image_digests
 from mcore_rl.rollout.episodes.limits import EpisodeLimits
+from mcore_rl.rollout.episodes.sampling import Sample, Watch
 from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.episodes.trace import EpisodeTrace
 from mcore_rl.rollout.tools.interface import ToolResult
 from mcore_rl.rollout.tools.parsers import ParsedMessage
-from mcore_rl.types import Completion, GenerationRequest, Prompt, PromptImages, SamplingOptions
+from mcore_rl.types import GenerationRequest, Prompt, PromptImages, SamplingOptions
 from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_function
 
 GENERATING, TOOL_CALLING = "generating", "tool_calling"
@@ -74,12 +75,10 @@ class Sampled:
     """Id of the request, which depends on the history only."""
     end: int = field(repr=False)
     """Length of the sequence at the end of the turn; later turns extend it."""
+    stops: Sequence[str] = field(repr=False)
+    """Stop strings of the request."""
     messages: list[ChatMessage] = field(default_factory=list, repr=False)
     """Message of the model, followed by the answers; empty until the turn is answered."""
-
-
-Sample = Callable[[GenerationRequest], Awaitable[Completion]]
-"""Generates the response to a request. Cancelling the call aborts the request."""
 
 
 class Session:
@@ -139,10 +138,11 @@ class Session:
         sampling: SamplingOptions | Mapping[str, object] | None = None,
         *,
         role: str = "",
+        watch: Watch | None = None,
     ) -> Sampled:
         """Sample the continuation of `token_ids`, the whole sequence so far. `sampling` overrides the run's options;
         max_response_tokens applies to this turn. `role` names the agent that speaks, in episodes with several; agents
-        do not share sequences.
+        do not share sequences. `watch` is called with the request before it is sampled.
 
         Raises: EpisodeLimitError if no turn or token is left (this ends the episode normally); DataError for invalid
         sampling options, if the row has images and the tokens do not begin with its prompt, or for images of tools at
@@ -158,7 +158,7 @@ class Session:
         self._calls_of_turn = 0
         try:
             with self._spent(GENERATING):
-                completion = await self._sample(request)
+                completion = await self._sample(request, report=None if watch is None else watch(request))
         except asyncio.CancelledError:
             self.num_turns -= 1  # nothing of it is in the episode
             raise
@@ -169,7 +169,8 @@ class Session:
         text = response_text(self.context.decoder, found, request.sampling.stop)
         end, name = ids[-PROMPT_END:].tolist(), request.request_id
         length = len(ids) + len(found)
-        self._turns.append(Sampled(found, logp, versions, reason, text, sequence, end, name, length))
+        stops = request.sampling.stop
+        self._turns.append(Sampled(found, logp, versions, reason, text, sequence, end, name, length, stops))
         return self._turns[-1]
 
     def skip(self, token_ids: Sequence[int]) -> None:
@@ -233,12 +234,20 @@ class Session:
         parser = (context or self.context).parser
         if parser is None:
             return ParsedMessage(sampled.text, "", ())
-        decode = self.context.decoder.decode
-        prompt = decode(sampled.prompt_end, skip_special_tokens=False)
+        return parser.parse(self.written(sampled), self.text_before(sampled.prompt_end))
+
+    def written(self, sampled: Sampled) -> str:
+        """Return the text of a turn with special tokens, without its end token."""
+        return self.context.decoder.decode(self._without_stop(sampled), skip_special_tokens=False)
+
+    def text_before(self, prompt: Sequence[int]) -> str:
+        """Return the end of the text before a turn, in which the reasoning may begin. `prompt`: its tokens, at least
+        the last PROMPT_END."""
+        end = list(prompt[-PROMPT_END:])
         # The row's message may have opened the reasoning more than PROMPT_END tokens before its end.
-        if self._begins_in_thought and sampled.prompt_end == self.prompt_ids[-PROMPT_END:].tolist():
-            prompt = THOUGHT
-        return parser.parse(decode(self._without_stop(sampled), skip_special_tokens=False), prompt)
+        if self._begins_in_thought and end == self.prompt_ids[-PROMPT_END:].tolist():
+            return THOUGHT
+        return self.context.decoder.decode(end, skip_special_tokens=False)
 
     def render(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the token ids of new messages: of a whole conversation before the first turn, later of the messages

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TypeVar
 
 from fastapi import Request, Response
@@ -11,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, json_bytes
 from mcore_rl.rollout.gateway.exchange import ChatReply, RefusedError
+from mcore_rl.rollout.gateway.progress import ReplyProgress, ReplyStart, TextDelta, Watch
 
 T = TypeVar("T")
 
@@ -45,9 +47,9 @@ def refusal(dialect: Dialect, error: RefusedError) -> Response:
 class Answering(Response):
     """ASGI response that waits for a reply and sends it in the form that its call wants.
 
-    The model's whole turn is sampled before the first event is sent, because calls are parsed from the whole turn.
-    Pings keep a stream open until then. The status of a stream is sent with its first byte: errors before the first
-    ping have their own status, later ones are events.
+    The events of a stream are sent while the reply is sampled, and pings while there is no new text. If the client
+    reads slowly, the next event has all text since the last one. The status of a stream is sent with its first byte:
+    errors before it have their own status, later ones are events.
 
     answer: function that samples the reply. It is cancelled if the client closes the connection.
     missed: called with a complete reply whose client left before all of it was sent.
@@ -57,17 +59,23 @@ class Answering(Response):
         self,
         dialect: Dialect,
         call: Call,
-        answer: Callable[[], Coroutine[object, object, ChatReply]],
+        answer: Callable[[Watch], Coroutine[object, object, ChatReply]],
         missed: Callable[[ChatReply], Coroutine[object, object, None]],
     ) -> None:
         super().__init__()
         self._dialect, self._call, self._answer, self._missed = dialect, call, answer, missed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = asyncio.create_task(self._answer())
+        stream = _Stream()
+        answer = asyncio.create_task(self._answer(stream.watch))
         left = asyncio.create_task(_disconnection(receive))
         try:
-            await self._respond(answer, left, scope, receive, send)
+            if self._call.request.stream:
+                for each in (answer, left):
+                    each.add_done_callback(lambda _: stream.wake.set())
+                await self._respond_in_events(stream, answer, left, scope, receive, send)
+            else:
+                await self._respond(answer, left, scope, receive, send)
         except ClientLeftError:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 await self._missed(answer.result())
@@ -77,34 +85,88 @@ class Answering(Response):
     async def _respond(
         self, answer: asyncio.Future[ChatReply], left: asyncio.Task[None], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        seconds = PING_SECONDS if self._call.stream else None
-        in_time = await _answered(answer, left, seconds)
-        if not in_time:
-            await _start_events(send)
-            await send(_chunk(self._dialect.ping))
-            while not await _answered(answer, left, PING_SECONDS):
-                await send(_chunk(self._dialect.ping))
+        """Send the reply as one body."""
+        await _answered(answer, left)
         try:
             reply = answer.result()
             await _settled()
         except RefusedError as error:
-            if in_time:
+            await refusal(self._dialect, error)(scope, receive, send)
+            return
+        body = json_bytes(self._call.body(reply))
+        _check_connection(left)
+        await json_response(200, body)(scope, receive, send)
+
+    async def _respond_in_events(
+        self,
+        stream: _Stream,
+        answer: asyncio.Future[ChatReply],
+        left: asyncio.Task[None],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Send the reply as events."""
+        events, has_begun = self._call.events(), False
+
+        async def send_all(chunks: Iterable[bytes]) -> None:
+            nonlocal has_begun
+            for chunk in chunks:
+                _check_connection(left)
+                if not has_begun:
+                    has_begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                await send(_chunk(chunk))
+
+        while not answer.done():
+            _check_connection(left)
+            if new := stream.take():
+                await send_all(event.encoded() for event in events.more(*new))
+            elif not await stream.woken(PING_SECONDS):
+                await send_all([self._dialect.ping])
+        try:
+            reply = answer.result()
+            await _settled()
+            await send_all(event.encoded() for event in events.end(reply))
+        except RefusedError as error:
+            if not has_begun:
                 await refusal(self._dialect, error)(scope, receive, send)
-            else:
-                await send(_chunk(self._dialect.error_event(error).encoded(), last=True))
-            return
-        if not self._call.stream:
-            body = json_bytes(self._call.body(reply))
-            _check_connection(left)
-            await json_response(200, body)(scope, receive, send)
-            return
-        if in_time:
-            await _start_events(send)
-        for event in self._call.events(reply):
-            _check_connection(left)
-            await send(_chunk(event.encoded()))
+                return
+            await send_all([self._dialect.error_event(error).encoded()])
         _check_connection(left)
         await send(_chunk(b"", last=True))
+
+
+class _Stream:
+    """Progress of one reply, and what a client has not received of it."""
+
+    def __init__(self) -> None:
+        self.wake = asyncio.Event()
+        """Set if there may be new texts, or if the reply or the connection has ended."""
+        self._progress: ReplyProgress | None = None
+        self._num_taken = 0
+
+    def watch(self, progress: ReplyProgress) -> None:
+        """Follow the progress of the reply; a Watch."""
+        self._progress = progress
+        progress.changed.append(self.wake.set)
+        self.wake.set()
+
+    def take(self) -> tuple[ReplyStart, list[TextDelta]] | None:
+        """Return the texts since the last call, None if there are none."""
+        self.wake.clear()
+        progress = self._progress
+        if progress is None or progress.start is None or len(progress.deltas) == self._num_taken:
+            return None
+        new, self._num_taken = progress.deltas[self._num_taken :], len(progress.deltas)
+        return progress.start, new
+
+    async def woken(self, seconds: float) -> bool:
+        """Wait for `wake`. Returns False after `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.wake.wait()
+        return self.wake.is_set()
 
 
 async def unless_left(request: Request, work: Coroutine[object, object, T]) -> T:
@@ -114,7 +176,7 @@ async def unless_left(request: Request, work: Coroutine[object, object, T]) -> T
     """
     task, left = asyncio.create_task(work), asyncio.create_task(_disconnection(request.receive))
     try:
-        await _answered(task, left, None)
+        await _answered(task, left)
         return task.result()
     finally:
         await _cancelled(task, left)
@@ -126,12 +188,11 @@ async def _cancelled(*tasks: asyncio.Future[T] | asyncio.Future[None]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _answered(answer: asyncio.Future[T], left: asyncio.Task[None], seconds: float | None) -> bool:
-    """Wait for the answer. Returns False after `seconds`. Raises: ClientLeftError."""
-    await asyncio.wait((answer, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    if not answer.done() and left.done():
+async def _answered(answer: asyncio.Future[T], left: asyncio.Task[None]) -> None:
+    """Wait for the answer. Raises: ClientLeftError."""
+    await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
+    if not answer.done():
         raise ClientLeftError
-    return answer.done()
 
 
 async def _settled() -> None:
@@ -149,10 +210,6 @@ def _check_connection(left: asyncio.Task[None]) -> None:
 async def _disconnection(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _start_events(send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
 
 
 def _chunk(data: bytes, *, last: bool = False) -> Message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,25 +12,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mcore_rl.data.chat.messages import chat_call, text_of
-from mcore_rl.data.tokenizer import PLAIN
+from mcore_rl.data.chat.messages import text_of
 from mcore_rl.errors import DataError
 from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError
+from mcore_rl.rollout.episodes.sampling import Watch
 from mcore_rl.rollout.episodes.session import Sampled, Session
-from mcore_rl.rollout.gateway.exchange import (
-    ChatReply,
-    ChatRequest,
-    Choice,
-    FinishReason,
-    RefusedError,
-    Reward,
-    answer_message,
-    choice_of,
-)
+from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, RefusedError, Reward, answer_message, choice_of
+from mcore_rl.rollout.gateway.progress import Progress, ReplyStart
+from mcore_rl.rollout.gateway.reading import read_choice, stop_of
+from mcore_rl.rollout.gateway.reply_stream import ReplyStream, choice_stream
 from mcore_rl.rollout.gateway.turns import Turn, TurnTree
-from mcore_rl.rollout.tools.parsers import MalformedCall, split_reasoning
-from mcore_rl.types.chat import ChatCall, ChatMessage, ToolSchema
+from mcore_rl.rollout.watched_requests import Report
+from mcore_rl.types import GenerationRequest
+from mcore_rl.types.chat import ChatMessage, ToolSchema
 
 OBEYED = ("max_response_tokens", "stop")
 """Options of a request that are always obeyed: they do not change the distribution of a token."""
@@ -85,14 +81,14 @@ class Answers:
     """Turns of prompts without messages, with the stop string that ended them, by the length and the digest of prompt
     and reply."""
 
-    async def answer(self, request: ChatRequest) -> ChatReply:
-        """Sample the replies to a request. Cancelling the call aborts them.
+    async def answer(self, request: ChatRequest, progress: Progress | None = None) -> ChatReply:
+        """Sample the replies to a request. Cancelling the call aborts them. `progress` receives their texts meanwhile.
 
         Raises: RefusedError for a request that cannot be answered; errors of the engine.
         """
         self.counts.requests += 1
         try:
-            return await self._answer(request)
+            return await self._answer(request, progress)
         except EpisodeLimitError as limit:
             self.counts.refused += 1
             if limit.reason == "length":
@@ -158,19 +154,29 @@ class Answers:
         if self.last is not None:
             self.session.messages = self.last.conversation()
 
-    async def _answer(self, request: ChatRequest) -> ChatReply:
+    async def _answer(self, request: ChatRequest, progress: Progress | None) -> ChatReply:
         context = self.context_of(request.tools)
         await self.session.images.read_messages(request.messages)
         ids, is_rewritten = self._prompt_ids(request, context)
         self.counts.rewritten += is_rewritten
         sampling = self._sampling(request.sampling)
-        found = await self._sampled(ids, sampling, request)
+        created = int(time.time())
+
+        def start_of(first: GenerationRequest) -> ReplyStart:
+            return ReplyStart(_reply_id(first.request_id, ids), len(ids), created)
+
+        stream = None if progress is None else ReplyStream(progress, start_of)
+        try:
+            found = await self._sampled(ids, sampling, request, self._watches(request, context, ids, stream))
+        finally:
+            if stream is not None:
+                stream.close()
         if self.session.limits.reached == LENGTH:
             self.session.limits.reached = None  # the program has shortened its history
-        reply_id = _hashed(found)
+        reply_id = _reply_id(found[0].request_id, ids)
         choices = []
         for number, sampled in enumerate(found):
-            choice = self._choice(request, context, sampled, f"{reply_id}{number}")
+            choice = read_choice(self.session, request, context, sampled, f"{reply_id}{number}")
             message = answer_message(choice)
             turn = Turn(sampled, message)
             self._keep(request, context.conversation.tools, turn, choice.content)
@@ -178,16 +184,34 @@ class Answers:
             self.last = turn
             sampled.messages[:] = [message]  # the conversation is complete up to here
             choices.append(choice)
-        return ChatReply(reply_id, choices, len(ids), int(time.time()))
+        return ChatReply(reply_id, choices, len(ids), created, _tokens_digest(found))
 
-    async def _sampled(self, ids: list[int], sampling: dict[str, object], request: ChatRequest) -> list[Sampled]:
+    def _watches(
+        self, request: ChatRequest, context: EpisodeContext, ids: list[int], stream: ReplyStream | None
+    ) -> list[Watch | None]:
+        """Return the watches of a request's choices, which send their texts to `stream`."""
+        if stream is None:
+            return [None] * request.num_choices
+        before = None if request.prompt is not None else self.session.text_before(ids)
+        has_logps = request.top_logprobs is not None
+
+        def watch(number: int, sampled: GenerationRequest) -> Report | None:
+            return stream.watch(choice_stream(context, sampled, before, number=number, has_logps=has_logps), sampled)
+
+        return [functools.partial(watch, number) for number in range(request.num_choices)]
+
+    async def _sampled(
+        self, ids: list[int], sampling: dict[str, object], request: ChatRequest, watches: Sequence[Watch | None]
+    ) -> list[Sampled]:
         """Sample the continuations of a request. If one fails or the call is cancelled, the others are aborted."""
         session, count = self.session, request.num_choices
         if count > 1 and session.num_turns + count > session.limits.turns:
             left = max(session.limits.turns - session.num_turns, 0)
             raise RefusedError(400, f"{count} replies were requested, and rollout.max_turns leaves {left}")
         # Started in this order, which gives equal requests the same seeds if the session is played again.
-        tasks = [asyncio.create_task(session.generate(ids, sampling, role=request.role)) for _ in range(count)]
+        tasks = [
+            asyncio.create_task(session.generate(ids, sampling, role=request.role, watch=watch)) for watch in watches
+        ]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
@@ -204,7 +228,7 @@ class Answers:
             self._tree.add(tools, request.messages, turn)
         elif isinstance(request.prompt, str):
             whole, given = request.prompt + text, request.sampling.get("stop")
-            stop = self._stop(turn.sampled, given) if isinstance(given, list | tuple) else None
+            stop = stop_of(self.session.context, turn.sampled, given) if isinstance(given, list | tuple) else None
             self._texts[len(whole), _digest(whole)] = turn, stop
 
     def _prompt_ids(
@@ -260,44 +284,6 @@ class Answers:
         """Return the options for session.generate."""
         return {name: value for name, value in given.items() if self.obeys or name in OBEYED}
 
-    def _choice(self, request: ChatRequest, context: EpisodeContext, sampled: Sampled, name: str) -> Choice:
-        content, reasoning, calls = sampled.text, "", list[ChatCall]()
-        if request.prompt is None:
-            content, reasoning, calls = self._read(context, sampled)
-        pieces = list[str]()
-        if request.top_logprobs is not None:
-            pieces = [context.decoder.decode([token], skip_special_tokens=False) for token in sampled.token_ids]
-        finish: FinishReason = "length" if sampled.finish_reason == "length" else "tool_calls" if calls else "stop"
-        made = [
-            chat_call(call["function"]["name"], call["function"]["arguments"], call.get("id") or f"call_{name}{number}")
-            for number, call in enumerate(calls)
-        ]
-        stops = request.sampling.get("stop")
-        stop = self._stop(sampled, stops) if isinstance(stops, list | tuple) and finish == "stop" else None
-        return Choice(content, reasoning, made, finish, sampled.token_ids, sampled.logp, pieces, stop)
-
-    def _read(self, context: EpisodeContext, sampled: Sampled) -> tuple[str, str, list[ChatCall]]:
-        """Return content, reasoning and calls of a turn. A call that cannot be read is part of the content; a truncated
-        turn has no calls, since a truncated call may look like a complete one."""
-        if context.parser is None or sampled.finish_reason == "length":
-            before = context.decoder.decode(sampled.prompt_end, skip_special_tokens=False)
-            content, reasoning = split_reasoning(sampled.text, before)
-            # Without reasoning there is nothing to separate, and white space stays as it was written.
-            return (content if reasoning else sampled.text), reasoning, []
-        parsed = self.session.parse(sampled, context)
-        texts, calls = [parsed.content], list[ChatCall]()
-        for call in parsed.calls:
-            if isinstance(call, MalformedCall) and (call.name is None or call.arguments is None):
-                texts.append(call.text)
-            else:
-                calls.append(chat_call(str(call.name), call.arguments or {}, call.id))
-        return "\n".join(filter(None, texts)), parsed.reasoning, calls
-
-    def _stop(self, sampled: Sampled, stops: Sequence[str]) -> str | None:
-        """Return the stop string that ended a turn, if one did."""
-        written = self.session.context.decoder.decode(sampled.token_ids, **PLAIN)
-        return next((stop for stop in stops if stop in written), None)
-
 
 def _named(messages: Sequence[ChatMessage], turn: ChatMessage) -> list[ChatMessage]:
     """Add the names of the tools to their answers, which clients send with the id of the call only; some templates
@@ -310,10 +296,17 @@ def _named(messages: Sequence[ChatMessage], turn: ChatMessage) -> list[ChatMessa
     return named
 
 
-def _hashed(choices: Sequence[Sampled]) -> str:
-    """Return the id of a reply. It depends on the session, its history and the sampled tokens: if a session is played
-    again with other tokens, the hub notices it."""
-    digest = hashlib.blake2b(choices[0].request_id.encode(), digest_size=12)
+def _reply_id(request_id: str, prompt_ids: Sequence[int]) -> str:
+    """Return the id of a reply from the first of its engine's requests. It depends on the session and on its history,
+    and is known before the reply is sampled."""
+    digest = hashlib.blake2b(request_id.encode(), digest_size=12)
+    digest.update(np.asarray(prompt_ids, np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def _tokens_digest(choices: Sequence[Sampled]) -> str:
+    """Return ChatReply.digest."""
+    digest = hashlib.blake2b(digest_size=12)
     for sampled in choices:
         digest.update(np.asarray([len(sampled.token_ids), *sampled.token_ids], np.int64).tobytes())
     return digest.hexdigest()

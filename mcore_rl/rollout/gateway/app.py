@@ -20,7 +20,7 @@ import hmac
 import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -42,6 +42,7 @@ from mcore_rl.rollout.gateway.exchange import (
     Sessions,
 )
 from mcore_rl.rollout.gateway.histories import Histories
+from mcore_rl.rollout.gateway.progress import Watch
 from mcore_rl.types.json import JsonObject
 
 DIALECTS = (chat_completions.DIALECT, completions.DIALECT, responses.DIALECT, messages.DIALECT)
@@ -86,6 +87,12 @@ def application(
     app.add_exception_handler(RequestValidationError, _on_invalid_query)
     app.add_exception_handler(Exception, _on_failure)  # the exception is raised again, for the server's log
     return app
+
+
+class Ask(Protocol):
+    """Answers a request; see Sessions.answer."""
+
+    def __call__(self, request: ChatRequest, *, watch: Watch) -> Awaitable[ChatReply]: ...
 
 
 class _Server:
@@ -141,13 +148,11 @@ class _Server:
         body = await json_body(request, self._max_bytes)
         return dialect.read(body, self._model, lambda reply: self._histories.find(session, reply))
 
-    async def _answering(
-        self, dialect: Dialect, request: Request, session: str, ask: Callable[[ChatRequest], Awaitable[ChatReply]]
-    ) -> Response:
+    async def _answering(self, dialect: Dialect, request: Request, session: str, ask: Ask) -> Response:
         call = await self._call(dialect, request, session)
 
-        async def answer() -> ChatReply:
-            reply = await ask(call.request)
+        async def answer(watch: Watch) -> ChatReply:
+            reply = await ask(call.request, watch=watch)
             if conversation := call.conversation(reply):
                 self._histories.keep(session, reply.id, conversation)
             return reply

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from mcore_rl.rollout.gateway.progress import Watch
 from mcore_rl.types.chat import ChatCall, ChatMessage, ToolSchema
 
 MAX_REWARD = 1e30
@@ -24,6 +25,7 @@ class ChatRequest:
     num_choices: number of independent replies.
     top_logprobs: None: log-probabilities are not returned; 0: of the sampled tokens.
     role: agent of the program that sends the request; see Session.generate.
+    stream: send the text while it is sampled.
     """
 
     messages: Sequence[ChatMessage] = ()
@@ -33,6 +35,7 @@ class ChatRequest:
     num_choices: int = 1
     top_logprobs: int | None = None
     role: str = ""
+    stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,17 @@ def answer_message(choice: Choice) -> ChatMessage:
 
 @dataclass(frozen=True)
 class ChatReply:
-    """Replies to one ChatRequest. `id` identifies the call within its session, for rewards. `created`: Unix seconds."""
+    """Replies to one ChatRequest.
+
+    id: identifies the call within its session, for rewards. created: Unix seconds.
+    digest: of the sampled tokens. If a session is played again with other tokens, the hub notices it.
+    """
 
     id: str
     choices: Sequence[Choice]
     num_prompt_tokens: int
     created: int
+    digest: str = ""
 
 
 class RefusedError(Exception):
@@ -132,11 +140,13 @@ class HarnessEnd:
 class Sessions(Protocol):
     """Sessions behind the server. Every method raises RefusedError."""
 
-    async def answer(self, session: str, request: ChatRequest, *, retried: bool = False) -> ChatReply:
+    async def answer(
+        self, session: str, request: ChatRequest, *, retried: bool = False, watch: Watch | None = None
+    ) -> ChatReply:
         """Answer a request of a session. Cancelling the call aborts the sampling, or marks the reply as missed.
 
         A request that equals one whose client left gets its reply, and with `retried` any equal one that is among the
-        last of the session.
+        last of the session. `watch` receives the progress of a reply that is streamed.
         """
 
     async def missed(self, session: str, reply: str) -> None:
@@ -145,7 +155,7 @@ class Sessions(Protocol):
     async def count(self, session: str | None, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt in a session; None: without a session."""
 
-    async def serve(self, request: ChatRequest) -> ChatReply:
+    async def serve(self, request: ChatRequest, *, watch: Watch | None = None) -> ChatReply:
         """Answer a request without a session. Cancelling the call aborts the sampling."""
 
     async def reward(self, session: str, reward: Reward) -> None:

@@ -15,13 +15,20 @@ import contextlib
 import hmac
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, OpenedSession, RefusedError, Reward
-from mcore_rl.rollout.gateway.sessions import AskedRequest, EngineConnection, OpenSession, ServedRequest
+from mcore_rl.rollout.gateway.progress import ReplyProgress, ReplyStart, TextDelta, Watch
+from mcore_rl.rollout.gateway.sessions import (
+    AskedRequest,
+    EngineConnection,
+    OpenSession,
+    ServedRequest,
+    asked_request,
+)
 
 REOPEN_SECONDS = 120.0
 """Time in which an engine must open a session again whose engine was lost."""
@@ -53,7 +60,9 @@ class Hub:
         """Requests without a session that wait for an engine, in the order of their arrival."""
         self._freed = asyncio.Condition()
 
-    async def answer(self, session: str, request: ChatRequest, *, retried: bool = False) -> ChatReply:
+    async def answer(
+        self, session: str, request: ChatRequest, *, retried: bool = False, watch: Watch | None = None
+    ) -> ChatReply:
         """Same as Sessions.answer."""
         found = self._live(session)
         if found.num_open >= MAX_OPEN:
@@ -63,28 +72,30 @@ class Hub:
         try:
             while (earlier := found.earlier(asked.digest, retried=retried)) is not None:
                 if earlier.num_clients or earlier.reply is not None:
-                    return await self._joined(found, earlier)
+                    return await self._joined(found, earlier, watch)
                 await earlier.replied.wait()  # it is aborted, unless its reply is already complete
                 self._live(session)
             found.history.append(asked)
             found.open.append(asked)
             if found.engine is not None:
                 found.engine.call(found, asked)
-            return await self._awaited(found, asked)
+            return await self._awaited(found, asked, watch)
         finally:
             found.num_open -= 1
             found.open = [each for each in found.open if not each.answer.done()]
 
-    async def _joined(self, session: OpenSession, asked: AskedRequest) -> ChatReply:
+    async def _joined(self, session: OpenSession, asked: AskedRequest, watch: Watch | None) -> ChatReply:
         """Wait for the reply to an earlier request of the same client."""
         asked.num_clients += 1
         if not asked.is_seen:
             self._mark(session, asked, is_seen=True)
-        return await self._awaited(session, asked)
+        return await self._awaited(session, asked, watch)
 
-    async def _awaited(self, session: OpenSession | None, asked: AskedRequest) -> ChatReply:
+    async def _awaited(self, session: OpenSession | None, asked: AskedRequest, watch: Watch | None = None) -> ChatReply:
         if asked.reply is not None:
             return asked.reply
+        if watch is not None and asked.progress is not None:
+            watch(asked.progress)
         try:
             return await asyncio.shield(asked.answer)
         except asyncio.CancelledError:
@@ -118,15 +129,19 @@ class Hub:
         if found is not None and reply in found.answered:
             self._leave(found, found.answered[reply])
 
-    async def serve(self, request: ChatRequest) -> ChatReply:
+    async def serve(self, request: ChatRequest, *, watch: Watch | None = None) -> ChatReply:
         """Same as Sessions.serve. The engine with the fewest open requests answers."""
         name, seed = f"serve.{secrets.token_hex(8)}", secrets.randbelow(MAX_SEED)
-        return await self._served(request, wire.ServedCall(name, seed))
+        return await self._served(request, wire.ServedCall(name, seed), watch)
 
-    async def _served(self, request: ChatRequest, call: wire.ServedCall | None) -> ChatReply:
-        asked = ServedRequest(request, b"", asyncio.get_running_loop().create_future(), call=call)
+    async def _served(
+        self, request: ChatRequest, call: wire.ServedCall | None, watch: Watch | None = None
+    ) -> ChatReply:
+        answer: asyncio.Future[ChatReply] = asyncio.get_running_loop().create_future()
+        progress = ReplyProgress() if request.stream else None
+        asked = ServedRequest(request, b"", answer, progress=progress, call=call)
         self._assign(asked)
-        return await self._awaited(None, asked)
+        return await self._awaited(None, asked, watch)
 
     def _assign(self, asked: ServedRequest) -> None:
         """Send a request without a session to an engine, or let it wait for one."""
@@ -142,7 +157,7 @@ class Hub:
         while True:
             while (engine := self._live(session).engine) is None:  # another engine plays the session again
                 await asyncio.sleep(LOOK_SECONDS)
-            asked = AskedRequest(request, b"", asyncio.get_running_loop().create_future())
+            asked = asked_request(request)
             engine.count(session, asked)
             with contextlib.suppress(EngineLostError):
                 return (await self._awaited(None, asked)).num_prompt_tokens
@@ -213,6 +228,9 @@ class Hub:
                     engine.journal = path
                 case (wire.OPEN, str(session), row):
                     await self._open(engine, session, row)
+                case (wire.PROGRESS, list(entries)):
+                    for key, start, deltas in entries:
+                        self._progressed(engine, key, start, deltas)
                 case (wire.REPLY, int(key), reply):
                     self._replied(engine, key, reply)
                 case (wire.CLOSE, str(session)):
@@ -258,16 +276,31 @@ class Hub:
         if session.end is not None:
             engine.end(session, session.end)
 
+    def _progressed(self, engine: EngineConnection, key: int, start: ReplyStart, deltas: Sequence[TextDelta]) -> None:
+        """Handle new texts of a reply. Those of a reply that is complete may arrive late."""
+        session, asked = engine.asked.get(key, (None, None))
+        if asked is None or asked.progress is None or asked.progress.add(start, deltas):
+            return
+        if session is not None:
+            self._diverge(session)
+        else:
+            asked.settle(RefusedError(503, "the engine was lost, and another one samples another reply; try again"))
+            engine.cancel(key)
+
+    def _diverge(self, session: OpenSession) -> None:
+        """End a session that was played again with other replies than its clients have, on which they may have
+        acted."""
+        session.is_diverged = True
+        self._end(session, HarnessEnd(error="an engine was lost, and its journal does not have the last replies"))
+
     def _replied(self, engine: EngineConnection, key: int, reply: ChatReply | wire.Refusal | None) -> None:
         """Handle a reply; None: the request was aborted."""
         if key not in engine.asked:  # its session has ended
             return
         session, asked = engine.asked.pop(key)
-        is_known = isinstance(reply, ChatReply) and reply.id == asked.reply_id
+        is_known = isinstance(reply, ChatReply) and (reply.id, reply.digest) == (asked.reply_id, asked.reply_digest)
         if session is not None and asked.reply_id is not None and not is_known:
-            # Its client has another reply, on which it may have acted.
-            session.is_diverged = True
-            self._end(session, HarnessEnd(error="an engine was lost, and its journal does not have the last replies"))
+            self._diverge(session)
         elif session is not None and session.end is None and isinstance(reply, ChatReply) and not is_known:
             session.keep_reply(asked, reply)
             if not asked.num_clients:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.answers import Answers
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, RefusedError, Reward
+from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta
 from mcore_rl.rollout.gateway.wire import GatewayAddress, ServedCall
 
 NO_CALL = ServedCall("count", 0)
@@ -49,6 +51,8 @@ class GatewayLink:
         self._session_of: dict[int, _Open] = {}
         self._counts: dict[int, asyncio.Task[None]] = {}
         """Running counts of tokens: the processing of their images must not hold up other sessions."""
+        self._texts: list[tuple[int, ReplyStart, Sequence[TextDelta]]] = []
+        """New texts of streamed replies, which are sent together."""
         self._lost: Exception | None = None
         self._task = asyncio.create_task(self._receive())
 
@@ -215,13 +219,25 @@ class GatewayLink:
 
     async def _reply(self, key: int, opened: _Open, request: ChatRequest) -> None:
         try:
-            reply = await opened.answers.answer(request)
+            progress = functools.partial(self._progressed, key) if request.stream else None
+            reply = await opened.answers.answer(request, progress)
         except RefusedError as error:
             frames.write(self._writer, (wire.REPLY, key, wire.Refusal(error.status, str(error), error.code)))
         else:
             if opened.call is None:
                 opened.replies[key] = reply.id
             frames.write(self._writer, (wire.REPLY, key, reply))
+
+    def _progressed(self, key: int, start: ReplyStart, deltas: Sequence[TextDelta]) -> None:
+        """Send new texts of a reply, together with texts of other replies; a Progress."""
+        if not self._texts:
+            asyncio.get_running_loop().call_soon(self._send_texts)
+        self._texts.append((key, start, deltas))
+
+    def _send_texts(self) -> None:
+        texts, self._texts = self._texts, []
+        if self._lost is None:
+            frames.write(self._writer, (wire.PROGRESS, texts))
 
     @staticmethod
     def _settle(opened: _Open, end: HarnessEnd | BaseException) -> None:

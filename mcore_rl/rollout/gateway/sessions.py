@@ -14,6 +14,7 @@ from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.digests import canonical, hashed
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, RefusedError, Reward, choice_of
+from mcore_rl.rollout.gateway.progress import ReplyProgress
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 
 Part = TypeVar("Part")
@@ -43,6 +44,9 @@ class AskedRequest:
     is_seen: bool = True
     """False if the reply is complete, but its client left before it was sent."""
     is_refused: bool = False
+    reply_digest: str = ""
+    progress: ReplyProgress | None = None
+    """Texts of a streamed reply until it is complete."""
 
     @property
     def is_dropped(self) -> bool:
@@ -52,6 +56,7 @@ class AskedRequest:
     def settle(self, result: ChatReply | RefusedError | None) -> None:
         """Give the clients a reply or an error; None: nobody waits."""
         self.replied.set()
+        self.progress = None
         if self.answer.done():  # the clients have this reply from an engine that was lost, or the session has ended
             return
         if isinstance(result, ChatReply):
@@ -65,6 +70,12 @@ class AskedRequest:
     def refuse(self) -> None:
         """Keep a mark only: an engine does not count refused requests, and a program may send many large ones."""
         self.is_refused, self.request = True, ChatRequest()
+
+
+def asked_request(request: ChatRequest, digest: bytes = b"") -> AskedRequest:
+    """Return a new request."""
+    progress = ReplyProgress() if request.stream else None
+    return AskedRequest(request, digest, asyncio.get_running_loop().create_future(), progress=progress)
 
 
 @dataclass(eq=False)
@@ -126,7 +137,7 @@ class OpenSession:
         digest = hashed(b"".join([*digests, b"|", tools or b"", canonical(options)]))
         messages = [self.messages[each] for each in digests]
         stored = replace(request, messages=messages, tools=None if tools is None else self.tools[tools])
-        return AskedRequest(stored, digest, asyncio.get_running_loop().create_future())
+        return asked_request(stored, digest)
 
     def earlier(self, digest: bytes, *, retried: bool) -> AskedRequest | None:
         """Return the last equal request that a new one repeats: one whose client has left, or with `retried` any whose
@@ -139,7 +150,7 @@ class OpenSession:
 
     def keep_reply(self, asked: AskedRequest, reply: ChatReply) -> None:
         """Keep the reply of a request for clients that repeat it."""
-        asked.reply, asked.reply_id = reply, reply.id
+        asked.reply, asked.reply_id, asked.reply_digest = reply, reply.id, reply.digest
         self.answered[reply.id] = asked
         self.replies.append(asked)
         if len(self.replies) > KEPT_REPLIES:

@@ -4,6 +4,7 @@ An engine connects and sends its token; then, as tuples (kind, ...):
 
     engine  -> gateway    journal path         file with the tokens that the engine samples
                           open session row     the session may be taken by a program
+                          progress entries     new texts of streamed replies: (key, ReplyStart, [TextDelta]) each
                           reply key reply      ChatReply, Refusal, or None if the request was cancelled
                           close session        the episode has ended
     gateway -> engine     call key session request
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 
 FILE = "gateways.json"
 """File in the run directory with the addresses and tokens, for programs that take sessions by themselves."""
-JOURNAL, OPEN, REPLY, CLOSE = "journal", "open", "reply", "close"
+JOURNAL, OPEN, PROGRESS, REPLY, CLOSE = "journal", "open", "progress", "reply", "close"
 CALL, SKIP, CANCEL, REWARD, SEEN, ENDED = "call", "skip", "cancel", "reward", "seen", "ended"
 SERVE, COUNT = "serve", "count"
 

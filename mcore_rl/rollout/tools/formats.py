@@ -60,6 +60,19 @@ class Format:
     think_open: str = THINK_OPEN
     think_close: str = THINK_CLOSE
 
+    @property
+    def opening_or_thought(self) -> str:
+        """Pattern of the beginning of a call, or of reasoning, which is its group `thought`."""
+        return f"(?P<thought>{self.think_open})|(?:{self.opening})"
+
+    def opens_thought(self, prompt: str) -> bool:
+        """Return whether a prompt ends with the beginning of reasoning."""
+        return re.search(rf"(?:{self.think_open})\s*+\Z", prompt) is not None
+
+
+NO_CALLS = Format((), r"(?!)", lambda text, start, end: ([], end))
+"""Format whose calls begin nowhere."""
+
 
 # Possessive quantifiers (*+, ++) never backtrack: malformed text must not take quadratic time.
 _BLANKS = re.compile(r"\s*+")

@@ -14,18 +14,15 @@ from typing import cast
 from mcore_rl.config.functions import FORM, describe, load_function, names_function
 from mcore_rl.data.json_text import to_plain
 from mcore_rl.errors import ConfigError, McoreRLError
-from mcore_rl.rollout.tools.formats import FORMATS, Format, RawCall, format_of_template
+from mcore_rl.rollout.tools.formats import FORMATS, NO_CALLS, Format, RawCall, format_of_template
 from mcore_rl.rollout.tools.schemas import ArgumentChecker, Schema, name_of
+from mcore_rl.rollout.tools.turn_reader import TurnReader
 
 KEY = "rollout.tool_parser"
 AUTO = "auto"
 MAX_STRETCHES = 32
 """Limit for formats without a closing tag: number of calls separated by text, unreadable calls, and JSON objects that
 are no calls. Further ones are treated as content."""
-
-
-_NO_CALLS = Format((), r"(?!)", lambda text, start, end: ([], end))
-"""Format whose calls begin nowhere."""
 
 
 class ParserError(McoreRLError):
@@ -91,8 +88,8 @@ class ToolCallParser:
         Raises: ParserError.
         """
         if self._form is not None:
-            content, reasoning, raw = _read(self._form, text, prompt)
-            return ParsedMessage(content, reasoning, tuple(self._checked(call) for call in raw))
+            found = _read(self._form, text, prompt)
+            return ParsedMessage(found.content.strip(), found.reasoning, tuple(map(self._checked, found.calls)))
         message = self._by_user(text)
         # A user's parser may return NumPy values or tuples, for which JSON schemas have no types.
         calls = (
@@ -102,6 +99,20 @@ class ToolCallParser:
             for call in message.calls
         )
         return ParsedMessage(message.content, message.reasoning, tuple(calls))
+
+    def parse_truncated(self, text: str, prompt: str = "") -> ParsedMessage:
+        """Parse a message that a limit has truncated. Its calls are content, since a truncated call may look like a
+        complete one."""
+        if self._form is None:
+            content, reasoning = split_reasoning(text, prompt)
+            return ParsedMessage(content, reasoning, ())
+        found = _read(replace(self._form, decode=_no_call), text, prompt)
+        return ParsedMessage(found.content.strip(), found.reasoning, ())
+
+    def reader(self, prompt: str = "") -> TurnReader | None:
+        """Return a reader for a message that is being sampled; None for a user's parser, which needs the whole message.
+        `prompt`: as for `parse`."""
+        return None if self._form is None else TurnReader(self._form, prompt, keeps_space=False)
 
     def _by_user(self, text: str) -> ParsedMessage:
         assert self._user is not None
@@ -139,9 +150,21 @@ class ToolCallParser:
 
 def split_reasoning(text: str, prompt: str = "") -> tuple[str, str]:
     """Return content and reasoning of a message without tools, in which a text that looks like a call is content.
-    `prompt`: as for ToolCallParser.parse."""
-    content, reasoning, _ = _read(_NO_CALLS, text, prompt)
-    return content, reasoning
+    `prompt`: as for ToolCallParser.parse.
+
+    White space stays as it was written, except between reasoning and content and at the end of a message with
+    reasoning.
+    """
+    found = _read(NO_CALLS, text, prompt)
+    if not found.has_thought:
+        return found.content, ""
+    content = found.content.rstrip()
+    return content.lstrip() if found.begins_with_thought else content, found.reasoning
+
+
+def text_reader(prompt: str = "") -> TurnReader:
+    """Return a reader for a message without tools that is being sampled. `prompt`: as for ToolCallParser.parse."""
+    return TurnReader(NO_CALLS, prompt, keeps_space=True)
 
 
 def _chosen(spec: str, chat_template: str | None) -> str:
@@ -158,11 +181,28 @@ def _chosen(spec: str, chat_template: str | None) -> str:
     return name
 
 
-def _read(form: Format, text: str, prompt: str) -> tuple[str, str, list[RawCall]]:
+@dataclass
+class _Written:
+    """Message as it was written. `content` has the white space around it."""
+
+    content: str
+    reasoning: str
+    calls: list[RawCall]
+    has_thought: bool
+    begins_with_thought: bool
+    """True if reasoning precedes all content except white space."""
+
+
+def _no_call(text: str, start: int, end: int) -> tuple[list[RawCall], int]:
+    """Read the beginning of a call as content; a Decoder."""
+    return [], end
+
+
+def _read(form: Format, text: str, prompt: str) -> _Written:
     """Split a text into content, reasoning and calls, in one pass."""
-    opening, close = re.compile(f"(?P<thought>{form.think_open})|(?:{form.opening})"), re.compile(form.think_close)
+    opening, close = re.compile(form.opening_or_thought), re.compile(form.think_close)
     content, reasoning, calls = list[str](), list[str](), list[RawCall]()
-    thinks = re.search(rf"(?:{form.think_open})\s*+\Z", prompt) is not None
+    thinks = begins = form.opens_thought(prompt)
     place = stretches = 0
     while True:
         if thinks:
@@ -176,6 +216,7 @@ def _read(form: Format, text: str, prompt: str) -> tuple[str, str, list[RawCall]
             break
         content.append(text[place : begin.start()])
         if begin["thought"]:
+            begins = begins or (not reasoning and not "".join(content).strip())
             place, thinks = begin.end(), True
             continue
         text_between = begin.start() > place or not calls
@@ -188,4 +229,4 @@ def _read(form: Format, text: str, prompt: str) -> tuple[str, str, list[RawCall]
     said = "".join(content)
     if form.wrappers is not None:
         said = re.sub(form.wrappers, "", said)
-    return said.strip(), "\n".join(filter(None, reasoning)), calls
+    return _Written(said, "\n".join(filter(None, reasoning)), calls, bool(reasoning), begins)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.data.chat.messages import REASONING_FIELDS
 from mcore_rl.rollout.gateway.dialects import replies, requests
 from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
-from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event
+from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event, ReplyEvents
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta, TokenLogp
 from mcore_rl.types.chat import ToolSchema
 from mcore_rl.types.json import JsonObject, JsonValue
 
@@ -53,19 +54,13 @@ class ChatCompletionsCall(Call):
 
     def body(self, reply: ChatReply) -> JsonObject:
         choices: list[JsonValue] = [self._choice(number, choice) for number, choice in enumerate(reply.choices)]
-        return {**self._head(reply, "chat.completion"), "choices": choices, "usage": replies.openai_usage(reply)}
+        return {**self.head(reply, "chat.completion"), "choices": choices, "usage": replies.openai_usage(reply)}
 
-    def events(self, reply: ChatReply) -> Iterator[Event]:
-        head = self._head(reply, "chat.completion.chunk")
-        for number, choice in enumerate(reply.choices):
-            for delta, logps, reason in self._deltas(choice):
-                part: JsonObject = {"index": number, "delta": delta, "logprobs": logps, "finish_reason": reason}
-                yield Event({**head, "choices": [part]})
-        if self.include_usage:
-            yield Event({**head, "choices": [], "usage": replies.openai_usage(reply)})
-        yield Event("[DONE]")
+    def events(self) -> ReplyEvents:
+        return ChatEvents(self)
 
-    def _head(self, reply: ChatReply, kind: str) -> JsonObject:
+    def head(self, reply: ChatReply | ReplyStart, kind: str) -> JsonObject:
+        """Return the fields that replies and events have."""
         return {"id": reply.id, "object": kind, "created": reply.created, "model": self.model}
 
     def _choice(self, number: int, choice: Choice) -> JsonObject:
@@ -75,28 +70,48 @@ class ChatCompletionsCall(Call):
         if choice.calls:
             message["content"] = choice.content or None
             message["tool_calls"] = [_call(*call) for call in replies.calls(choice)]
-        logps = self._logps(choice, 0, len(choice.token_ids))
+        logps = None if self.request.top_logprobs is None else _logps(replies.tokens_of(choice))
         return {"index": number, "message": message, "logprobs": logps, "finish_reason": choice.finish_reason}
 
-    def _logps(self, choice: Choice, start: int, end: int) -> JsonObject | None:
-        if self.request.top_logprobs is None:
-            return None
-        return {"content": list(replies.token_logps(choice, start, end)), "refusal": None}
 
-    def _deltas(self, choice: Choice) -> Iterator[tuple[JsonObject, JsonObject | None, str | None]]:
-        """Yield (delta, log-probabilities of its tokens, finish reason). The tokens of calls and special tokens belong
-        to the delta that follows them."""
-        yield {"role": "assistant", "content": "", "refusal": None}, None, None
-        sent = 0
-        for name, parts in zip(("reasoning_content", "content"), replies.deltas(choice), strict=True):
-            for part in parts:
-                logps = self._logps(choice, sent, part.end) if part.end > sent else None
-                yield {name: part.text}, logps, None
-                sent = max(sent, part.end)
+class ChatEvents(ReplyEvents):
+    """Reply as chunks. The tokens of calls and special tokens belong to the chunk that follows them."""
+
+    def __init__(self, call: ChatCompletionsCall) -> None:
+        super().__init__()
+        self._call = call
+        self._head: JsonObject = {}
+
+    def _begin(self, start: ReplyStart) -> Iterator[Event]:
+        self._head = self._call.head(start, "chat.completion.chunk")
+        for number in range(self._call.request.num_choices):
+            yield self._chunk(number, {"role": "assistant", "content": "", "refusal": None})
+
+    def _text(self, delta: TextDelta) -> Iterator[Event]:
+        name = "content" if delta.kind == "content" else "reasoning_content"
+        yield self._chunk(delta.number, {name: delta.text}, delta.tokens)
+
+    def _end_choice(self, number: int, choice: Choice, tokens: Sequence[TokenLogp]) -> Iterator[Event]:
         for place, (given_id, name, arguments) in enumerate(replies.calls(choice)):
-            yield {"tool_calls": [{"index": place, **_call(given_id, name, "")}]}, None, None
-            yield {"tool_calls": [{"index": place, "function": {"arguments": arguments}}]}, None, None
-        yield {}, self._logps(choice, sent, len(choice.token_ids)), choice.finish_reason
+            yield self._chunk(number, {"tool_calls": [{"index": place, **_call(given_id, name, "")}]})
+            yield self._chunk(number, {"tool_calls": [{"index": place, "function": {"arguments": arguments}}]})
+        yield self._chunk(number, {}, tokens, choice.finish_reason)
+
+    def _end(self, reply: ChatReply) -> Iterator[Event]:
+        if self._call.include_usage:
+            yield Event({**self._head, "choices": [], "usage": replies.openai_usage(reply)})
+        yield Event("[DONE]")
+
+    def _chunk(
+        self, number: int, delta: JsonObject, tokens: Sequence[TokenLogp] = (), reason: str | None = None
+    ) -> Event:
+        logps = _logps(tokens) if tokens else None
+        part: JsonObject = {"index": number, "delta": delta, "logprobs": logps, "finish_reason": reason}
+        return Event({**self._head, "choices": [part]})
+
+
+def _logps(tokens: Sequence[TokenLogp]) -> JsonObject:
+    return {"content": list(replies.token_logps(tokens)), "refusal": None}
 
 
 def _call(given_id: str, name: str, arguments: str) -> JsonObject:
@@ -115,9 +130,10 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> ChatCom
         num_choices=fields.integer("n", 1, requests.MAX_CHOICES) or 1,
         top_logprobs=0 if _wants_logps(fields) else None,
         role=requests.role(fields),
+        stream=fields.flag("stream", False),
     )
     usage = options is not None and options.flag("include_usage", False)
-    return ChatCompletionsCall(model, request, fields.flag("stream", False), usage)
+    return ChatCompletionsCall(model, request, usage)
 
 
 def _message(fields: Fields) -> JsonObject:

@@ -8,8 +8,9 @@ from itertools import accumulate
 
 from mcore_rl.rollout.gateway.dialects import chat_completions, replies, requests
 from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
-from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event
+from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event, ReplyEvents
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta, TokenLogp
 from mcore_rl.types.json import JsonObject, JsonValue
 
 FIELDS = FieldTable(
@@ -33,42 +34,64 @@ class CompletionsCall(Call):
     include_usage: bool = False
 
     def body(self, reply: ChatReply) -> JsonObject:
-        choices: list[JsonValue] = [
-            self._choice(number, choice.content, self._logps(choice, 0, len(choice.token_ids)), _reason(choice))
-            for number, choice in enumerate(reply.choices)
-        ]
-        return {**self._head(reply), "choices": choices, "usage": replies.openai_usage(reply)}
-
-    def events(self, reply: ChatReply) -> Iterator[Event]:
-        head = self._head(reply)
+        choices: list[JsonValue] = []
         for number, choice in enumerate(reply.choices):
-            sent = 0
-            for part in replies.deltas(choice)[1]:
-                logps = self._logps(choice, sent, part.end) if part.end > sent else None
-                yield Event({**head, "choices": [self._choice(number, part.text, logps, None)]})
-                sent = max(sent, part.end)
-            logps = self._logps(choice, sent, len(choice.token_ids))
-            yield Event({**head, "choices": [self._choice(number, "", logps, _reason(choice))]})
-        if self.include_usage:
-            yield Event({**head, "choices": [], "usage": replies.openai_usage(reply)})
-        yield Event("[DONE]")
+            logps = None if self.request.top_logprobs is None else _logps(replies.tokens_of(choice), 0)
+            choices.append(_choice(number, choice.content, logps, _reason(choice)))
+        return {**self.head(reply), "choices": choices, "usage": replies.openai_usage(reply)}
 
-    def _head(self, reply: ChatReply) -> JsonObject:
+    def events(self) -> ReplyEvents:
+        return CompletionEvents(self)
+
+    def head(self, reply: ChatReply | ReplyStart) -> JsonObject:
+        """Return the fields that replies and events have."""
         return {"id": reply.id, "object": "text_completion", "created": reply.created, "model": self.model}
 
-    @staticmethod
-    def _choice(number: int, text: str, logps: JsonObject | None, reason: str | None) -> JsonObject:
-        return {"index": number, "text": text, "logprobs": logps, "finish_reason": reason}
 
-    def _logps(self, choice: Choice, start: int, end: int) -> JsonObject | None:
-        if self.request.top_logprobs is None:
-            return None
-        return {
-            "tokens": list(choice.pieces[start:end]),
-            "token_logprobs": [max(logp, replies.LOWEST_LOGP) for logp in choice.logp[start:end]],
-            "top_logprobs": None,
-            "text_offset": [0, *accumulate(map(len, choice.pieces))][start:end],
-        }
+class CompletionEvents(ReplyEvents):
+    """Reply as events."""
+
+    def __init__(self, call: CompletionsCall) -> None:
+        super().__init__()
+        self._call = call
+        self._head: JsonObject = {}
+        self._offsets: dict[int, int] = {}
+        """Number of characters of the tokens that were sent, by choice."""
+
+    def _begin(self, start: ReplyStart) -> Iterator[Event]:
+        self._head = self._call.head(start)
+        return iter(())
+
+    def _text(self, delta: TextDelta) -> Iterator[Event]:
+        yield self._event(delta.number, delta.text, delta.tokens, None)
+
+    def _end_choice(self, number: int, choice: Choice, tokens: Sequence[TokenLogp]) -> Iterator[Event]:
+        yield self._event(number, "", tokens, _reason(choice))
+
+    def _end(self, reply: ChatReply) -> Iterator[Event]:
+        if self._call.include_usage:
+            yield Event({**self._head, "choices": [], "usage": replies.openai_usage(reply)})
+        yield Event("[DONE]")
+
+    def _event(self, number: int, text: str, tokens: Sequence[TokenLogp], reason: str | None) -> Event:
+        offset = self._offsets.get(number, 0)
+        self._offsets[number] = offset + sum(len(piece) for piece, _ in tokens)
+        logps = _logps(tokens, offset) if tokens else None
+        return Event({**self._head, "choices": [_choice(number, text, logps, reason)]})
+
+
+def _choice(number: int, text: str, logps: JsonObject | None, reason: str | None) -> JsonObject:
+    return {"index": number, "text": text, "logprobs": logps, "finish_reason": reason}
+
+
+def _logps(tokens: Sequence[TokenLogp], offset: int) -> JsonObject:
+    """Return log-probabilities of tokens. `offset`: number of characters of the tokens before them."""
+    return {
+        "tokens": [text for text, _ in tokens],
+        "token_logprobs": [max(logp, replies.LOWEST_LOGP) for _, logp in tokens],
+        "top_logprobs": None,
+        "text_offset": list(accumulate((len(text) for text, _ in tokens), initial=offset))[:-1],
+    }
 
 
 def _reason(choice: Choice) -> str:
@@ -90,10 +113,11 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> Complet
         num_choices=num_choices,
         top_logprobs=None if fields.get("logprobs") is None else 0,
         role=requests.role(fields),
+        stream=fields.flag("stream", False),
     )
     options = fields.mapping("stream_options")
     usage = options is not None and options.flag("include_usage", False)
-    return CompletionsCall(model, request, fields.flag("stream", False), usage)
+    return CompletionsCall(model, request, usage)
 
 
 def _prompt(fields: Fields) -> str | Sequence[int]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, RefusedError
+from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta, TokenLogp, joined
+from mcore_rl.rollout.tools.turn_reader import Kind
 from mcore_rl.types.chat import ChatMessage
 from mcore_rl.types.json import JsonObject, JsonValue
 
@@ -34,24 +37,87 @@ class Call(ABC):
     """Request of a client, and the forms of its reply.
 
     model: name of the model in replies, independent of the name in the request.
-    stream: True if the client wants events.
     """
 
     model: str
     request: ChatRequest
-    stream: bool
 
     @abstractmethod
     def body(self, reply: ChatReply) -> JsonObject:
         """Return the reply as one JSON object."""
 
     @abstractmethod
-    def events(self, reply: ChatReply) -> Iterator[Event]:
-        """Return the reply as events; their deltas concatenate to the texts of `body`."""
+    def events(self) -> ReplyEvents:
+        """Return the form of the reply as events; their deltas concatenate to the texts of `body`."""
 
     def conversation(self, reply: ChatReply) -> Sequence[ChatMessage]:
         """Return the messages that later requests may continue by the id of the reply; empty: no request may."""
         return ()
+
+
+class ReplyEvents(ABC):
+    """One reply as events, while it is sampled. Subclasses have the form of a dialect."""
+
+    def __init__(self) -> None:
+        self._start: ReplyStart | None = None
+        self._texts: defaultdict[tuple[int, Kind], list[str]] = defaultdict(list)
+        self._num_tokens: defaultdict[int, int] = defaultdict(int)
+
+    def more(self, start: ReplyStart, deltas: Sequence[TextDelta]) -> Iterator[Event]:
+        """Yield the events of new texts."""
+        if self._start is None:
+            self._start = start
+            yield from self._begin(start)
+        for delta in joined(deltas):
+            yield from self._sent(delta)
+
+    def end(self, reply: ChatReply) -> Iterator[Event]:
+        """Yield the events that complete the reply: texts that were not sent, calls, finish reasons and usage.
+
+        Raises: RefusedError if the reply does not begin with the texts that were sent.
+        """
+        rests = [list(self._rest(number, choice)) for number, choice in enumerate(reply.choices)]
+        start = self._start or ReplyStart(reply.id, reply.num_prompt_tokens, reply.created)
+        yield from self.more(start, ())
+        for number, (choice, rest) in enumerate(zip(reply.choices, rests, strict=True)):
+            for delta in rest:
+                yield from self._sent(delta)
+            yield from self._end_choice(number, choice, _tokens(choice)[self._num_tokens[number] :])
+        # Another engine may have repeated the reply later.
+        yield from self._end(replace(reply, created=start.created))
+
+    @abstractmethod
+    def _begin(self, start: ReplyStart) -> Iterator[Event]: ...
+
+    @abstractmethod
+    def _text(self, delta: TextDelta) -> Iterator[Event]: ...
+
+    @abstractmethod
+    def _end_choice(self, number: int, choice: Choice, tokens: Sequence[TokenLogp]) -> Iterator[Event]:
+        """Yield the events after all texts of a choice. `tokens`: those that no delta has had."""
+
+    @abstractmethod
+    def _end(self, reply: ChatReply) -> Iterator[Event]: ...
+
+    def _sent(self, delta: TextDelta) -> Iterator[Event]:
+        self._texts[delta.number, delta.kind].append(delta.text)
+        self._num_tokens[delta.number] += len(delta.tokens)
+        return self._text(delta)
+
+    def _rest(self, number: int, choice: Choice) -> Iterator[TextDelta]:
+        """Yield the texts of a choice that were not sent."""
+        texts: Mapping[Kind, str] = {"reasoning": choice.reasoning, "content": choice.content}
+        for kind, text in texts.items():
+            sent = "".join(self._texts[number, kind])
+            if not text.startswith(sent):
+                raise RefusedError(500, "the engine has sampled the reply again, with another text; try again")
+            if rest := text[len(sent) :]:
+                yield TextDelta(number, kind, len(sent), rest)
+
+
+def _tokens(choice: Choice) -> Sequence[TokenLogp]:
+    # Without requested log-probabilities, there are no texts of tokens.
+    return list(zip(choice.pieces, choice.logp, strict=False))
 
 
 @dataclass(frozen=True)

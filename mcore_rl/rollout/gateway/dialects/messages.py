@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.rollout.gateway.dialects import replies, requests
 from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
-from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event
+from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event, ReplyEvents
 from mcore_rl.rollout.gateway.dialects.messages_input import input_messages
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta, TokenLogp
+from mcore_rl.rollout.tools.turn_reader import Kind
 from mcore_rl.types.chat import ToolSchema
 from mcore_rl.types.json import JsonObject, JsonValue
 
@@ -59,31 +61,17 @@ class MessagesCall(Call):
     def body(self, reply: ChatReply) -> JsonObject:
         choice = reply.choices[0]
         return {
-            **self._head(reply),
+            **self.head(reply),
             "content": list(self._blocks(choice)),
-            **self._end(choice),
+            **self.ending(choice),
             "usage": {"input_tokens": reply.num_prompt_tokens, "output_tokens": replies.num_sampled(reply)},
         }
 
-    def events(self, reply: ChatReply) -> Iterator[Event]:
-        choice = reply.choices[0]
-        start: JsonObject = {
-            **self._head(reply),
-            "content": [],
-            **dict.fromkeys(("stop_reason", "stop_sequence")),
-            "usage": {"input_tokens": reply.num_prompt_tokens, "output_tokens": 0},
-        }
-        yield _event("message_start", message=start)
-        for place, block in enumerate(self._blocks(choice)):
-            empty, deltas = _deltas(choice, block)
-            yield _event("content_block_start", index=place, content_block=empty)
-            for delta in deltas:
-                yield _event("content_block_delta", index=place, delta=delta)
-            yield _event("content_block_stop", index=place)
-        yield _event("message_delta", delta=self._end(choice), usage={"output_tokens": replies.num_sampled(reply)})
-        yield _event("message_stop")
+    def events(self) -> ReplyEvents:
+        return MessageEvents(self)
 
-    def _head(self, reply: ChatReply) -> JsonObject:
+    def head(self, reply: ChatReply | ReplyStart) -> JsonObject:
+        """Return the fields that replies and events have."""
         return {"id": reply.id, "type": "message", "role": "assistant", "model": self.model}
 
     def _blocks(self, choice: Choice) -> Iterator[JsonObject]:
@@ -95,7 +83,8 @@ class MessagesCall(Call):
         for call_id, name, arguments in replies.calls(choice):
             yield {"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)}
 
-    def _end(self, choice: Choice) -> JsonObject:
+    def ending(self, choice: Choice) -> JsonObject:
+        """Return the fields that name the reason of a reply's end."""
         # The run's own stop strings are no stop sequences of the client.
         stops = self.request.sampling.get("stop")
         if isinstance(stops, tuple) and choice.stop in stops:
@@ -103,20 +92,73 @@ class MessagesCall(Call):
         return {"stop_reason": _REASONS[choice.finish_reason], "stop_sequence": None}
 
 
+class MessageEvents(ReplyEvents):
+    """Reply as events: a message of blocks, each of which starts empty and grows by deltas."""
+
+    def __init__(self, call: MessagesCall) -> None:
+        super().__init__()
+        self._call = call
+        self._open: Kind | None = None
+        """Kind of the last block, while it is open."""
+        self._num_blocks = 0
+
+    def _begin(self, start: ReplyStart) -> Iterator[Event]:
+        message: JsonObject = {
+            **self._call.head(start),
+            "content": [],
+            **dict.fromkeys(("stop_reason", "stop_sequence")),
+            "usage": {"input_tokens": start.num_prompt_tokens, "output_tokens": 0},
+        }
+        yield _event("message_start", message=message)
+
+    def _text(self, delta: TextDelta) -> Iterator[Event]:
+        if delta.kind == "reasoning" and not self._call.thinking:
+            return
+        if self._open != delta.kind:
+            yield from self._close()
+            self._open = delta.kind
+            thinking = delta.kind == "reasoning"
+            yield self._started({"type": "thinking", "thinking": "", "signature": ""} if thinking else _EMPTY_TEXT)
+        if delta.kind == "reasoning":
+            yield self._grown({"type": "thinking_delta", "thinking": delta.text})
+        else:
+            yield self._grown({"type": "text_delta", "text": delta.text})
+
+    def _end_choice(self, number: int, choice: Choice, tokens: Sequence[TokenLogp]) -> Iterator[Event]:
+        yield from self._close()
+        for call_id, name, arguments in replies.calls(choice):
+            yield self._started({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+            yield self._grown({"type": "input_json_delta", "partial_json": arguments})
+            yield self._stopped()
+
+    def _end(self, reply: ChatReply) -> Iterator[Event]:
+        delta = self._call.ending(reply.choices[0])
+        yield _event("message_delta", delta=delta, usage={"output_tokens": replies.num_sampled(reply)})
+        yield _event("message_stop")
+
+    def _close(self) -> Iterator[Event]:
+        if self._open == "reasoning":
+            yield self._grown({"type": "signature_delta", "signature": ""})
+        if self._open is not None:
+            yield self._stopped()
+        self._open = None
+
+    def _started(self, block: JsonObject) -> Event:
+        self._num_blocks += 1
+        return _event("content_block_start", index=self._num_blocks - 1, content_block=block)
+
+    def _grown(self, delta: JsonObject) -> Event:
+        return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+
+    def _stopped(self) -> Event:
+        return _event("content_block_stop", index=self._num_blocks - 1)
+
+
+_EMPTY_TEXT: JsonObject = {"type": "text", "text": ""}
+
+
 def _event(kind: str, **fields: JsonValue) -> Event:
     return Event({"type": kind, **fields}, kind)
-
-
-def _deltas(choice: Choice, block: JsonObject) -> tuple[JsonObject, list[JsonObject]]:
-    """Return a block without its text, and the deltas that complete it."""
-    reasoning, content = replies.deltas(choice)
-    if block["type"] == "text":
-        return {**block, "text": ""}, [{"type": "text_delta", "text": part.text} for part in content]
-    if block["type"] == "thinking":
-        deltas: list[JsonObject] = [{"type": "thinking_delta", "thinking": part.text} for part in reasoning]
-        return {**block, "thinking": ""}, [*deltas, {"type": "signature_delta", "signature": block["signature"]}]
-    arguments = json.dumps(block["input"], ensure_ascii=False)
-    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
 
 
 def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> MessagesCall:
@@ -131,10 +173,11 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> Message
         tools=_tools(fields),
         sampling=requests.sampling(fields, limits=("max_tokens",), stop="stop_sequences"),
         role=requests.role(fields),
+        stream=fields.flag("stream", False),
     )
     thinking = fields.mapping("thinking")
     shows = thinking is not None and thinking.text("type") != "disabled" and thinking.text("display", "") != "omitted"
-    return MessagesCall(model, request, fields.flag("stream", False), thinking=shows)
+    return MessagesCall(model, request, thinking=shows)
 
 
 def _tools(fields: Fields) -> list[ToolSchema] | None:

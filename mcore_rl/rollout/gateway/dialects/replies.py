@@ -1,59 +1,17 @@
-"""Parts of replies that several dialects have: texts cut into deltas, calls, usage, and errors of OpenAI."""
+"""Parts of replies that several dialects have: calls, log-probabilities, usage, and errors of OpenAI."""
 
 from __future__ import annotations
 
 import json
-import re
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 from mcore_rl.data.chat.messages import call_id
 from mcore_rl.rollout.gateway.exchange import ChatReply, Choice, RefusedError
+from mcore_rl.rollout.gateway.progress import TokenLogp
 from mcore_rl.types.json import JsonObject
 
-MAX_DELTAS = 64
-"""Maximum number of deltas per text. The whole text is known, so more of them would cost both sides time and nothing
-else: a client needs about 50 microseconds for an event."""
 LOWEST_LOGP = -9999.0
 """Log-probability in place of minus infinity, which is not JSON; OpenAI uses the same number."""
-
-
-@dataclass(frozen=True)
-class Delta:
-    """Part of a text. `end`: number of sampled tokens up to the end of the part, 0 if it is unknown."""
-
-    text: str
-    end: int
-
-
-def deltas(choice: Choice) -> tuple[list[Delta], list[Delta]]:
-    """Cut reasoning and content at the ends of tokens if the texts of the tokens are known, else at the ends of words.
-
-    The parts of a text concatenate to the text. The texts of tokens contain more than reasoning and content, such as
-    special tokens, and a text that they do not contain (a call was removed from it) is cut at words.
-    """
-    joined = "".join(choice.pieces)
-    ends = list(accumulate(map(len, choice.pieces)))
-    start = joined.find(choice.reasoning) if choice.reasoning else -1
-    reasoning = _cut(choice.reasoning, start, ends)
-    content = _cut(choice.content, joined.find(choice.content, max(0, start + len(choice.reasoning))), ends)
-    return reasoning, content
-
-
-def _cut(text: str, start: int, ends: Sequence[int]) -> list[Delta]:
-    if not text:
-        return []
-    if start < 0 or not ends:
-        cuts = [(match.end(), 0) for match in re.finditer(r"\s*\S+|\s+$", text)]
-    else:
-        first, last = bisect_left(ends, start + 1), bisect_left(ends, start + len(text))
-        # The last token may end after the text.
-        cuts = [(ends[token] - start, token + 1) for token in range(first, last + 1)]
-    step = -(-len(cuts) // MAX_DELTAS)
-    chosen = [(0, 0), *cuts[step - 1 : -1 : step], cuts[-1]]
-    return [Delta(text[begin:end], tokens) for (begin, _), (end, tokens) in pairwise(chosen) if end > begin]
 
 
 def calls(choice: Choice) -> Iterator[tuple[str, str, str]]:
@@ -63,12 +21,16 @@ def calls(choice: Choice) -> Iterator[tuple[str, str, str]]:
         yield call.get("id") or call_id(number), call["function"]["name"], arguments
 
 
-def token_logps(choice: Choice, start: int, end: int) -> list[JsonObject]:
+def tokens_of(choice: Choice) -> list[TokenLogp]:
+    """Return the sampled tokens of a choice whose log-probabilities are requested."""
+    return list(zip(choice.pieces, choice.logp, strict=True))
+
+
+def token_logps(tokens: Sequence[TokenLogp]) -> list[JsonObject]:
     """Return log-probabilities of sampled tokens, in nats, in the form of OpenAI's interfaces.
 
     A token with a part of a character has the replacement character as text, so its bytes are unknown: [].
     """
-    tokens = zip(choice.pieces[start:end], choice.logp[start:end], strict=True)
     return [
         {
             "token": text,

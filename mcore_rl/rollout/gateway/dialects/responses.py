@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from mcore_rl.rollout.gateway.dialects import replies, requests
 from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
-from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event
-from mcore_rl.rollout.gateway.dialects.responses_events import response_events
+from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event, ReplyEvents
+from mcore_rl.rollout.gateway.dialects.responses_events import ResponseEvents
 from mcore_rl.rollout.gateway.dialects.responses_input import function_tools, input_messages
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError, answer_message
+from mcore_rl.rollout.gateway.progress import ReplyStart, TokenLogp
 from mcore_rl.types.chat import ChatMessage
 from mcore_rl.types.json import JsonObject, JsonValue
 
@@ -61,8 +62,8 @@ class ResponsesCall(Call):
         cut = choice.finish_reason == "length"
         sampled = replies.num_sampled(reply)
         return {
-            **self._head(reply),
-            "status": "incomplete" if cut else "completed",
+            **self.head(reply),
+            "status": self.status(choice),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": list(self._output(reply.id, choice)),
             "usage": {
@@ -75,14 +76,14 @@ class ResponsesCall(Call):
             },
         }
 
-    def events(self, reply: ChatReply) -> Iterator[Event]:
-        unfinished: JsonObject = {**self._head(reply), "status": "in_progress", "output": [], "usage": None}
-        return response_events(unfinished, self.body(reply), *replies.deltas(reply.choices[0]))
+    def events(self) -> ReplyEvents:
+        return ResponseEvents(self)
 
     def conversation(self, reply: ChatReply) -> Sequence[ChatMessage]:
         return [*self.history, answer_message(reply.choices[0])] if self.store else ()
 
-    def _head(self, reply: ChatReply) -> JsonObject:
+    def head(self, reply: ChatReply | ReplyStart) -> JsonObject:
+        """Return the fields that a response has from its beginning."""
         return {
             "id": reply.id,
             "object": "response",
@@ -98,17 +99,25 @@ class ResponsesCall(Call):
             **self.settings,
         }
 
-    def _output(self, reply_id: str, choice: Choice) -> Iterator[JsonObject]:
-        done = "incomplete" if choice.finish_reason == "length" else "completed"
-        if choice.reasoning:
-            text: JsonObject = {"type": "reasoning_text", "text": choice.reasoning}
-            yield {"type": "reasoning", "id": f"rs_{reply_id}", "summary": [], "content": [text], "status": done}
-        # A turn with calls only has no message; an empty turn has an empty message.
-        if choice.content or not choice.calls:
-            part: JsonObject = {"type": "output_text", "text": choice.content, "annotations": [], "logprobs": []}
-            if self.request.top_logprobs is not None:
-                part["logprobs"] = list(replies.token_logps(choice, 0, len(choice.token_ids)))
-            yield {"type": "message", "id": f"msg_{reply_id}", "role": "assistant", "status": done, "content": [part]}
+    def status(self, choice: Choice) -> str:
+        """Return the status of a response, and of its last item."""
+        return "incomplete" if choice.finish_reason == "length" else "completed"
+
+    def text_part(self, text: str, tokens: Sequence[TokenLogp]) -> JsonObject:
+        """Return the part of a message with its text."""
+        logps: list[JsonValue] = list(replies.token_logps(tokens))
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logps}
+
+    def message_item(self, name: str) -> JsonObject:
+        """Return a message without content and status."""
+        return {"type": "message", "id": f"msg_{name}", "role": "assistant"}
+
+    def reasoning_item(self, name: str) -> JsonObject:
+        """Return a reasoning without content and status."""
+        return {"type": "reasoning", "id": f"rs_{name}", "summary": []}
+
+    def call_items(self, reply_id: str, choice: Choice) -> Iterator[JsonObject]:
+        """Yield the items of the calls."""
         for number, (call_id, name, arguments) in enumerate(replies.calls(choice)):
             yield {
                 "type": "function_call",
@@ -118,6 +127,18 @@ class ResponsesCall(Call):
                 "arguments": arguments,
                 "status": "completed",  # only complete calls can be read
             }
+
+    def _output(self, reply_id: str, choice: Choice) -> Iterator[JsonObject]:
+        if choice.reasoning:
+            text: JsonObject = {"type": "reasoning_text", "text": choice.reasoning}
+            status = "completed" if choice.content or choice.calls else self.status(choice)
+            yield {**self.reasoning_item(reply_id), "content": [text], "status": status}
+        # A turn with calls only has no message; an empty turn has an empty message.
+        if choice.content or not choice.calls:
+            tokens = replies.tokens_of(choice) if self.request.top_logprobs is not None else []
+            part, status = self.text_part(choice.content, tokens), "completed" if choice.calls else self.status(choice)
+            yield {**self.message_item(reply_id), "content": [part], "status": status}
+        yield from self.call_items(reply_id, choice)
 
 
 def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> ResponsesCall:
@@ -138,14 +159,14 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> Respons
         sampling=requests.sampling(fields, limits=("max_output_tokens",), stop=None),
         top_logprobs=0 if _wants_logps(fields) else None,
         role=requests.role(fields),
+        stream=fields.flag("stream", False),
     )
     settings: dict[str, JsonValue] = {
         "tools": tools,
         "tool_choice": choice or "auto",
         **{name: fields.get(name) for name in _REPEATED},
     }
-    stream, store = fields.flag("stream", False), fields.flag("store", True)
-    return ResponsesCall(model, request, stream, settings=settings, history=history, store=store)
+    return ResponsesCall(model, request, settings=settings, history=history, store=fields.flag("store", True))
 
 
 _REPEATED = "instructions max_output_tokens previous_response_id temperature top_p metadata reasoning".split()

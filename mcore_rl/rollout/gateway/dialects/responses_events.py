@@ -4,22 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
+from typing import TYPE_CHECKING
 
-from mcore_rl.rollout.gateway.dialects.interface import Event
-from mcore_rl.rollout.gateway.dialects.replies import Delta
+from mcore_rl.rollout.gateway.dialects import replies
+from mcore_rl.rollout.gateway.dialects.interface import Event, ReplyEvents
+from mcore_rl.rollout.gateway.exchange import ChatReply, Choice
+from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta, TokenLogp
 from mcore_rl.types.json import JsonObject, JsonValue
 
-_TEXT_EVENTS = {"message": "output_text", "reasoning": "reasoning_text"}
+if TYPE_CHECKING:
+    from mcore_rl.rollout.gateway.dialects.responses import ResponsesCall
 
 
-def response_events(
-    unfinished: JsonObject, finished: JsonObject, reasoning: Sequence[Delta], content: Sequence[Delta]
-) -> Iterator[Event]:
-    """Yield the events of a response.
+class _OpenItem:
+    """Item whose text is being sent. `event`: name of the events of its text."""
 
-    unfinished, finished: the response before and after sampling. reasoning, content: parts of its texts.
+    def __init__(self, item: JsonObject, part: JsonObject, event: str) -> None:
+        self.item, self.part, self.event = item, part, event
+        self.text = ""
+        self.logps: list[JsonValue] = []
 
-    The events are numbered. Every item is added empty, grows by deltas, and is repeated whole when it is done:
+    @property
+    def has_logps(self) -> bool:
+        return "logprobs" in self.part
+
+    def finished_part(self) -> JsonObject:
+        """Return the part with its whole text."""
+        return {**self.part, "text": self.text} | ({"logprobs": self.logps} if self.has_logps else {})
+
+
+class ResponseEvents(ReplyEvents):
+    """Reply as events, which are numbered. Every item is added empty, grows by deltas, and is repeated whole when it is
+    done:
 
         response.created, response.in_progress
         response.output_item.added
@@ -27,56 +43,100 @@ def response_events(
         response.output_item.done
         response.completed or response.incomplete
     """
-    numbers = count()
 
-    def event(kind: str, **fields: JsonValue) -> Event:
-        return Event({"type": f"response.{kind}", "sequence_number": next(numbers), **fields}, f"response.{kind}")
+    def __init__(self, call: ResponsesCall) -> None:
+        super().__init__()
+        self._call = call
+        self._numbers = count()
+        self._reply_id = ""
+        self._items: list[JsonObject] = []
+        """Items that are done."""
+        self._open: _OpenItem | None = None
+        self._tokens: list[TokenLogp] = []
+        """Tokens of the reasoning: only events of output_text have log-probabilities, so the next one has them."""
 
-    yield event("created", response=unfinished)
-    yield event("in_progress", response=unfinished)
-    for place, item in enumerate(_objects(finished["output"])):
-        yield event("output_item.added", output_index=place, item=_begun(item))
-        where: JsonObject = {"output_index": place, "item_id": item["id"]}
-        if item["type"] == "function_call":
-            yield event("function_call_arguments.delta", **where, delta=item["arguments"])
-            yield event("function_call_arguments.done", **where, name=item["name"], arguments=item["arguments"])
+    def _begin(self, start: ReplyStart) -> Iterator[Event]:
+        self._reply_id = start.id
+        unfinished: JsonObject = {**self._call.head(start), "status": "in_progress", "output": [], "usage": None}
+        yield self._event("created", response=unfinished)
+        yield self._event("in_progress", response=unfinished)
+
+    def _text(self, delta: TextDelta) -> Iterator[Event]:
+        kind = "message" if delta.kind == "content" else "reasoning"
+        if self._open is None or self._open.item["type"] != kind:
+            yield from self._close("completed")
+            yield from self._added(kind)
+        assert self._open is not None
+        self._open.text += delta.text
+        self._tokens += delta.tokens
+        yield self._delta(delta.text)
+
+    def _end_choice(self, number: int, choice: Choice, tokens: Sequence[TokenLogp]) -> Iterator[Event]:
+        calls = list(self._call.call_items(self._reply_id, choice))
+        opened = [] if self._open is None else [self._open.item]
+        if not calls and not any(item["type"] == "message" for item in [*self._items, *opened]):
+            yield from self._close(self._call.status(choice))
+            yield from self._added("message")  # an empty turn has an empty message
+        self._tokens += tokens
+        if self._tokens and self._open is not None and self._open.has_logps:
+            yield self._delta("")
+        yield from self._close("completed" if calls else self._call.status(choice))
+        for item in calls:
+            place = {"output_index": len(self._items), "item_id": item["id"]}
+            begun: JsonObject = {**item, "arguments": "", "status": "in_progress"}
+            yield self._event("output_item.added", output_index=len(self._items), item=begun)
+            arguments = item["arguments"]
+            yield self._event("function_call_arguments.delta", **place, delta=arguments)
+            yield self._event("function_call_arguments.done", **place, name=item["name"], arguments=arguments)
+            yield self._done(item)
+
+    def _end(self, reply: ChatReply) -> Iterator[Event]:
+        finished: JsonObject = {**self._call.body(reply), "output": list(self._items)}
+        yield self._event(str(finished["status"]), response=finished)
+
+    def _added(self, kind: str) -> Iterator[Event]:
+        """Open an item for a text. A text has several items if the other one interrupts it."""
+        earlier = sum(item["type"] == kind for item in self._items)
+        name = f"{self._reply_id}_{earlier}" if earlier else self._reply_id
+        if kind == "message":
+            item, part = self._call.message_item(name), self._call.text_part("", ())
         else:
-            (part,) = _objects(item["content"])
-            parts = reasoning if item["type"] == "reasoning" else content
-            for kind, fields in _part_events(f"{_TEXT_EVENTS[str(item['type'])]}", part, parts):
-                yield event(kind, **where, content_index=0, **fields)
-        yield event("output_item.done", output_index=place, item=item)
-    yield event(str(finished["status"]), response=finished)
+            item, part = self._call.reasoning_item(name), {"type": "reasoning_text", "text": ""}
+        self._open = _OpenItem(item, part, "output_text" if kind == "message" else "reasoning_text")
+        begun: JsonObject = {**item, "content": [], "status": "in_progress"}
+        yield self._event("output_item.added", output_index=len(self._items), item=begun)
+        yield self._event("content_part.added", **self._place(), part=part)
 
+    def _delta(self, text: str) -> Event:
+        assert self._open is not None
+        fields: JsonObject = {"delta": text}
+        if self._open.has_logps:
+            # Without requested log-probabilities, there are no tokens.
+            logps: list[JsonValue] = list(replies.token_logps(self._tokens))
+            self._open.logps += logps
+            self._tokens = []
+            fields["logprobs"] = logps
+        return self._event(f"{self._open.event}.delta", **self._place(), **fields)
 
-def _part_events(name: str, part: JsonObject, deltas: Sequence[Delta]) -> Iterator[tuple[str, JsonObject]]:
-    """Yield kinds and fields of the events of one text.
+    def _close(self, status: str) -> Iterator[Event]:
+        """End the open item."""
+        if (opened := self._open) is None:
+            return
+        part = opened.finished_part()
+        logps = {"logprobs": part["logprobs"]} if opened.has_logps else {}
+        yield self._event(f"{opened.event}.done", **self._place(), text=opened.text, **logps)
+        yield self._event("content_part.done", **self._place(), part=part)
+        self._open = None
+        yield self._done({**opened.item, "content": [part], "status": status})
 
-    Only events of output_text have log-probabilities: tokens are assigned to deltas by their ends, and the last delta
-    has all remaining tokens.
-    """
-    logps = part.get("logprobs")
-    empty: JsonObject = {**part, "text": ""}
-    if logps is not None:
-        empty["logprobs"] = []
-    yield "content_part.added", {"part": empty}
-    sent = 0
-    for number, delta in enumerate(deltas, start=1):
-        fields: JsonObject = {"delta": delta.text}
-        if isinstance(logps, list):
-            end = len(logps) if number == len(deltas) else max(sent, delta.end)
-            fields["logprobs"], sent = logps[sent:end], end
-        yield f"{name}.delta", fields
-    yield f"{name}.done", {"text": part["text"]} | ({} if logps is None else {"logprobs": logps})
-    yield "content_part.done", {"part": part}
+    def _done(self, item: JsonObject) -> Event:
+        self._items.append(item)
+        return self._event("output_item.done", output_index=len(self._items) - 1, item=item)
 
+    def _place(self) -> JsonObject:
+        assert self._open is not None
+        return {"output_index": len(self._items), "item_id": self._open.item["id"], "content_index": 0}
 
-def _begun(item: JsonObject) -> JsonObject:
-    """Return an item before its text or arguments."""
-    empty: JsonObject = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-    return {**item, **empty, "status": "in_progress"}
-
-
-def _objects(value: JsonValue) -> list[JsonObject]:
-    assert isinstance(value, list)
-    return [each for each in value if isinstance(each, dict)]
+    def _event(self, kind: str, **fields: JsonValue) -> Event:
+        data: JsonObject = {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
+        return Event(data, f"response.{kind}")

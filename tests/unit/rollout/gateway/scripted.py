@@ -19,6 +19,7 @@ from mcore_rl.rollout.gateway.exchange import (
     RefusedError,
     Reward,
 )
+from mcore_rl.rollout.gateway.progress import ReplyProgress, ReplyStart, TextDelta, Watch
 from mcore_rl.types.chat import ChatCall
 from tests.http_server import serving_application
 
@@ -64,6 +65,23 @@ def choice(
     )
 
 
+async def _stream(reply: ChatReply, watch: Watch) -> None:
+    """Send the words of the choices in turn, except for the last word."""
+    progress = ReplyProgress()
+    watch(progress)
+    start = ReplyStart(reply.id, reply.num_prompt_tokens, reply.created)
+    for number, choice in enumerate(reply.choices):
+        sent = 0
+        for kind, text in (("reasoning", choice.reasoning), ("content", choice.content)):
+            length = 0
+            for word in filter(None, _words(text) if kind == "reasoning" else _words(text)[:-1]):
+                place = choice.pieces.index(word, sent) + 1 if choice.pieces else 0
+                tokens = list(zip(choice.pieces[sent:place], choice.logp[sent:place], strict=True))
+                assert progress.add(start, [TextDelta(number, kind, length, word, sent, tokens)])  # type: ignore[arg-type]
+                length, sent = length + len(word), max(sent, place)
+                await asyncio.sleep(0)
+
+
 def _words(text: str) -> list[str]:
     words = text.split(" ")
     return [word if place == 0 else f" {word}" for place, word in enumerate(words)]
@@ -90,7 +108,9 @@ class ScriptedSessions:
     missed_replies: list[tuple[str, str]] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=lambda: {"s1": KEY, "s2": "key-of-s2"})
 
-    async def answer(self, session: str, request: ChatRequest, *, retried: bool = False) -> ChatReply:
+    async def answer(
+        self, session: str, request: ChatRequest, *, retried: bool = False, watch: Watch | None = None
+    ) -> ChatReply:
         self.requests.append(request)
         self.retried.append(retried)
         try:
@@ -101,7 +121,10 @@ class ScriptedSessions:
         if self.refusal or self.failure:
             raise self.refusal or self.failure or AssertionError
         choices = [self._choice(request) for _ in range(request.num_choices)]
-        return ChatReply(f"reply-{len(self.requests)}", choices, num_prompt_tokens=11, created=1_700_000_000)
+        reply = ChatReply(f"reply-{len(self.requests)}", choices, num_prompt_tokens=11, created=1_700_000_000)
+        if watch is not None and request.stream:
+            await _stream(reply, watch)
+        return reply
 
     def _choice(self, request: ChatRequest) -> Choice:
         logps = request.top_logprobs is not None
@@ -142,8 +165,8 @@ class ScriptedSessions:
         await asyncio.sleep(min(seconds, 0.01))
         return any(ended == session for ended, _ in self.ends)
 
-    async def serve(self, request: ChatRequest) -> ChatReply:
-        return await self.answer("", request)
+    async def serve(self, request: ChatRequest, *, watch: Watch | None = None) -> ChatReply:
+        return await self.answer("", request, watch=watch)
 
     def owner_key_of(self, session: str) -> str | None:
         return None if session not in self.keys else f"owner-{self.keys[session]}"

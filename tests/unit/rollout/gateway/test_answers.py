@@ -270,16 +270,17 @@ def test_a_turn_ends_where_it_ended_though_others_extend_it(played: Play) -> Non
     assert "and?" not in second
 
 
-def test_the_id_of_a_reply_depends_on_its_tokens(played: Play) -> None:
-    """Otherwise a session that is played again with other tokens would go unnoticed."""
-    ids = []
+def test_the_digest_of_a_reply_depends_on_its_tokens(played: Play) -> None:
+    """Otherwise a session that is played again with other tokens would go unnoticed. Its id is known before."""
+    found = []
 
     async def client(answers: Answers) -> None:
-        ids.append((await ask(answers, *QUESTION)).id)
+        found.append(await ask(answers, *QUESTION))
 
     for text in ("alpha", "beta", "alpha"):
         played(client, lambda _, text=text: f"{text}{END}")
-    assert ids[0] == ids[2] != ids[1]
+    assert found[0].digest == found[2].digest != found[1].digest
+    assert len({reply.id for reply in found}) == 1
 
 
 def test_more_choices_than_turns_are_refused_before_sampling(played: Play) -> None:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from types import ModuleType
 
 import pytest
 from anthropic.types import message_create_params
 from anthropic.types.beta import message_create_params as beta_params
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params
 from packaging.version import Version
 
 from mcore_rl.rollout.gateway.dialects import chat_completions, completions, messages, replies, responses
-from mcore_rl.rollout.gateway.dialects.interface import Call
+from mcore_rl.rollout.gateway.dialects.interface import Call, Event
 from mcore_rl.rollout.gateway.exchange import ChatReply, Choice, RefusedError
+from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta
 from tests.unit.rollout.gateway.scripted import ADD, adding, choice
 
 REVIEWED = {"openai": "3.57.0", "anthropic": "2.14.0"}
@@ -256,8 +255,8 @@ def test_response_items_of_one_turn_become_one_message() -> None:
     assert found[5] == {"role": "assistant", "content": "", "reasoning_content": "s"}
 
 
-def _joined(call: Call, reply: ChatReply, *names: str) -> str:
-    """Join the values of the first of `names` in each event, at any depth."""
+def _joined(events: Iterable[Event], *names: str) -> str:
+    """Join the values of `names` in the events, at any depth."""
 
     def find(value: object) -> str:
         if isinstance(value, list):
@@ -266,46 +265,81 @@ def _joined(call: Call, reply: ChatReply, *names: str) -> str:
             return ""
         return "".join(each if key in names and isinstance(each, str) else find(each) for key, each in value.items())
 
-    return "".join(find(event.data) for event in call.events(reply))
+    return "".join(find(event.data) for event in events)
 
 
-TEXTS = st.text(st.sampled_from(" \nab<é😀"), max_size=300)
-
-
-@settings(max_examples=40)
-@given(content=TEXTS, reasoning=TEXTS, logps=st.booleans(), size=st.integers(1, 5))
-def test_deltas_concatenate_to_the_texts(content: str, reasoning: str, logps: bool, size: int) -> None:
-    text = f"<think>{reasoning}</think>{content}<end>"
-    pieces = [text[i : i + size] for i in range(0, len(text), size)] if logps else []
-    made = Choice(content, reasoning, (), "stop", range(len(pieces)), [-1.0] * len(pieces), pieces)
-    for expected, parts in zip((reasoning, content), replies.deltas(made), strict=True):
-        assert "".join(part.text for part in parts) == expected
-        assert len(parts) <= replies.MAX_DELTAS
-        assert all(part.text for part in parts)
-        if logps and parts:
-            ends = [part.end for part in parts]
-            assert ends == sorted(set(ends))
-            assert expected in "".join(pieces[: ends[-1]])
+@pytest.mark.parametrize("thought", ["", "Think.\nTwice."])
+@pytest.mark.parametrize("streamed", range(6))
+def test_deltas_concatenate_to_the_texts(thought: str, streamed: int) -> None:
+    """The first deltas are sent while the reply is sampled, and the end adds what is missing."""
+    made = choice("Good day — to you!", thought, logps=True)
     reply = ChatReply("r", [made], 1, 0)
+    deltas = [TextDelta(0, "reasoning", 0, "Think."), TextDelta(0, "reasoning", 6, "\nTwice.")] if thought else []
+    deltas += [TextDelta(0, "content", start, text) for start, text in ((0, "Good"), (4, " day"), (8, " —"))]
+
+    def texts(call: Call, *names: str) -> str:
+        events = call.events()
+        found = [event for delta in deltas[:streamed] for event in events.more(ReplyStart("r", 1, 0), [delta])]
+        return _joined([*found, *events.end(reply)], *names)
+
     shown = {"type": "adaptive"}
-    assert _joined(read(chat_completions), reply, "content") == content
-    assert _joined(read(chat_completions), reply, "reasoning_content") == reasoning
-    assert _joined(read(completions), reply, "text") == content
-    assert _joined(read(responses), reply, "delta") == reasoning + content
-    assert _joined(read(messages, thinking=shown), reply, "text") == content
-    assert _joined(read(messages, thinking=shown), reply, "thinking") == reasoning
+    assert texts(read(chat_completions), "content") == made.content
+    assert texts(read(chat_completions), "reasoning_content") == thought
+    if not thought:  # this interface has none
+        assert texts(read(completions), "text") == made.content
+    assert texts(read(responses), "delta") == thought + made.content
+    assert texts(read(messages, thinking=shown), "text") == made.content
+    assert texts(read(messages, thinking=shown), "thinking") == thought
 
 
-def test_content_around_a_call_is_cut_at_words() -> None:
-    pieces = ["see", " <call>", "{}", "</call>", " done"]
-    made = Choice("see  done", "", (adding(),), "tool_calls", range(5), [0.0] * 5, pieces)
-    assert [part.text for part in replies.deltas(made)[1]] == ["see", "  done"]
+def test_log_probabilities_of_all_tokens_are_sent_once() -> None:
+    made = choice("Good day to you!", "Yes.", logps=True)
+    tokens = replies.tokens_of(made)
+    deltas = [
+        TextDelta(0, "reasoning", 0, "Yes.", 0, tokens[:2]),
+        TextDelta(0, "content", 0, "Good", 2, tokens[2:4]),
+        TextDelta(0, "content", 4, " day", 4, tokens[4:5]),
+    ]
+    for module, fields, name in (
+        (chat_completions, {"logprobs": True}, "token"),
+        (responses, {"include": [responses.LOGPS]}, "token"),
+    ):
+        events = read(module, **fields).events()
+        found = [*events.more(ReplyStart("r", 1, 0), deltas), *events.end(ChatReply("r", [made], 1, 0))]
+        sent = [event for event in found if "done" not in (event.name or "") and "completed" not in (event.name or "")]
+        assert _joined(sent, name) == "".join(made.pieces)
 
 
-def test_content_equal_to_the_reasoning_has_its_own_tokens() -> None:
-    reasoning, content = replies.deltas(choice("yes it is", "yes it is", logps=True))
-    assert [(part.text, part.end) for part in reasoning] == [("yes", 2), (" it", 3), (" is", 4)]
-    assert [(part.text, part.end) for part in content] == [("yes", 6), (" it", 7), (" is", 8)]
+def test_texts_that_alternate_have_several_items_and_blocks() -> None:
+    """A block that is closed cannot grow: reasoning after content starts another one."""
+    made = Choice("one two", "a\nb", [adding()], "tool_calls", [], [], [])
+    deltas = [
+        TextDelta(0, "reasoning", 0, "a"),
+        TextDelta(0, "content", 0, "one"),
+        TextDelta(0, "reasoning", 1, "\nb"),
+        TextDelta(0, "content", 3, " two"),
+    ]
+
+    def events(call: Call) -> list[Event]:
+        made_of = call.events()
+        return [*made_of.more(ReplyStart("r", 1, 0), deltas), *made_of.end(ChatReply("r", [made], 1, 0))]
+
+    found = events(read(responses))
+    output = found[-1].data["response"]["output"]  # type: ignore[index,call-overload]
+    kinds = ["reasoning", "message", "reasoning", "message", "function_call"]
+    assert [item["type"] for item in output] == kinds
+    assert len({item["id"] for item in output}) == 5
+    assert [event.data["item"] for event in found if event.name == "response.output_item.done"] == output
+    started = [event.data for event in events(read(messages, thinking={"type": "adaptive"}))]
+    blocks = [data["content_block"]["type"] for data in started if data["type"] == "content_block_start"]
+    assert blocks == ["thinking", "text", "thinking", "text", "tool_use"]
+
+
+def test_a_reply_that_differs_from_its_beginning_is_refused() -> None:
+    events = read(chat_completions).events()
+    list(events.more(ReplyStart("r", 1, 0), [TextDelta(0, "content", 0, "Good")]))
+    with pytest.raises(RefusedError, match="another text"):
+        list(events.end(ChatReply("r", [choice("Bad")], 1, 0)))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +354,7 @@ def test_content_equal_to_the_reasoning_has_its_own_tokens() -> None:
 def test_anthropic_stop_reasons_follow_the_clients_sequences(reason: str, stops: list, expected: tuple) -> None:
     call = read(messages, stop_sequences=stops)
     reply = ChatReply("r", [choice("hi", reason=reason)], 1, 0)
-    (end,) = [event.data["delta"] for event in call.events(reply) if event.name == "message_delta"]
+    (end,) = [event.data["delta"] for event in call.events().end(reply) if event.name == "message_delta"]
     body = call.body(reply)
     assert (end["stop_reason"], end["stop_sequence"]) == (body["stop_reason"], body["stop_sequence"]) == expected
 
@@ -329,7 +363,7 @@ def test_response_that_reached_its_limit_is_incomplete() -> None:
     call, reply = read(responses), ChatReply("r", [choice("hi", reason="length")], 1, 0)
     body = call.body(reply)
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert [event.name for event in call.events(reply)][-1] == "response.incomplete"
+    assert [event.name for event in call.events().end(reply)][-1] == "response.incomplete"
 
 
 def test_log_probabilities_are_finite_json() -> None:
@@ -343,6 +377,6 @@ def test_log_probabilities_are_finite_json() -> None:
 def test_events_are_single_lines_of_json() -> None:
     reply = ChatReply("r", [choice("two\n\nlines\r\u2028", "more\n")], 1, 0)
     for module in BODIES:
-        for event in read(module).events(reply):
+        for event in read(module).events().end(reply):
             *_, data = event.encoded().decode().removesuffix("\n\n").split("\n")
             assert data == "data: [DONE]" or json.loads(data.removeprefix("data: "))

@@ -32,7 +32,7 @@ class Scripted:
         """Event for which `count` waits."""
         self.fails: Exception | None = None
 
-    async def answer(self, asked: object) -> ChatReply:
+    async def answer(self, asked: object, progress: object = None) -> ChatReply:
         if self.sampling is not None:
             try:
                 await self.sampling.wait()

@@ -264,7 +264,7 @@ def test_server_reports_a_reply_whose_client_left(
 ) -> None:
     left = False
 
-    async def answer(session: str, request: object, *, retried: bool = False) -> ChatReply:
+    async def answer(session: str, request: object, **options: object) -> ChatReply:
         while not left:
             await asyncio.sleep(0.005)
         time.sleep(0.2)  # the connection ends meanwhile, and the event loop learns it later than the reply

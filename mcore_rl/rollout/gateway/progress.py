@@ -1,0 +1,116 @@
+"""Beginning of a reply that is being sampled, on its way from the engine to the client."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from mcore_rl.rollout.tools.turn_reader import Kind
+
+TokenLogp = tuple[str, float]
+"""Text of a sampled token and its log-probability in nats."""
+
+
+@dataclass(frozen=True)
+class ReplyStart:
+    """Fields of a ChatReply that are known before it is sampled."""
+
+    id: str
+    num_prompt_tokens: int
+    created: int
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """New text of a choice of a reply.
+
+    number: of the choice, from 0.
+    start: number of characters of the choice's text of this kind before the new ones.
+    tokens: sampled tokens up to here since the last delta of the choice; empty unless log-probabilities are requested.
+    first_token: number of the choice's tokens before them.
+    """
+
+    number: int
+    kind: Kind
+    start: int
+    text: str
+    first_token: int = 0
+    tokens: Sequence[TokenLogp] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
+
+    def after(self, num_characters: int, num_tokens: int) -> TextDelta:
+        """Return the part after the first characters and tokens of the choice."""
+        text, tokens = self.text[max(0, num_characters - self.start) :], self.tokens
+        tokens = tokens[max(0, num_tokens - self.first_token) :]
+        start, first = max(self.start, num_characters), max(self.first_token, num_tokens)
+        return replace(self, start=start, text=text, first_token=first, tokens=tokens)
+
+
+Progress = Callable[[ReplyStart, Sequence[TextDelta]], None]
+"""Receiver of the new texts of a reply."""
+
+
+@dataclass(eq=False)
+class ReplyProgress:
+    """Texts of a reply so far. Clients read them at their own speed, and several may read the same reply.
+
+    changed: called after new texts.
+    """
+
+    start: ReplyStart | None = None
+    deltas: list[TextDelta] = field(default_factory=list)
+    changed: list[Callable[[], None]] = field(default_factory=list)
+    _characters: defaultdict[tuple[int, Kind], int] = field(default_factory=lambda: defaultdict(int))
+    _tokens: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, start: ReplyStart, deltas: Sequence[TextDelta]) -> bool:
+        """Add texts from an engine. Another engine that repeats the reply begins with texts that are known.
+
+        Returns False if the reply is another one, or differs from the known texts.
+        """
+        if self.start is not None and self.start.id != start.id:
+            return False
+        self.start = self.start or start
+        for delta in deltas:
+            known = self._characters[delta.number, delta.kind]
+            if delta.start > known:
+                return False
+            if delta.start < known and not self._repeats(delta, known):
+                return False
+            new = delta.after(known, self._tokens[delta.number])
+            if new.text or new.tokens:
+                self.deltas.append(new)
+            self._characters[delta.number, delta.kind] = max(known, delta.end)
+            self._tokens[delta.number] = max(self._tokens[delta.number], new.first_token + len(new.tokens))
+        for notify in self.changed:
+            notify()
+        return True
+
+    def _repeats(self, delta: TextDelta, known: int) -> bool:
+        parts = (each for each in self.deltas if (each.number, each.kind) == (delta.number, delta.kind))
+        return "".join(each.text for each in parts)[delta.start : delta.end] == delta.text[: known - delta.start]
+
+
+Watch = Callable[[ReplyProgress], None]
+"""Called with the progress of the reply to a streamed request, when it is known."""
+
+
+def joined(deltas: Sequence[TextDelta]) -> Iterator[TextDelta]:
+    """Join neighbours of the same choice and kind: a client that reads slowly gets few large deltas."""
+    run: list[TextDelta] = []
+    for delta in deltas:
+        if run and (run[0].number, run[0].kind) != (delta.number, delta.kind):
+            yield _one(run)
+            run = []
+        run.append(delta)
+    if run:
+        yield _one(run)
+
+
+def _one(run: Sequence[TextDelta]) -> TextDelta:
+    tokens = [token for delta in run for token in delta.tokens]
+    return replace(run[0], text="".join(delta.text for delta in run), tokens=tokens)

@@ -1,0 +1,161 @@
+"""Texts of replies while they are sampled, in the engine's process.
+
+Only text that later tokens cannot change is sent: it has no part of a character, of a stop string, of a call or of a
+tag. The complete reply has the rest. Reading the text does not affect the sampled tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mcore_rl.data.tokenizer import PLAIN, byte_token_ids, changes_spaces
+from mcore_rl.rollout.episodes.context import EpisodeContext
+from mcore_rl.rollout.gateway.progress import Progress, ReplyStart, TextDelta, TokenLogp
+from mcore_rl.rollout.gateway.settled_text import SettledText, StopGate
+from mcore_rl.rollout.tools.parsers import text_reader
+from mcore_rl.rollout.tools.turn_reader import Kind, Part
+from mcore_rl.rollout.watched_requests import Report
+from mcore_rl.types import Delta, GenerationRequest
+
+
+class Reader(Protocol):
+    """Splits the text of a choice into parts."""
+
+    def add(self, text: str) -> list[Part]: ...
+
+
+class _Content:
+    """Reader of a text without reasoning and calls."""
+
+    def add(self, text: str) -> list[Part]:
+        return [("content", text)] if text else []
+
+
+@dataclass
+class ChoiceStream:
+    """Text of one choice.
+
+    gate: for requests with stop strings. piece_of: text of a token; None unless log-probabilities are requested.
+    stop_ids: tokens that have no text at the end of a choice.
+    """
+
+    number: int
+    text: SettledText
+    reader: Reader
+    gate: StopGate | None
+    piece_of: Callable[[int], str] | None
+    stop_ids: Collection[int] = ()
+    _new: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens since the last call of `take`, with their log-probabilities."""
+    _count: int = 0
+    """Number of all tokens."""
+    _pending: list[TokenLogp] = field(default_factory=list)
+    """Tokens whose text was not returned yet, if log-probabilities are requested."""
+    _returned: int = 0
+    """Number of tokens that belong to returned deltas."""
+    _lengths: dict[Kind, int] = field(default_factory=dict)
+
+    def add(self, position: int, delta: Delta) -> None:
+        """Add tokens that follow the first `position` ones. Those that are known, which were sampled again, are
+        ignored."""
+        known = max(0, self._count - position)
+        self._new += list(zip(delta.token_ids, delta.logp, strict=True))[known:]
+        self._count = max(self._count, position + len(delta.token_ids))
+
+    def take(self) -> list[TextDelta]:
+        """Return the text that is certain since the last call."""
+        count = len(self._new)
+        if count and self._new[-1][0] in self.stop_ids:
+            count -= 1
+        new, self._new = self._new[:count], self._new[count:]
+        if self.piece_of is None:
+            return self._read([token for token, _ in new])
+        deltas = list[TextDelta]()
+        for token, logp in new:  # one by one, so that each delta has its tokens
+            self._pending.append((self.piece_of(token), logp))
+            deltas += self._read([token])
+        return deltas
+
+    def _read(self, tokens: Sequence[int]) -> list[TextDelta]:
+        passed = tokens if self.gate is None else self.gate.add(tokens)
+        return [self._delta(kind, text) for kind, text in self.reader.add(self.text.add(passed))]
+
+    def _delta(self, kind: Kind, text: str) -> TextDelta:
+        start, tokens = self._lengths.get(kind, 0), self._pending
+        delta = TextDelta(self.number, kind, start, text, self._returned, tokens)
+        self._lengths[kind] = start + len(text)
+        self._returned, self._pending = self._returned + len(tokens), []
+        return delta
+
+
+class ReplyStream:
+    """Text of the choices of one request, which `progress` receives.
+
+    start_of: ReplyStart for the first choice's request.
+    """
+
+    def __init__(self, progress: Progress, start_of: Callable[[GenerationRequest], ReplyStart]) -> None:
+        self._progress, self._start_of = progress, start_of
+        self._start: ReplyStart | None = None
+        self._choices: list[ChoiceStream] = []
+        self._is_scheduled = self._is_closed = False
+
+    def watch(self, stream: ChoiceStream | None, request: GenerationRequest) -> Report | None:
+        """Begin a choice; the first one begins first. `stream`: None if its text is not certain before its end."""
+        if self._start is None:
+            self._start = self._start_of(request)
+        if stream is None:
+            return None
+        self._choices.append(stream)
+
+        def report(position: int, delta: Delta) -> None:
+            stream.add(position, delta)
+            if not self._is_scheduled:
+                # The tokens of several steps arrive together and are decoded at once.
+                self._is_scheduled = True
+                asyncio.get_running_loop().call_soon(self._send)
+
+        return report
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._is_closed = True
+
+    def _send(self) -> None:
+        self._is_scheduled = False
+        assert self._start is not None
+        deltas = [] if self._is_closed else [delta for stream in self._choices for delta in stream.take()]
+        if deltas:
+            self._progress(self._start, deltas)
+
+
+def choice_stream(
+    context: EpisodeContext, request: GenerationRequest, before: str | None, *, number: int, has_logps: bool
+) -> ChoiceStream | None:
+    """Return the stream of a choice.
+
+    before: text before the turn, in which the reasoning may begin (Session.text_before); None: a text without a chat
+    template, which has no reasoning.
+
+    Returns None if nothing is certain before the end: for a user's parser, and if decoding changes spaces.
+    """
+    tokenizer = context.conversation.tokenizer
+    if changes_spaces(tokenizer):
+        return None
+    skips = context.parser is None or before is None
+    reader: Reader | None
+    if before is None:
+        reader = _Content()
+    else:
+        reader = text_reader(before) if context.parser is None else context.parser.reader(before)
+    if reader is None:
+        return None
+    decode, single = context.decoder.decode, byte_token_ids(tokenizer)
+    text = SettledText(lambda ids: decode(ids, skip_special_tokens=skips), single)
+    stops = request.sampling.stop
+    gate = StopGate(stops, SettledText(lambda ids: decode(ids, **PLAIN), single)) if stops else None
+    piece_of = (lambda token: decode([token], skip_special_tokens=False)) if has_logps else None
+    return ChoiceStream(number, text, reader, gate, piece_of, context.stop_ids)
