@@ -1,0 +1,100 @@
+"""Messages that are read while they are sampled, against the parser of whole messages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.rollout.tools.formats import FORMATS
+from mcore_rl.rollout.tools.parsers import ToolCallParser, split_reasoning, text_reader
+from mcore_rl.rollout.tools.turn_reader import TurnReader
+from tests.unit.data.chat.made import LOOK
+
+CALLS = {
+    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=q>\na\n</parameter>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>look\n<arg_key>q</arg_key>\n<arg_value>a</arg_value>\n</tool_call>",
+    "deepseek": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"q": "a"}<｜tool▁call▁end｜>',
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+    '{"q": "a"}<|tool_call_end|><|tool_calls_section_end|>',
+    "mistral": '[TOOL_CALLS]look{"q": "a"}',
+    "harmony": '<|start|>assistant<|channel|>commentary to=functions.look<|message|>{"q": "a"}<|call|>',
+    "hermes": '<tool_call>\n{"name": "look", "arguments": {"q": "a"}}\n</tool_call>',
+    "llama3": '\n{"name": "look", "parameters": {"q": "a"}}',
+}
+THOUGHTS = ("<think>", "</think>", "[THINK]", "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant")
+WORDS = st.sampled_from([" ", "\n", "so", "<", "{", "to=", *THOUGHTS])
+
+
+def streamed(reader: TurnReader, text: str, sizes: list[int]) -> dict[str, str]:
+    """Read a text in pieces of the sizes, in turn."""
+    found, place, number = {"content": "", "reasoning": ""}, 0, 0
+    while place < len(text):
+        size = sizes[number % len(sizes)]
+        for kind, part in reader.add(text[place : place + size]):
+            assert part
+            found[kind] += part
+        place, number = place + size, number + 1
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", FORMATS)
+def test_streamed_texts_begin_the_texts_of_the_message(name: str, data: st.DataObject) -> None:
+    """For every way in which the message may end."""
+    parts = data.draw(st.lists(st.one_of(WORDS, st.just(CALLS[name])), max_size=8))
+    text = "".join(parts)
+    text = text[: data.draw(st.integers(0, len(text)))]
+    prompt = data.draw(st.sampled_from(["", "<think>\n", "<|channel|>analysis<|message|>"]))
+    sizes = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    parser = ToolCallParser(name, None, [LOOK])
+    reader = parser.reader(prompt)
+    assert reader is not None
+    found = streamed(reader, text, sizes)
+    for message in (parser.parse(text, prompt), parser.parse_truncated(text, prompt)):
+        assert message.content.startswith(found["content"])
+        assert message.reasoning.startswith(found["reasoning"])
+    found = streamed(text_reader(prompt), text, sizes)
+    content, reasoning = split_reasoning(text, prompt)
+    assert content.startswith(found["content"])
+    assert reasoning.startswith(found["reasoning"])
+    assert len(found["content"]) >= len(content.rstrip()) - len("<|channel|>analysis<|message|>")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_text_before_a_call_is_returned_at_once(name: str) -> None:
+    reader = ToolCallParser(name, None, [LOOK]).reader()
+    assert reader is not None
+    assert reader.add("Let me see. ") == [("content", "Let me see.")]
+    assert reader.add("Now") == [("content", " Now")]
+    assert reader.add(f"\n{CALLS[name]} more") == []
+
+
+def test_reasoning_is_returned_without_its_tags() -> None:
+    reader = text_reader()
+    texts = ("<thi", "nk>\nhm", ", ", "so</", "b></thi", "nk>\n\nyes", "!")
+    parts = [part for text in texts for part in reader.add(text)]
+    reasoning = [("reasoning", text) for text in ("hm", ",", " so", "</b>")]
+    assert parts == [*reasoning, ("content", "yes"), ("content", "!")]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\n a \n", ("\n a \n", "")),
+        ("<think>hm</think>\n\na\n", ("a", "hm")),
+        ("<think>\n</think>\n\na\n", ("a", "")),
+        (" a <think>hm</think> b ", (" a  b", "hm")),
+    ],
+)
+def test_white_space_stays_unless_reasoning_is_beside_it(text: str, expected: tuple[str, str]) -> None:
+    assert split_reasoning(text) == expected
+    found = streamed(text_reader(), text, [1])
+    assert (found["content"], found["reasoning"]) == (expected[0].rstrip(), expected[1])
+
+
+def test_calls_of_a_truncated_message_are_content() -> None:
+    call = CALLS["hermes"]
+    found = ToolCallParser("hermes", None, [LOOK]).parse_truncated(f"<think>a</think>see {call} {call[:30]}")
+    assert (found.content, found.reasoning, found.calls) == (f"see {call} {call[:30]}", "a", ())
