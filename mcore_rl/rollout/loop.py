@@ -198,8 +198,9 @@ class EngineLoop:
         started: Started | None = None,
         report: Report | None = None,
     ) -> None:
-        """Submit without waiting; `listener` also receives an error if the request is rejected. Without `started`, the
-        requests cannot be withdrawn. `report` receives new tokens on the loop's thread; it must not block."""
+        """Submit without waiting; `listener` also receives an error if the request is rejected or the engine has died.
+        Without `started`, the requests cannot be withdrawn. `report` receives new tokens on the loop's thread; it must
+        not block."""
 
         def submit() -> None:
             try:
@@ -212,7 +213,12 @@ class EngineLoop:
                 self._note_death(error)
                 listener(error)
 
-        self._enqueue(submit)
+        try:
+            self._enqueue(submit)
+        except RuntimeError:
+            if self._died is None:
+                raise
+            listener(self._died)
 
     def abort(self, request_ids: Collection[str]) -> list[Completion]:
         """Call Engine.abort; the listeners of the requests are not called."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from mcore_rl.types.chat import ChatMessage
 
 MIN_SESSIONS = 16
+"""Number of sessions below which no conversation is dropped."""
 MAX_REPLIES = 64
 """Maximum number of replies per session that can be continued; the oldest are forgotten."""
 

@@ -28,8 +28,8 @@ class GatewayMembership:
         self._member = player, episode
 
     def update(self, *, can_generate: bool) -> None:
-        """Connect the engine when it can generate for the first time. Requests that wait for an engine arrive at once,
-        so it must be awake with the published weights."""
+        """Connect the engine if it can generate, unless it is connected. Requests that wait for an engine arrive at
+        once, so it must be awake with the published weights."""
         if self._member is None or not can_generate or self._member[1].link is not None:
             return
         assert self._address is not None, "the gateway of the host starts before its engines"

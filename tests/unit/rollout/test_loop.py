@@ -167,6 +167,9 @@ def test_loop_dead_engine_ends_the_loop(where: str) -> None:
             assert call is generating or isinstance(raised.value, WorkerDiedError)
     with pytest.raises(RuntimeError, match="has ended"):
         loop.between_steps(lambda: None)
+    ended = list[Completion | BaseException]()
+    loop.submit_nowait(requests_of("b", [3]), ended.append)
+    assert [type(error) for error in ended] == [WorkerDiedError], "the gateway gives the request to another engine"
 
 
 def test_loop_seconds_stuck_excludes_idle_time(loop: EngineLoop) -> None:
