@@ -133,54 +133,6 @@ def test_the_engine_of_a_session_counts_tokens(tmp_path: Path) -> None:
     with_site(test, tmp_path)
 
 
-def test_requests_without_a_session_wait_for_an_engine(tmp_path: Path) -> None:
-    async def test(site: Site) -> None:
-        asked = asyncio.create_task(site.hub.serve(request("one")))
-        counted = asyncio.create_task(site.hub.count(None, request("two")))
-        left = asyncio.create_task(site.hub.serve(request("left")))
-        await asyncio.sleep(0)
-        left.cancel()
-        await asyncio.sleep(0)
-        engine = await site.engine()
-        kind, key, _, sent = await engine.next()
-        assert (kind, sent) == (wire.SERVE, request("one"))
-        kind, other_key, _, sent = await engine.next()
-        assert (kind, sent) == (wire.COUNT, request("two"))
-        engine.send(wire.REPLY, other_key, ChatReply("", (), 7, 0))
-        engine.reply(key, "r")
-        assert ((await asked).id, await counted) == ("r", 7)
-        assert not site.hub._waiting
-
-    with_site(test, tmp_path)
-
-
-def test_requests_of_a_lost_engine_continue_from_its_journal(tmp_path: Path) -> None:
-    async def test(site: Site) -> None:
-        asked = asyncio.create_task(site.hub.serve(request("one")))
-        calls = list[wire.ServedCall]()
-        for journal in ("j0", "j1", "j2"):
-            engine = await site.engine()
-            engine.send(wire.JOURNAL, journal)
-            kind, key, call, sent = await engine.next()
-            assert (kind, sent) == (wire.SERVE, request("one"))
-            calls.append(call)
-            await asyncio.sleep(0.05)
-            if journal == "j1":  # a count has nothing to continue
-                counted = asyncio.create_task(site.hub.count(None, request("two")))
-                await engine.next()
-            if journal != "j2":
-                await engine.lose()
-        kind, other_key, *_ = await engine.next()
-        assert kind == wire.COUNT
-        engine.send(wire.REPLY, other_key, ChatReply("", (), 7, 0))
-        engine.reply(key, "r")
-        assert ((await asked).id, await counted) == ("r", 7)
-        assert [call.journals for call in calls] == [(), ("j0",), ("j0", "j1")]
-        assert len({(call.name, call.seed) for call in calls}) == 1
-
-    with_site(test, tmp_path)
-
-
 def test_a_session_is_taken_once_and_keys_differ(tmp_path: Path) -> None:
     async def test(site: Site) -> None:
         engine = await site.engine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,12 +16,15 @@ import pytest
 from mcore_rl.config.episodes import SERVING
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import WorkerDiedError
+from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.episode import GatewayEpisode
+from mcore_rl.rollout.gateway.exchange import ChatReply
 from mcore_rl.rollout.gateway.membership import GatewayMembership
 from mcore_rl.rollout.gateway.server import GatewayServer
 from mcore_rl.rollout.journal import TokenJournal, read_journal
 from tests.unit.rollout.episodes.conftest import SetUp, Stage
 from tests.unit.rollout.episodes.scripted import END
+from tests.unit.rollout.gateway.test_hub import Site, request, with_site
 
 SECONDS = 20
 LONG = "a response of several tokens"
@@ -131,3 +135,51 @@ def test_requests_wait_for_weights_and_while_the_engine_sleeps(host: Host) -> No
     assert not asked.done()
     member.update(can_generate=True)
     assert asked.result(SECONDS) == LONG
+
+
+def test_requests_without_a_session_wait_for_an_engine(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        asked = asyncio.create_task(site.hub.serve(request("one")))
+        counted = asyncio.create_task(site.hub.count(None, request("two")))
+        left = asyncio.create_task(site.hub.serve(request("left")))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.sleep(0)
+        engine = await site.engine()
+        kind, key, _, sent = await engine.next()
+        assert (kind, sent) == (wire.SERVE, request("one"))
+        kind, other_key, _, sent = await engine.next()
+        assert (kind, sent) == (wire.COUNT, request("two"))
+        engine.send(wire.REPLY, other_key, ChatReply("", (), 7, 0))
+        engine.reply(key, "r")
+        assert ((await asked).id, await counted) == ("r", 7)
+        assert not site.hub._waiting
+
+    with_site(test, tmp_path)
+
+
+def test_requests_of_a_lost_engine_continue_from_its_journal(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        asked = asyncio.create_task(site.hub.serve(request("one")))
+        calls = list[wire.ServedCall]()
+        for journal in ("j0", "j1", "j2"):
+            engine = await site.engine()
+            engine.send(wire.JOURNAL, journal)
+            kind, key, call, sent = await engine.next()
+            assert (kind, sent) == (wire.SERVE, request("one"))
+            calls.append(call)
+            await asyncio.sleep(0.05)
+            if journal == "j1":  # a count has nothing to continue
+                counted = asyncio.create_task(site.hub.count(None, request("two")))
+                await engine.next()
+            if journal != "j2":
+                await engine.lose()
+        kind, other_key, *_ = await engine.next()
+        assert kind == wire.COUNT
+        engine.send(wire.REPLY, other_key, ChatReply("", (), 7, 0))
+        engine.reply(key, "r")
+        assert ((await asked).id, await counted) == ("r", 7)
+        assert [call.journals for call in calls] == [(), ("j0",), ("j0", "j1")]
+        assert len({(call.name, call.seed) for call in calls}) == 1
+
+    with_site(test, tmp_path)
