@@ -162,19 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     keys = add("keys", "every configuration key: its type, default, unit, range and meaning", _keys)
     keys.add_argument("word", metavar="WORD", nargs="?", default="", help="only keys with WORD in name or description")
     keys.add_argument("--json", action="store_true", help="print a JSON list of objects")
-    report = add("report", "write report.html about one or several runs", _report)
-    report.add_argument("runs", metavar="RUN_DIR", nargs="+", help="run.dir of a run, also while it is in progress")
-    report.add_argument("--out", metavar="FILE", help="instead of report.html in the first RUN_DIR")
-    watch = add("watch", "show the progress of a run in this terminal until it has finished", _watch)
-    watch.add_argument(
-        "directory", metavar="RUN_DIR", help="run.dir of a run, also on another host that shares the directory"
-    )
-    watch.add_argument("--once", action="store_true", help="print one frame, also if stdout is no terminal")
-    compare = add("compare", "print the differences between runs, with their significance over seeds", _compare)
-    compare.add_argument("first", metavar="A", help="run.dir of a run")
-    compare.add_argument(
-        "others", metavar="B", nargs="+", help="other runs; runs that differ only in run.seed are repetitions"
-    )
+    _add_report(add("report", "write report.html about one or several runs", _report))
+    _add_watch(add("watch", "show the progress of a run in this terminal until it has finished", _watch))
+    _add_compare(add("compare", "print the differences between runs, with their significance over seeds", _compare))
     text = "show versions, devices, engines, trackers and missing packages; --node: test devices and network"
     add_doctor_arguments(add("doctor", text, run_doctor))
     _add_harness_worker(add("harness-worker", "run programs for the gateway of a run, here", _harness_worker))
@@ -186,6 +176,23 @@ def _parser() -> argparse.ArgumentParser:
     completion = add("completion", "print the script that enables completion in a shell", _completion)
     completion.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
     return parser
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="run.dir of a run, also while it is in progress")
+    parser.add_argument("--out", metavar="FILE", help="instead of report.html in the first RUN_DIR")
+
+
+def _add_watch(parser: argparse.ArgumentParser) -> None:
+    text = "run.dir of a run, also on another host that shares the directory"
+    parser.add_argument("directory", metavar="RUN_DIR", help=text)
+    parser.add_argument("--once", action="store_true", help="print one frame, also if stdout is no terminal")
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="A", help="run.dir of a run")
+    text = "other runs; runs that differ only in run.seed are repetitions"
+    parser.add_argument("others", metavar="B", nargs="+", help=text)
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:

@@ -185,21 +185,10 @@ def build_batch(
     if len(advantages) != len(kept):
         raise ValueError(f"{len(advantages)} advantages for {len(kept)} kept responses")
     first_epoch = _cut(kept.group_ids, schedule.prompts_per_update)
-    # Responses that are not trained have no tokens for the denominators of the loss weights.
-    counted = kept.trained_tokens if trained is None else np.where(trained, kept.trained_tokens, 0)
-    loss_weights, observation_weights = np.zeros((2, len(kept)), np.float32)
     dp_ranks = np.empty(len(kept), np.int32)
     for samples in first_epoch:
-        if weights_of is not None:
-            loss_weights[samples] = weights_of(counted[samples], kept.group_ids[samples])
-            is_counted = counted[samples] > 0
-            if loss_factors is not None:
-                is_counted &= loss_factors[samples] != 0
-            observation_weights[samples] = is_counted / max(is_counted.sum(), 1)
         dp_ranks[samples] = balance(schedule.cost.of(kept.total_tokens[samples]), schedule.num_dp_ranks)
-    if loss_factors is not None:
-        loss_weights *= loss_factors
-        observation_weights *= loss_factors
+    loss_weights, observation_weights = _weights(kept, first_epoch, weights_of, trained, loss_factors)
     return Batch(
         chunks=tuple(chunks),
         chunk_ids=kept.chunk_ids,
@@ -216,6 +205,32 @@ def build_batch(
         observation_weights=observation_weights,
         losses=losses,
     )
+
+
+def _weights(
+    kept: KeptSamples,
+    updates: Sequence[np.ndarray],
+    weights_of: LossWeights | None,
+    trained: np.ndarray | None,
+    loss_factors: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute the loss weights and the observation weights of all responses, see build_batch.
+
+    Shapes: updates: indices of each update; results float32 [B].
+    """
+    loss_weights, observation_weights = np.zeros((2, len(kept)), np.float32)
+    if weights_of is None:
+        return loss_weights, observation_weights
+    # Responses that are not trained have no tokens for the denominators of the loss weights.
+    counted = kept.trained_tokens if trained is None else np.where(trained, kept.trained_tokens, 0)
+    factors = np.ones(len(kept), np.float32) if loss_factors is None else loss_factors
+    for samples in updates:
+        loss_weights[samples] = weights_of(counted[samples], kept.group_ids[samples])
+        is_counted = (counted[samples] > 0) & (factors[samples] != 0)
+        observation_weights[samples] = is_counted / max(is_counted.sum(), 1)
+    loss_weights *= factors
+    observation_weights *= factors
+    return loss_weights, observation_weights
 
 
 def spread(batch: Batch, num_ranks: int, other_ranks: int, cost: SequenceCost = TOKENS) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 from mcore_rl.config.reading.unknown_keys import known_keys
@@ -9,6 +10,7 @@ from mcore_rl.config.reading.unknown_keys import known_keys
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("mcore_rl", "model_converters", "scripts", "benchmarks", "tests")
 MAX_LINES = 400
+MAX_FUNCTION_LINES = 60
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper"}
 
 FROZEN_KEYS = """
@@ -37,6 +39,16 @@ def test_frozen_configuration_keys_exist() -> None:
 def test_files_are_short() -> None:
     lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in python_files()}
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_functions_fit_a_screen() -> None:
+    lengths = {
+        f"{path.relative_to(ROOT)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
 
 
 def test_names_say_what_is_inside() -> None:

@@ -48,7 +48,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
 
     Raises: ConfigError for a GPU that does not support rollout.quantization.
     """
-    config, hosts = settings.rollout_config, settings.hosts
+    config = settings.rollout_config
     overrides = engine_overrides(
         settings.model_dir,
         load_weights=settings.load_weights,
@@ -80,14 +80,21 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         # With asynchronous scheduling a step would return the tokens of the previous one.
         "async_scheduling": False,
     }
-    if settings.float32_router:
-        from mcore_rl.engines.vllm.routers import ADDITIONAL_CONFIG
-
-        arguments["additional_config"] = ADDITIONAL_CONFIG
     if config.draft != NO_DRAFTS:
         arguments["speculative_config"] = _draft_arguments(config)
     if config.draft == MTP:
         arguments["hf_overrides"] = partial(override_config, overrides)
+    return arguments | _optional_arguments(settings) | _device_arguments(settings)
+
+
+def _optional_arguments(settings: EngineSettings) -> dict[str, object]:
+    """Return the EngineArgs of parts that not every engine has: routers in float32, several hosts, a limit of tokens
+    per pass, images."""
+    config, hosts, arguments = settings.rollout_config, settings.hosts, dict[str, object]()
+    if settings.float32_router:
+        from mcore_rl.engines.vllm.routers import ADDITIONAL_CONFIG
+
+        arguments["additional_config"] = ADDITIONAL_CONFIG
     if hosts.num > 1:
         arguments |= {
             "nnodes": hosts.num,
@@ -108,7 +115,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
             "mm_device_do_normalize": False,
             "mm_encoder_tp_mode": "data",  # every rank has the whole tower, as the trainer sends it
         }
-    return arguments | _device_arguments(settings)
+    return arguments
 
 
 def _device_arguments(settings: EngineSettings) -> dict[str, object]:
