@@ -7,6 +7,7 @@ scorers itself, as `inspect_ai._eval.task.run` of 0.3.285 does for a sample.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     from inspect_ai.scorer import Score
     from inspect_ai.solver import Generate, TaskState
 
+logger = logging.getLogger(__name__)
+
+CLEANUP_SECONDS = 30.0
+"""Time limit of a task's cleanup, which also runs after the session's own time limit."""
+UNSUPPORTED = ("working_limit", "cost_limit", "approval", "review", "sentinel", "early_stopping", "sample_source")
+"""Arguments of a task that would change its samples or their scores, and have no effect in a session."""
 KIND = "inspect"
 import_library(KIND)
 
@@ -79,27 +86,54 @@ class InspectSuite:
 
 
 async def _scored(task: Task, sample: Sample, number: int, model: Model) -> list[Score]:
-    """Solve a sample within the task's limits, and return its scores. A sample that reaches a limit is scored, too."""
-    from inspect_ai._util.exception import TerminateSampleError
+    """Solve a sample within the task's limits, and return its scores; then run the task's cleanup, if it has one."""
     from inspect_ai.model import GenerateConfig
-    from inspect_ai.model._model import init_active_model, init_sample_model_data
-    from inspect_ai.scorer import Target
+    from inspect_ai.model._model import init_active_model, init_model_roles, init_sample_model_data
     from inspect_ai.solver._task_state import sample_state, set_sample_state
-    from inspect_ai.util import LimitExceededError, time_limit
-    from inspect_ai.util._limit import turn_limit
     from inspect_ai.util._store import init_subtask_store
 
     # The gateway repeats requests of a lost engine itself, and a refused request stays refused.
     config = task.config.merge(GenerateConfig(max_retries=0))
     # Variables of the context, for solvers and scorers that call get_model(); every session has a context of its own.
     init_active_model(model, config)
+    init_model_roles(task.model_roles or {})
     init_sample_model_data()
     state = _state_of(task, sample, number, model)
     set_sample_state(state)
     init_subtask_store(state.store)
     try:
+        return await _scores_within_limits(task, sample, state, _generate_of(model, config))
+    finally:
+        await _cleaned_up(task, sample_state() or state)
+
+
+async def _cleaned_up(task: Task, state: TaskState) -> None:
+    """Run the task's cleanup, also when the session is cancelled. Its errors do not change the scores, as in `inspect
+    eval`."""
+    import anyio
+
+    if task.cleanup is None:
+        return
+    with anyio.move_on_after(CLEANUP_SECONDS, shield=True) as scope:
+        try:
+            await task.cleanup(state)
+        except Exception as error:  # any error of the task's code
+            logger.warning("the cleanup of the task %s failed: %s", task.name, describe(error))
+    if scope.cancelled_caught:
+        logger.warning("the cleanup of the task %s took more than %g s", task.name, CLEANUP_SECONDS)
+
+
+async def _scores_within_limits(task: Task, sample: Sample, state: TaskState, generate: Generate) -> list[Score]:
+    """Solve and score a sample. One that reaches a limit is scored, too."""
+    from inspect_ai._util.exception import TerminateSampleError
+    from inspect_ai.scorer import Target
+    from inspect_ai.solver._task_state import sample_state, set_sample_state
+    from inspect_ai.util import LimitExceededError, time_limit
+    from inspect_ai.util._limit import turn_limit
+
+    try:
         with state._token_limit, state._message_limit, turn_limit(task.turn_limit), time_limit(task.time_limit):
-            state = await _solved(task, state, _generate_of(model, config))
+            state = await _solved(task, state, generate)
     except (LimitExceededError, TerminateSampleError):
         state = sample_state() or state
     state.completed = True
@@ -206,7 +240,7 @@ def _unsupported(task: Task) -> str | None:
     for name in ("setup", "files"):
         if any(getattr(sample, name) for sample in task.dataset):
             return f"{name} of a sample in a sandbox of Inspect"
-    for name in ("working_limit", "cost_limit", "approval"):
+    for name in UNSUPPORTED:
         if getattr(task, name) is not None:
             return f"{name} of Inspect"
     return None

@@ -31,7 +31,7 @@ import itertools
 from inspect_ai import Task, task
 from inspect_ai.approval import ApprovalPolicy, auto_approver
 from inspect_ai.dataset import MemoryDataset, Sample
-from inspect_ai.model import ChatMessageUser
+from inspect_ai.model import ChatMessageUser, ModelOutput, ModelUsage, get_model
 from inspect_ai.scorer import Score, accuracy, includes, scorer
 from inspect_ai.solver import generate, solver
 from inspect_ai.util import store
@@ -95,6 +95,49 @@ def limited(**limits):
 def approved():
     policies = [ApprovalPolicy(auto_approver(), "*")]
     return Task(dataset=MemoryDataset([Sample(input="q", target="5")]), scorer=includes(), approval=policies)
+
+
+async def leaves_a_mark(state):
+    open(state.metadata["mark"], "a").write(str(state.completed))
+    raise OSError("a failed cleanup changes no score")
+
+
+@solver
+def fails():
+    async def solve(state, generate):
+        raise ValueError("the solver failed")
+
+    return solve
+
+
+@task
+def cleaned(mark, broken):
+    sample = Sample(input="q", target="5", metadata={"mark": mark})
+    steps = [fails()] if broken else [generate()]
+    return Task(dataset=MemoryDataset([sample]), solver=steps, scorer=includes(), cleanup=leaves_a_mark)
+
+
+@scorer(metrics=[accuracy()])
+def graded():
+    async def score(state, target):
+        answer = await get_model(role="grader").generate("Is it right?")
+        return Score(value=float(answer.completion == "by the grader"))
+
+    return score
+
+
+@task
+def roles():
+    made = ModelOutput.from_content("mockllm/model", "by the grader")
+    made.usage = ModelUsage(input_tokens=2, output_tokens=2, total_tokens=4)  # else a tokenizer is downloaded
+    grader = get_model("mockllm/model", custom_outputs=[made])
+    samples = MemoryDataset([Sample(input="q", target="5")])
+    return Task(dataset=samples, scorer=graded(), model_roles={"grader": grader})
+
+
+@task
+def stopped():
+    return Task(dataset=MemoryDataset([Sample(input="q", target="5")]), scorer=includes(), early_stopping=object())
 
 
 @task
@@ -166,6 +209,28 @@ def test_limits_of_a_task_end_its_sample(
     assert outcome.parts["score"] == SCORES[next(iter(limits))]
 
 
+@pytest.mark.parametrize(("broken", "error"), [(False, None), (True, "the solver failed")])
+def test_task_cleanup_runs_once_after_each_sample(
+    play: Play, tasks: str, tmp_path: Path, broken: bool, error: str | None
+) -> None:
+    mark = tmp_path / "mark"
+    words = ("inspect", f"{tasks}:cleaned", "--arguments", json.dumps({"mark": str(mark), "broken": broken}))
+    (row,) = rows(tmp_path / "rows.jsonl", *words)
+    _, outcome = play(lambda text: f"5{END}", FunctionHarness(SOLVE, {}), extra_info=row["extra_info"])
+    assert mark.read_text() == str(not broken)
+    if error is None:
+        assert (outcome.error, outcome.reward) == (None, 1.0)
+    else:
+        assert error in str(outcome.error)
+
+
+def test_model_role_of_a_task_is_not_the_policy(play: Play, tasks: str, tmp_path: Path) -> None:
+    (row,) = rows(tmp_path / "rows.jsonl", "inspect", f"{tasks}:roles")
+    _, outcome = play(lambda text: f"5{END}", FunctionHarness(SOLVE, {}), extra_info=row["extra_info"])
+    assert outcome.error is None
+    assert (outcome.reward, outcome.parts["gateway_requests"]) == (1.0, 1.0)
+
+
 @pytest.mark.on_demand
 def test_scores_at_limits_are_equal_to_inspect_eval(tasks: str, tmp_path: Path) -> None:
     """Run the same tasks with `inspect_ai.eval` and its mock model."""
@@ -192,6 +257,7 @@ def test_scores_at_limits_are_equal_to_inspect_eval(tasks: str, tmp_path: Path) 
         ("limited", {"working_limit": 9}, "needs working_limit of Inspect"),
         ("limited", {"cost_limit": 9}, "needs cost_limit of Inspect"),
         ("approved", {}, "needs approval of Inspect"),
+        ("stopped", {}, "needs early_stopping of Inspect"),
         ("filled", {"setup": "true"}, "needs setup of a sample"),
         ("filled", {"files": {"a": "b"}}, "needs files of a sample"),
         ("odd", {}, "cannot be written as JSON"),
