@@ -81,9 +81,15 @@ class LoadsWeights(Protocol):
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], /) -> object: ...
 
 
-def outermost_modules(names: Iterable[str]) -> list[str]:
-    """Return the distinct names without modules inside another one of them. The model itself has the name ""."""
+def outermost_modules(names: Iterable[str], held: Iterable[str] = ()) -> list[str]:
+    """Return the distinct names without modules inside another one of them. The model itself has the name "".
+
+    held: all modules with weights. A module inside one of the names must be one of the names too: an engine converts a
+    module together with the modules inside it, and must not convert weights that the update lacks a second time.
+    """
     chosen = dict.fromkeys(names)
+    lacking = sorted(name for name in set(held) - chosen.keys() if any(outer in chosen for outer in _containing(name)))
+    assert not lacking, f"the update lacks {lacking[0]}, but contains a module around it: send both with every update"
     return [name for name in chosen if not any(outer in chosen for outer in _containing(name))]
 
 

@@ -82,7 +82,8 @@ class ParameterLoader(SliceLoader):
         module includes the modules inside it."""
         if self._whole:
             return [self._model]
-        return [self._modules[name] for name in outermost_modules(each.module for each in self._missing)]
+        held = (each.module for kept in self._kept.values() for each in kept)
+        return [self._modules[name] for name in outermost_modules((each.module for each in self._missing), held)]
 
     @torch.no_grad()
     def _clear_padding(self, kept: Sequence[KeptSlice]) -> None:

@@ -120,3 +120,9 @@ def test_kept_boxes_other_pieces_stay_separate(pieces: list[tuple[tuple[int, int
 )
 def test_outermost_modules_contain_every_module_once(names: list[str], outermost: list[str]) -> None:
     assert outermost_modules(names) == outermost
+
+
+def test_outermost_modules_reject_a_frozen_module_inside_a_trained_one() -> None:
+    assert outermost_modules(["a", "a.b"], ["a", "a.b", "c"]) == ["a"]
+    with pytest.raises(AssertionError, match=r"^the update lacks a\.b\.c, but contains a module around it"):
+        outermost_modules(["a", "a.b"], ["a", "a.b", "a.b.c", "c"])
