@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 import yaml
 
 from tests.distributed.policy_batch import reference_model
-from tests.e2e.runs import ONE_RANK, metrics, train
+from tests.e2e.runs import metrics, train
 
 pytestmark = pytest.mark.slow
 
@@ -73,11 +74,18 @@ def cross_entropy(model_path: Path, file: Path) -> dict[str, tuple[float, int]]:
     return found
 
 
-def test_sft_run_validation_loss_equals_cross_entropy(conversations: Path, tmp_path: Path) -> None:
-    exported = tmp_path / "exported"
-    output = train(conversations, tmp_path / "run", f"trainer.export_hf={exported}")
+@pytest.fixture(scope="module")
+def whole(conversations: Path) -> Path:
+    """Run directory of all steps. Beside it: `exported` with its final weights."""
+    directory = conversations.parent
+    output = train(conversations, directory / "run", f"trainer.export_hf={directory / 'exported'}")
     assert "engine" not in output
-    rows = metrics(tmp_path / "run")
+    return directory / "run"
+
+
+def test_sft_run_validation_loss_equals_cross_entropy(conversations: Path, whole: Path) -> None:
+    exported = whole.parent / "exported"
+    rows = metrics(whole)
     assert rows[STEPS]["val/loss"] < 0.8 * rows[0]["val/loss"]
     for model, step in ((conversations.parent / "model", 0), (exported, STEPS)):
         sums = cross_entropy(model, conversations.parent / "val.jsonl")
@@ -88,10 +96,13 @@ def test_sft_run_validation_loss_equals_cross_entropy(conversations: Path, tmp_p
             assert rows[step][f"val/loss/{name}"] == pytest.approx(part / tokens, rel=1e-5)
 
 
-def test_sft_run_resumes_to_the_same_loss(conversations: Path, tmp_path: Path) -> None:
-    train(conversations, tmp_path / "run", *ONE_RANK)
-    train(conversations, tmp_path / "parts", *ONE_RANK, "trainer.steps=3")
-    train(conversations, tmp_path / "parts", *ONE_RANK)
-    whole, parts = (metrics(tmp_path / name) for name in ("run", "parts"))
-    assert parts[STEPS]["val/loss"] == whole[STEPS]["val/loss"]
-    assert parts[STEPS]["actor/loss"] == whole[STEPS]["actor/loss"]
+def test_sft_run_resumes_to_the_same_loss(conversations: Path, whole: Path, tmp_path: Path) -> None:
+    """The resumed steps reach the next epoch: 40 conversations are 5 steps."""
+    parts = shutil.copytree(whole, tmp_path / "parts")
+    shutil.rmtree(parts / "checkpoints" / f"step_{STEPS}")
+    output = train(conversations, parts)
+    assert re.findall(r"step +(\d)/6", output)[-2:] == ["5", "6"]
+    assert "step 4/6" not in output
+    found, expected = metrics(parts)[STEPS], metrics(whole)[STEPS]
+    assert found["val/loss"] == expected["val/loss"]
+    assert found["actor/loss"] == expected["actor/loss"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def pairs(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_dpo_run_learns_held_out_pairs_and_resumes_exactly(pairs: Path, tmp_path: Path) -> None:
-    output = train(pairs, tmp_path / "whole", f"trainer.export_hf={tmp_path / 'whole_hf'}")
+    output = train(pairs, tmp_path / "whole", f"trainer.export_hf={tmp_path / 'whole_hf'}", "checkpoint.keep_last=3")
     assert "engine" not in output
     rows = metrics(tmp_path / "whole")
     # Policy and reference are equal: the rewards are 0, and the loss is log 2.
@@ -65,8 +66,10 @@ def test_dpo_run_learns_held_out_pairs_and_resumes_exactly(pairs: Path, tmp_path
     parts = [rows[STEPS][f"val/margin/{name}"] for name in ("a", "b")]
     assert min(parts) <= rows[STEPS]["val/margin"] <= max(parts)
     assert not any(name.startswith(("rollout/", "reward/", "weights/")) for name in rows[STEPS])
-    # Two ranks, then a stop after step 2: one rank continues from the checkpoint.
-    train(pairs, tmp_path / "parts", "trainer.steps=2")
+    # Two ranks for steps 1 and 2; one rank continues from the checkpoint.
+    parts_dir = shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    for step in (4, STEPS):
+        shutil.rmtree(parts_dir / "checkpoints" / f"step_{step}")
     train(pairs, tmp_path / "parts", f"trainer.export_hf={tmp_path / 'parts_hf'}", *ONE_RANK)
     resumed = metrics(tmp_path / "parts")
     assert resumed[STEPS]["val/loss"] == pytest.approx(rows[STEPS]["val/loss"], rel=1e-3)
