@@ -47,9 +47,12 @@ def _differences(ours: dict[str, object], theirs: dict[str, object]) -> list[str
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=on_demand_unless(kind not in ON_DEMAND)) for kind in KINDS])
 def test_family_every_setting_matches_transformers_or_is_rejected(kind, caplog):
     caplog.set_level(logging.CRITICAL)
-    problems, accepted = [], 0
+    problems, accepted, tested = [], 0, set()
     for change in changes(kind):
         fields = grid_fields(kind, change)
+        if repr(fields) in tested:  # such as a removed field that this model does not have
+            continue
+        tested.add(repr(fields))
         try:
             ours = facts_of_ours(fields)
         except ConversionError as error:

@@ -39,8 +39,9 @@ MODELS = {
     "slime_grpo.sh": MOE,
     "slime_async_ppo.sh": DENSE,
 }
-ON_DEMAND = ("dapo_30b_megatron.sh", "one_step_off.sh")
-"""Scripts whose plans take seconds: other scripts have Megatron's layouts of experts, and asynchronous steps."""
+ON_DEMAND = ("dapo_30b_megatron.sh", "one_step_off.sh", "deepseek_671b.sh")
+"""Scripts whose plans take seconds: other scripts have Megatron's layouts of experts, and asynchronous steps.
+tests/distributed/test_plan.py plans DeepSeek-V3."""
 
 
 def test_plan_of_supervised_import_has_no_engines(tmp_path: Path) -> None:
