@@ -111,6 +111,7 @@ def test_records_contain_the_pictures_of_each_prompt(images_run: tuple[Path, Pat
     assert all(image.startswith("data:image/") for images in shown for image in images)
 
 
+@pytest.mark.on_demand  # tests/unit/rollout/episodes/test_tool_images.py; engines: tests/contract/test_vision_engine.py
 def test_tool_pictures_follow_the_pictures_of_prompts(task: Path, tmp_path: Path) -> None:
     config, model = image_task(task, tmp_path, "qwen3_vl")
     (model / "chat_template.jinja").write_text(TEMPLATE)
