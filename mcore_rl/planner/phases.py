@@ -10,6 +10,8 @@
 | update | all state, activations | asleep | state that is not offloaded |
 | sync | weights, state that is not offloaded | as asleep, weights | state that is not offloaded |
 
+A teacher on engines or ranks of its own works before the trainer ranks load their weights.
+
 With `actor.offload.*`, parameters and optimizer state move to host memory. Gradients are dropped. With
 actor.optimizer.cpu_offload the optimizer state is in host memory all the time. On CPU, ranks and engines are separate
 processes: they share no memory and nothing sleeps.

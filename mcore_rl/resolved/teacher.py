@@ -31,7 +31,10 @@ def resolved_teacher(teacher: TeacherConfig, entry: TeacherSourceConfig, policy:
     try:
         spec = ResolvedModel.policy(role, policy.layout.world_size)
     except ConfigError as error:
-        raise ConfigError(f"{given} does not fit the layout of the actor, in which it runs: {error}") from error
+        raise ConfigError(
+            f"{given} does not fit the layout of the actor, in which it runs: {error}; or set teacher.num_ranks and "
+            "teacher.parallel for a layout of its own"
+        ) from error
     if sizes.transformer.get("num_moe_experts") and spec.layout.etp != policy.layout.etp:
         raise ConfigError(
             f"{given} has experts that are divided over {spec.layout.etp} ranks, and the actor's ranks form groups of "

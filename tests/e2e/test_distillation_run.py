@@ -4,11 +4,13 @@ learns from its own average after hints."""
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ALPHABET, ONE_RANK, metrics, train
+from tests.e2e.runs import ALPHABET, ONE_RANK, TrainProcess, metrics, train
+from tests.e2e.test_failures import assert_died
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -71,3 +73,19 @@ def test_policy_learns_from_its_own_average_after_hints(task: Path) -> None:
     # The average is the policy in the first step: only the hint differs.
     assert rows[1]["distillation/kl_loss"] > 1e-3
     assert any("average.0." in path.read_text() for path in run.glob("checkpoints/step_2/*.json"))
+
+
+@pytest.mark.on_demand
+def test_teacher_ranks_distil_resume_and_end_the_run_if_one_dies(task: Path, other: Path) -> None:
+    """The teacher has tensor-parallel ranks of its own, and the policy expert-parallel ones."""
+    run = task.parent / "ranks"
+    keys = (*KEYS, f"teacher.hf_path={other}", "teacher.top_k=4", "rollout.temperature=0.9", "checkpoint.every_steps=1")
+    ranks = ("teacher.num_ranks=2", "teacher.parallel.tp=2", "teacher.tokens_per_microbatch=256")
+    train(task, run, *keys, *ranks, "trainer.steps=2")
+    assert metrics(run)[1]["distillation/kl_loss"] > 0.01
+    with TrainProcess(task, run, (*keys, *ranks, "trainer.steps=99")) as resumed:
+        resumed.wait_until(lambda: max(metrics(run)) >= 3)
+        resumed.kill_one("ray::TeacherRankProcess")
+        assert_died(resumed, "teacher rank", time.monotonic())
+    rows = metrics(run)
+    assert rows[3]["distillation/kl_loss"] < rows[1]["distillation/kl_loss"]

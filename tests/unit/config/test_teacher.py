@@ -17,6 +17,7 @@ NONE = "reward.function=none"
 AVERAGE = ["teacher.moving_average=0.9", "teacher.in_advantage=1"]
 SERVED = ["teacher.url=http://a/v1", "teacher.in_advantage=1", "rollout.temperature=1"]
 ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
+RANKS = [*ON, "teacher.num_ranks=2"]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,45 @@ ENGINES = [*ON, "teacher.num_engines=1", "rollout.temperature=1"]
             [*AVERAGE, "teacher.num_engines=1", "rollout.temperature=1"],
             r"^teacher\.num_engines=1: the average of teacher\.moving_average=0\.9 is on the actor's ranks; set .*=0",
         ),
+        *(
+            ([*ON, f"teacher.{key}={value}"], rf"^teacher\.{key}={value} has no effect; set teacher\.num_ranks above 0")
+            for key, value in (
+                ("parallel.tp", 2),
+                ("tokens_per_microbatch", 9),
+                ("moe.dispatcher", "allgather"),
+                ("strategy", "fsdp2"),
+                ("fp8", "blockwise"),
+            )
+        ),
+        ([*ON, "teacher.dtype=float32"], r"^teacher\.dtype=float32 has no effect; set .*num_engines .*num_ranks"),
+        (
+            [*RANKS, "teacher.num_engines=1"],
+            r"^teacher\.num_ranks=2 has no effect with teacher\.num_engines=1: .*set one of the two to 0",
+        ),
+        (
+            [*SERVED, "teacher.num_ranks=2"],
+            r"^teacher\.num_ranks=2 has no effect with teacher\.url=http://a/v1, .*set it to 0",
+        ),
+        (
+            [*AVERAGE, "teacher.num_ranks=2"],
+            r"^teacher\.num_ranks=2: the average of teacher\.moving_average=0\.9 is on the actor's ranks.*num_ranks=0",
+        ),
+        (
+            [*RANKS, "teacher.in_loss=1"],
+            r"^teacher\.in_loss=1 over the whole vocabulary .* which ranks of its own \(teacher\.num_ranks=2\) do not",
+        ),
+        ([*RANKS, "teacher.tp=2"], r"^teacher\.tp=2 has no effect; set teacher\.num_engines above 0"),
+        ([*RANKS, "teacher.max_concurrent_requests=2"], r"^teacher\.max_concurrent_requests=2 has no effect; set"),
+        ([*RANKS, "teacher.parallel.tp=3"], r"^teacher\.parallel\.tp=3 .* does not divide .*teacher\.num_ranks"),
+        (
+            [*ON, "teacher.num_ranks=99"],
+            r"^teacher\.num_ranks=99, but cluster\.nodes x cluster\.gpus_per_node offers \d+; lower it",
+        ),
+        ([*RANKS, "teacher.tokens_per_microbatch=9"], r"^teacher\.tokens_per_microbatch=9 must be at least rollout\."),
+        (
+            [*RANKS, "data.hint_key=answer", "data.max_hinted_tokens=1000000"],
+            r"^teacher\.tokens_per_microbatch=4096 is below the 1\d+ tokens of a prompt with its hint",
+        ),
         ([AVERAGE[1], "teacher.moving_average=1.5"], r"^teacher\.moving_average=1\.5 must be at most 1"),
         (
             ["data.hint_key=answer"],
@@ -184,6 +224,8 @@ def test_teacher_keys_that_contradict_are_rejected(base: str, overrides: list[st
         ["teacher.by_source=[{source: a, hf_path: /b}]", "teacher.hf_path=null"],
         [*ENGINES, "teacher.in_loss=1", "teacher.top_k=4", "teacher.tp=2", "teacher.max_concurrent_requests=2"],
         [*SERVED, "teacher.hf_path=null", "teacher.in_loss=1", "teacher.top_k=4", "teacher.api=sglang"],
+        [*RANKS, "teacher.in_loss=1", "teacher.top_k=4", "teacher.parallel.tp=2", "teacher.dtype=float32"],
+        [*RANKS, "teacher.hf_path=null", "teacher.checkpoint=/step_1", "rollout.temperature=0.7"],
         ["teacher.hf_path=null", "teacher.moving_average=0", "teacher.in_loss=1", "data.hint_key=extra_info.solution"],
         ["teacher.by_source=[{source: a, moving_average: 1}]", "data.hint_key=answer", "data.max_hinted_tokens=600"],
     ],

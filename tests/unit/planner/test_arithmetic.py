@@ -198,6 +198,7 @@ def test_flop_and_seconds_of_a_teacher(deepseek: Config) -> None:
     assert of(num_engines=4, tp=8) == pytest.approx((engines, engines / (32 * 0.25e15)))
     two = [TeacherSourceConfig("a", deepseek.model.hf_path)]
     assert of(num_engines=4, tp=8, by_source=two) == pytest.approx((engines, engines / (64 * 0.25e15)))
+    assert of(num_ranks=64) == pytest.approx((one_pass, one_pass / (64 * 0.5e15)))
     assert of(hf_path=None, url="http://a/v1") == (0.0, 0.0)
     assert of(hf_path=None, moving_average=0.9)[0] == pytest.approx(one_pass)
     # Prompts with hints twice as long as the policy's: at least the weights' part of the pass grows.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.config.models import ActorConfig, OffloadConfig
+from mcore_rl.config.models import ActorConfig, OffloadConfig, TeacherConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import StageActivations
 from mcore_rl.planner.colocated import ColocatedModels, ColocatedRank, ColocatedRanks, _averaged, _take_turns
@@ -85,10 +85,11 @@ def test_a_teacher_works_beside_the_weights_of_the_policy(offloaded: bool) -> No
     assert list(found.by_name) == ["generate", "logp", "teacher", "critic", "update", "sync"]
 
 
+@pytest.mark.parametrize("place", ["teacher_engine", "teacher_rank"])
 @pytest.mark.parametrize("offloaded", [False, True])
-def test_a_teacher_engine_works_before_the_policy_is_loaded(offloaded: bool) -> None:
-    engine = ColocatedRank(resident=5, working=800, host_bytes=60)
-    found = phases(ColocatedModels(CRITIC, teacher_engine=engine), offloaded=offloaded)
+def test_a_teacher_elsewhere_works_before_the_policy_is_loaded(offloaded: bool, place: str) -> None:
+    teacher = ColocatedRank(resident=5, working=800, host_bytes=60)
+    found = phases(replace(ColocatedModels(CRITIC), **{place: teacher}), offloaded=offloaded)
     assert found.by_name["teacher"] == (0 if offloaded else 180) + ASLEEP_BYTES + 800 + 7
     assert found.by_name["update"] == phases(ColocatedModels(CRITIC), offloaded=offloaded).by_name["update"] + 5
 
@@ -143,6 +144,11 @@ def test_what_to_set_names_the_role() -> None:
     assert "critic.offload.params=true" in _remedy(config, layout, "generate", found)
     assert "critic.offload" not in _remedy(config, layout, "generate", phases(ColocatedModels()))
     assert "reward_model.parallel" in _remedy(config, layout, "score", found)
+    config.teacher = TeacherConfig(hf_path="a", num_ranks=2, offload=False)
+    remedy = _remedy(config, layout, "teacher", found)
+    assert "teacher.offload=true" in remedy
+    assert "teacher.parallel.ep, pp or tp with more teacher.num_ranks" in remedy
+    assert "actor.parallel" not in remedy
     # fsdp2 rejects all axes, and sharded parameters reject offloaded gradients.
     config.actor.strategy = config.critic.strategy = config.reward_model.strategy = "fsdp2"
     for phase in ("critic", "score", "update"):

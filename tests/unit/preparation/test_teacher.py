@@ -130,6 +130,25 @@ def test_resolved_teacher_with_more_padding_rows_passes_without_kl(tmp_path: Pat
     assert resolved_teacher(config.teacher, config.teacher.entries[0], policy_of(config)).arguments.vocab_size == 640
 
 
+def test_teacher_on_own_ranks_has_its_own_layout(tmp_path: Path) -> None:
+    """The actor's layout could not divide this teacher: 3 layers in 2 stages, 3 heads on 2 ranks."""
+    config = run_of(tmp_path, "qwen3", "qwen3", 4, {}, pp=2, tp=2)
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96}
+    config.teacher.hf_path = str(write_tiny_model(tmp_path / "other", "qwen3", **sizes))
+    config.teacher.num_ranks, config.teacher.parallel = 3, ParallelConfig(tp=3)
+    (layout,) = check_teacher(config, policy_of(config), estimator("grpo"))
+    assert (layout.world_size, layout.tp, layout.pp, layout.dp) == (3, 3, 1, 1)
+    config.teacher.parallel = ParallelConfig(pp=2)
+    config.teacher.num_ranks = 2
+    with pytest.raises(ConfigError, match=r"teacher\.parallel") as raised:
+        check_teacher(config, policy_of(config), estimator("grpo"))
+    assert "actor." not in str(raised.value)
+    config.teacher.parallel, config.teacher.hf_path = ParallelConfig(), str(tmp_path / "teacher")
+    config.teacher.in_loss, config.teacher.top_k = 1.0, 9999
+    with pytest.raises(ConfigError, match=r"^teacher\.top_k=9999 must be below"):
+        check_teacher(config, policy_of(config), estimator("grpo"))
+
+
 def test_check_teacher_alone_with_critic_is_rejected(tmp_path: Path) -> None:
     config = run_of(tmp_path, "qwen3", "qwen3", 1, {})
     config.teacher.alone, config.algorithm.advantage = True, "gae"

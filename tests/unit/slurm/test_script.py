@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli import main
+from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.placement import Guests, place
+from mcore_rl.resolved.placement import Guests, place, teacher_ranks
 from mcore_rl.slurm.checks import looks_secret, seconds
 from mcore_rl.slurm.script import render_job
 
@@ -68,6 +69,13 @@ def test_render_job_offers_ray_a_cpu_for_every_process(tmp_path: Path) -> None:
     assert placement.bundle["CPU"] == 40
     node = printed(render_job(made, ["c.yaml"]), '"${node[@]}"', tmp_path)
     assert int(node[node.index("--cpus") + 1]) == 41
+    # Two teachers with 12 ranks each: 8 of both are on the first node.
+    made.teacher = TeacherConfig(hf_path="a", by_source=[TeacherSourceConfig("b", hf_path="b")], num_ranks=12)
+    roles.append(teacher_ranks(made.teacher))
+    placement = place(made.cluster, made.rollout, 16, on_gpus=True, num_engines=16, guests=roles)
+    assert placement.bundle["CPU"] == 56
+    node = printed(render_job(made, ["c.yaml"]), '"${node[@]}"', tmp_path)
+    assert int(node[node.index("--cpus") + 1]) == 57
 
 
 def test_render_job_quotes_every_word(tmp_path: Path) -> None:
