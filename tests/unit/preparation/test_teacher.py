@@ -133,6 +133,7 @@ def test_resolved_teacher_with_more_padding_rows_passes_without_kl(tmp_path: Pat
 def test_teacher_on_own_ranks_has_its_own_layout(tmp_path: Path) -> None:
     """The actor's layout could not divide this teacher: 3 layers in 2 stages, 3 heads on 2 ranks."""
     config = run_of(tmp_path, "qwen3", "qwen3", 4, {}, pp=2, tp=2)
+    config.rollout = RolloutConfig(max_prompt_tokens=32, max_response_tokens=32)
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96}
     config.teacher.hf_path = str(write_tiny_model(tmp_path / "other", "qwen3", **sizes))
     config.teacher.num_ranks, config.teacher.parallel = 3, ParallelConfig(tp=3)
