@@ -18,9 +18,9 @@ from mcore_rl.rollout.episodes.builtin import ToolEpisode
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch, SingleTurnPlayer
 from mcore_rl.rollout.episodes.trace import MAX_TRACED
-from mcore_rl.rollout.journal import TokenJournal, read_journal
+from mcore_rl.rollout.journal import JournaledResponse, TokenJournal, read_journal
 from mcore_rl.rollout.tools.interface import ToolResult
-from mcore_rl.types import NOT_SAMPLED, SamplingOptions
+from mcore_rl.types import NOT_SAMPLED, Completion, Delta, SamplingOptions
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.conftest import FakeTools, SetUp, Stage
 from tests.unit.rollout.episodes.scripted import asks_until_it_has_seen, call, echo
@@ -30,6 +30,28 @@ END = made.CLOSE
 
 async def one_turn(session: Session, prompt: EpisodePrompt) -> None:
     await session.generate(prompt.token_ids)
+
+
+def test_a_watch_gets_the_tokens_of_a_lost_engine_and_the_new_ones(stage: SetUp) -> None:
+    found, whole = list[tuple[int, list[int]]](), list[int]()
+
+    async def episode(session: Session, prompt: EpisodePrompt) -> float:
+        def report(position: int, delta: Delta) -> None:
+            found.append((position, delta.token_ids))
+
+        sampled = await session.generate(prompt.token_ids, watch=lambda request: report)
+        whole[:] = sampled.token_ids
+        while sum(len(ids) for _, ids in found) < len(whole):  # reports may follow the completion
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    set_up = stage(lambda text: f"hello{END}", episode)
+    ids = np.array(set_up.tokenizer("he", add_special_tokens=False)["input_ids"], np.int32)
+    partial = Completion("train.0.0", ids, -ids.astype(np.float32), "abort", np.zeros(len(ids), np.int32))
+    set_up.play(drawn={"train.0.0": JournaledResponse(5, partial, None)})
+    assert found[0] == (0, ids.tolist())
+    assert [token for _, part in found for token in part] == whole
+    assert all(whole[position : position + len(part)] == part for position, part in found)
 
 
 def one_turn_with(sampling: Any) -> Callable[..., Any]:

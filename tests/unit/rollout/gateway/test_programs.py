@@ -111,6 +111,22 @@ def loops_with_a_tool(row: dict[str, Any], base_url: str, api_key: str) -> dict[
     return {"score": 0.5, "said": last.content}
 
 
+def streams_two_turns(row: dict[str, Any], base_url: str, api_key: str, *, stream: bool) -> dict[str, object]:
+    """Hold a conversation with events, or with whole replies."""
+    client = openai.OpenAI(base_url=f"{base_url}/v1", api_key=api_key, max_retries=0)
+    messages: list[Any] = list(row["messages"])
+    for _ in range(2):
+        if stream:
+            with client.chat.completions.stream(model="any", messages=messages) as events:
+                for _event in events:
+                    pass
+                reply = events.get_final_completion()
+        else:
+            reply = client.chat.completions.create(model="any", messages=messages)  # type: ignore[assignment]
+        messages += [{"role": "assistant", "content": reply.choices[0].message.content}, *row["messages"]]
+    return {"rewards": {reply.id: 2.0}}
+
+
 def fails(row: dict[str, Any], base_url: str, api_key: str) -> None:
     raise ValueError("no such thing")
 
@@ -163,6 +179,19 @@ def test_a_program_with_openais_client_is_trained(play: Callable[..., tuple[Stag
     assert outcome.extra["harness"] == {"said": "done"}
     assert outcome.turns == 2
     assert [message["role"] for message in outcome.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_streamed_replies_are_trained_like_whole_ones(play: Callable[..., tuple[Stage, EpisodeOutcome]]) -> None:
+    found = []
+    for stream in (False, True):
+        harness = FunctionHarness(f"{HERE}:streams_two_turns", {"stream": stream})
+        _, outcome = play(lambda text: f"<think>hm</think>reply 😀 {text.count('user')}{END}", harness)
+        assert outcome.error is None
+        (trajectory,) = outcome.trajectories
+        tokens = [getattr(trajectory, name).tolist() for name in ("prompt_ids", "token_ids", "logp", "trained")]
+        found.append((tokens, outcome.turn_rewards, outcome.messages))
+    assert found[0] == found[1]
+    assert found[0][1] == 2.0
 
 
 def test_requests_without_a_session_are_served(stage: SetUp, server: GatewayServer) -> None:

@@ -1,0 +1,194 @@
+"""Texts of replies between engine and client: lost engines, repeated requests and slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.rollout.gateway import wire
+from mcore_rl.rollout.gateway.answering import Answering
+from mcore_rl.rollout.gateway.dialects import completions
+from mcore_rl.rollout.gateway.exchange import ChatReply, Choice, RefusedError
+from mcore_rl.rollout.gateway.progress import ReplyProgress, ReplyStart, TextDelta, Watch
+from tests.unit.rollout.gateway.test_hub import ROW, Site, request, with_site
+
+START = ReplyStart("r1", 1, 0)
+
+
+def texts(progress: ReplyProgress) -> list[str]:
+    return [delta.text for delta in progress.deltas]
+
+
+def at(start: int, text: str, first_token: int = 0, tokens: Sequence[tuple[str, float]] = ()) -> TextDelta:
+    return TextDelta(0, "content", start, text, first_token, tokens)
+
+
+def test_a_repeated_reply_adds_only_new_text_and_tokens() -> None:
+    progress = ReplyProgress()
+    tokens = [(text, -1.0) for text in ("Go", "od", " day")]
+    assert progress.add(START, [at(0, "Good", 0, tokens[:2])])
+    assert progress.add(replace(START, created=9), [at(0, "Go", 0, tokens[:1]), at(2, "od d", 1, tokens[1:])])
+    assert progress.add(START, [at(6, "ay", 3)])
+    assert texts(progress) == ["Good", " d", "ay"]
+    assert [token for delta in progress.deltas for token in delta.tokens] == tokens
+    assert progress.start == START
+
+
+@pytest.mark.parametrize(
+    ("start", "delta"),
+    [
+        (START, at(2, "x")),
+        (START, at(0, "Goodx y")),
+        (START, at(9, "x")),
+        (replace(START, id="r2"), at(4, "x")),
+    ],
+)
+def test_another_reply_is_not_added(start: ReplyStart, delta: TextDelta) -> None:
+    progress = ReplyProgress()
+    assert progress.add(START, [at(0, "Good d")])
+    assert not progress.add(start, [delta])
+    assert texts(progress) == ["Good d"]
+
+
+@pytest.mark.parametrize("again", ["Good", "Bad"])
+def test_a_stream_continues_on_another_engine_or_ends(tmp_path: Path, again: str) -> None:
+    """The engine that repeats the request begins with the text that its client has, or the session ends."""
+
+    async def test(site: Site) -> None:
+        engine, found = await site.engine(), list[ReplyProgress]()
+        engine.send(wire.OPEN, "a", ROW)
+        await site.taken()
+        asked = asyncio.create_task(site.hub.answer("a", replace(request("one"), stream=True), watch=found.append))
+        key = (await engine.next())[1]
+        engine.send(wire.PROGRESS, [(key, START, [at(0, "Goo")]), (99, START, [at(0, "late")])])
+        await engine.lose()
+        other = await site.engine()
+        other.send(wire.OPEN, "a", ROW)
+        key = (await other.next())[1]
+        other.send(wire.PROGRESS, [(key, START, [at(0, again)])])
+        if again == "Bad":
+            with pytest.raises(RefusedError, match="has ended"):
+                await asked
+            assert "journal" in (await other.next())[2].error
+            return
+        other.reply(key, "r1")
+        assert (await asked).id == "r1"
+        assert texts(found[0]) == ["Goo", "d"]
+
+    with_site(test, tmp_path)
+
+
+def test_a_retry_gets_the_text_of_its_first_attempt(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        engine, found = await site.engine(), list[ReplyProgress]()
+        engine.send(wire.OPEN, "a", ROW)
+        await site.taken()
+        streamed = replace(request("one"), stream=True)
+        first = asyncio.create_task(site.hub.answer("a", streamed, watch=found.append))
+        key = (await engine.next())[1]
+        engine.send(wire.PROGRESS, [(key, START, [at(0, "Goo")])])
+        await asyncio.sleep(0.05)
+        retried = asyncio.create_task(site.hub.answer("a", streamed, retried=True, watch=found.append))
+        await asyncio.sleep(0)
+        first.cancel()
+        engine.send(wire.PROGRESS, [(key, START, [at(3, "d")])])
+        engine.reply(key, "r1")
+        assert (await retried).id == "r1"
+        assert texts(found[1]) == ["Goo", "d"]
+
+    with_site(test, tmp_path)
+
+
+class Connection:
+    """Connection whose client reads when `reads` is set."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.reads = asyncio.Event()
+        self.left = asyncio.Event()
+
+    async def receive(self) -> Any:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message.get("body", b""))
+        await self.reads.wait()
+
+
+def sampled(text: str) -> ChatReply:
+    return ChatReply("r1", [Choice(text, "", (), "stop", [], [], [])], 1, 0)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_slow_reader_gets_few_large_events(leaves: bool) -> None:
+    """Sampling does not wait for it."""
+
+    async def test() -> None:
+        connection, ended, missed = Connection(), list[str](), list[ChatReply]()
+
+        async def answer(watch: Watch) -> ChatReply:
+            progress = ReplyProgress()
+            watch(progress)
+            for number in range(1000):
+                assert progress.add(START, [at(number, "z")])
+                await asyncio.sleep(0)
+            ended.append("sampled")
+            return sampled("z" * 1000)
+
+        async def miss(reply: ChatReply) -> None:
+            missed.append(reply)
+
+        call = completions.read({"prompt": "q", "stream": True}, "tiny", lambda _: None)
+        response = asyncio.create_task(
+            Answering(completions.DIALECT, call, answer, miss)({}, connection.receive, connection.send)
+        )
+        while not ended:
+            await asyncio.sleep(0)
+        assert len(connection.sent) == 1, "the client has not read the beginning"
+        if leaves:
+            connection.left.set()
+            await asyncio.sleep(0)
+        connection.reads.set()
+        await response
+        assert [reply.id for reply in missed] == (["r1"] if leaves else [])
+        assert leaves or b"".join(connection.sent).count(b"z") == 1000
+        assert len(connection.sent) < 8
+
+    asyncio.run(test())
+
+
+def test_a_client_that_leaves_amid_its_stream_cancels_the_request() -> None:
+    async def test() -> None:
+        connection, cancelled = Connection(), list[bool]()
+        connection.reads.set()
+
+        async def answer(watch: Watch) -> ChatReply:
+            progress = ReplyProgress()
+            watch(progress)
+            assert progress.add(START, [at(0, "x")])
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cancelled.append(True)
+            return sampled("x")
+
+        async def miss(reply: ChatReply) -> None:
+            raise AssertionError("the reply is not complete")
+
+        call = completions.read({"prompt": "q", "stream": True}, "tiny", lambda _: None)
+        response = asyncio.create_task(
+            Answering(completions.DIALECT, call, answer, miss)({}, connection.receive, connection.send)
+        )
+        while b"x" not in b"".join(connection.sent):
+            await asyncio.sleep(0)
+        connection.left.set()
+        await response
+        assert cancelled == [True]
+
+    asyncio.run(test())
