@@ -190,9 +190,9 @@ def load_policy(run: TrainingRun, step: int | None = None) -> None:
         state, files = run.checkpoints.read(path)
         if state.get("objective") == REWARD_MODEL:
             raise CheckpointError(f"{path} has a reward model, which generates no text; name another run")
-        for directory in (CRITIC, GROUPS):
-            files = split_files(files, directory)[0]
-        run.actor.load(str(path), files)
+        own, _ = split_files(files, CRITIC)
+        own, _ = split_files(own, GROUPS)
+        run.actor.load(str(path), own)
     except DamagedCheckpointError as error:
         raise run.checkpoints.with_remedy(error, step) from None
     run.state = RunState(step=state["step"], version=state["version"])

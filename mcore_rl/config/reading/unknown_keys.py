@@ -156,7 +156,8 @@ def _unknown(
     """Yield the keys of a tree that `node`, a dataclass or None, does not have."""
     hints = {} if node is None else field_types(node)
     for name, value in tree.items():
-        key, section = f"{prefix}{name}", hints[name] if is_dataclass(hints.get(name)) else None
+        hint = hints.get(name)
+        key, section = f"{prefix}{name}", hint if isinstance(hint, type) and is_dataclass(hint) else None
         if section is not None and not isinstance(value, dict):
             example = f"{key}.{fields(section)[0].name}"
             raise ConfigError(f"{place(key)}: {key} is a section; set the keys in it, such as {example}")
@@ -169,7 +170,7 @@ def _unknown(
 def _sections(node: type[DataclassInstance], prefix: str) -> Iterator[tuple[str, type[DataclassInstance]]]:
     """Yield name and dataclass of each section; subsections follow their section."""
     for name, hint in field_types(node).items():
-        if is_dataclass(hint):
+        if isinstance(hint, type) and is_dataclass(hint):
             yield f"{prefix}{name}", hint
             yield from _sections(hint, f"{prefix}{name}.")
 
