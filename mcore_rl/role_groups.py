@@ -28,7 +28,7 @@ def roles_of(config: Config, prepared: Prepared) -> list[Role]:
     roles = [judge_role(config.judge)] if uses_judge(config.judge) else []
     roles += [*teacher_roles(config, prepared), *critic_roles(prepared)]
     if prepared.reward_model is not None:
-        roles.append(reward_model_role(rank_map(prepared.reward_model)))
+        roles.append(reward_model_role(rank_map(prepared.reward_model), config.model.dtype))
     return roles
 
 
