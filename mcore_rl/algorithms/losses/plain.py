@@ -38,6 +38,9 @@ class SFT:
 
     No options, needs only logp. The mean over tokens is the cross-entropy in nats.
 
+    With trainer.objective=rl it is a warm start from one prompt and one target per row. trainer.objective=sft, which
+    sets this loss, trains on conversations and has a validation loss (docs/supervised.md).
+
     Shapes: any one shape for logp, mask and the loss.
     """
 
