@@ -41,8 +41,9 @@ def test_a_watch_gets_the_tokens_of_a_lost_engine_and_the_new_ones(stage: SetUp)
 
         sampled = await session.generate(prompt.token_ids, watch=lambda request: report)
         whole[:] = sampled.token_ids
-        while sum(len(ids) for _, ids in found) < len(whole):  # reports may follow the completion
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):
+            while sum(len(ids) for _, ids in found) < len(whole):  # reports may follow the completion
+                await asyncio.sleep(0.01)
         return 1.0
 
     set_up = stage(lambda text: f"hello{END}", episode)

@@ -14,8 +14,12 @@ import pytest
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.gateway.episode import GatewayEpisode
 from mcore_rl.rollout.gateway.link import GatewayLink
+from mcore_rl.rollout.gateway.reply_stream import ChoiceStream
 from mcore_rl.rollout.gateway.server import GatewayServer
 from mcore_rl.rollout.gateway.serving import ServedRequests
+from mcore_rl.rollout.gateway.settled_text import SettledText
+from mcore_rl.rollout.tools.parsers import text_reader
+from mcore_rl.types import Delta
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.conftest import QUESTION, SetUp, Stage
 from tests.unit.rollout.episodes.scripted import END, Say, call
@@ -86,6 +90,10 @@ def chat(served: Served, **fields: Any) -> Iterator[str]:
         yield chunk.choices[0].delta.content or ""
 
 
+def chat_with_tools(served: Served) -> Iterator[str]:
+    return chat(served, tools=[made.LOOK])
+
+
 def completions(served: Served) -> Iterator[str]:
     for event in served.openai.completions.create(model="any", prompt="q", stream=True, max_tokens=99):
         yield event.choices[0].text
@@ -101,7 +109,7 @@ def messages(served: Served) -> Iterator[str]:
         yield from stream.text_stream
 
 
-@pytest.mark.parametrize("client", [chat, completions, responses, messages])
+@pytest.mark.parametrize("client", [chat, chat_with_tools, completions, responses, messages])
 def test_text_arrives_before_the_reply_is_complete(
     served: Callable[..., Any], client: Callable[[Served], Iterator[str]]
 ) -> None:
@@ -180,6 +188,18 @@ def test_a_client_that_leaves_amid_a_stream_aborts_it(served: Callable[..., Any]
         model._permits.release()
         model.go_on()
         assert eventually(lambda: bool(model.stage.engine.cancelled) or not model.stage.engine.num_running)
+
+
+def test_an_end_token_is_no_text_unless_another_follows() -> None:
+    """It may arrive before the complete reply, whose text does not have it."""
+    tokenizer = made.tokenizer(None)
+    hi, end = tokenizer.encode("hi", add_special_tokens=False), tokenizer.eos_token_id
+    reader = text_reader()
+    stream = ChoiceStream(0, SettledText(tokenizer.decode), reader, None, None, {end})
+    stream.add(0, Delta("r", [*hi, end], [0.0] * 3, 0))
+    assert [delta.text for delta in stream.take()] == ["hi"]
+    stream.add(1, Delta("r", [hi[1], end, hi[0]], [0.0] * 3, 0))  # the first two are known
+    assert [(delta.start, delta.text) for delta in stream.take()] == [(2, f"{END}h")]
 
 
 def test_a_users_parser_gets_the_whole_message(served: Callable[..., Any]) -> None:
