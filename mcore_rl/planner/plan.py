@@ -28,9 +28,14 @@ from mcore_rl.planner.stages import execution_of, planned_stages
 from mcore_rl.planner.state import RankState
 from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.times import StepSeconds, StepTimes
-from mcore_rl.planner.value_models import with_value_models
 from mcore_rl.planner.verdict import Verdict, compare_with_cluster
-from mcore_rl.planner.workload import batch_arithmetic, passes_before_updates, step_flops, teacher_flops
+from mcore_rl.planner.workload import (
+    batch_arithmetic,
+    passes_before_updates,
+    step_flops,
+    teacher_flops,
+    with_value_models,
+)
 from mcore_rl.resolved.adapters import bound_adapters
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import planned_machine

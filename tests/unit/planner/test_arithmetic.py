@@ -18,7 +18,6 @@ from mcore_rl.planner.engine import GIB, EngineRank, engine_rank, kv_bytes_per_t
 from mcore_rl.planner.layers.execution import Execution
 from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank
 from mcore_rl.planner.times import StepTimes
-from mcore_rl.planner.value_models import with_value_models
 from mcore_rl.planner.workload import (
     StepFlops,
     batch_arithmetic,
@@ -26,6 +25,7 @@ from mcore_rl.planner.workload import (
     passes_before_updates,
     step_flops,
     teacher_flops,
+    with_value_models,
 )
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import policy_config
