@@ -33,7 +33,7 @@ from tests.contract.test_vision_engine import FAMILIES_IN_VLLM
 from tests.contract.update_checks import check_close, check_greedy
 from tests.engine_fields import OTHER_VALUES
 from tests.exported import export_through
-from tests.selection import needs_package
+from tests.selection import needs_package, on_demand_unless
 from tests.tiny_models import GROUPS, LLAMA3, OSS, YARN, write_tiny_model
 
 GREEDY_GROUPS = {"n_group": 4, "topk_group": 2, "topk_method": "greedy", "n_routed_experts": 8}
@@ -188,9 +188,17 @@ def test_updates_of_release_in_mxfp4_are_exact(process: RemoteEngine, tmp_path: 
 
 
 def families_with_nets() -> list[ParameterSet]:
-    """Return all NET_CASES; those whose class in vLLM imports torchvision need this package."""
+    """Return all NET_CASES; those whose class in vLLM imports torchvision need this package. The dense model runs on
+    demand: qwen3_5_moe_text has the same layers with experts."""
     return [
-        pytest.param(family, marks=[NEEDS_TORCHVISION] if FAMILIES[family].vllm_imports else []) for family in NET_CASES
+        pytest.param(
+            family,
+            marks=[
+                *([NEEDS_TORCHVISION] if FAMILIES[family].vllm_imports else []),
+                *on_demand_unless(family != "qwen3_5_text"),
+            ],
+        )
+        for family in NET_CASES
     ]
 
 

@@ -41,6 +41,9 @@ FAMILIES_IN_VLLM = {
     "qwen3_5_moe": TrainLayout(2, ep=2),
 }
 """Families with a vision tower that run in vLLM, and the trainer layout that exports the engine's first weights."""
+COMBINATIONS = ("qwen3_vl_moe", "qwen3_5")
+"""Families whose towers and layers are tested in other families too: the tower of qwen3_vl with the experts of a text
+model, and the model of qwen3_5_moe without experts."""
 FAMILIES_IN_SGLANG = ("qwen3_vl", "qwen2_5_vl")
 pytestmark = needs_package("torchvision", "make setup")
 
@@ -122,7 +125,10 @@ def check_images(engine: RemoteEngine, model: Any, version: int) -> None:
 
 
 CASES = [
-    *(pytest.param("vllm", each, id=f"vllm-{each}") for each in FAMILIES_IN_VLLM),
+    *(
+        pytest.param("vllm", each, id=f"vllm-{each}", marks=on_demand_unless(each not in COMBINATIONS))
+        for each in FAMILIES_IN_VLLM
+    ),
     *(
         pytest.param("sglang", each, id=f"sglang-{each}", marks=[WITH_SGLANG, *on_demand_unless(each == "qwen3_vl")])
         for each in FAMILIES_IN_SGLANG
