@@ -112,8 +112,8 @@ def setting(
 
 
 @cache
-def field_types(section: type[DataclassInstance]) -> dict[str, object]:
-    """Return the types of a section's fields, resolved from annotations that the modules of the schema keep as text."""
+def field_types(section: object) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass. The modules of the schema keep annotations as text."""
     return get_type_hints(section)
 
 
@@ -132,7 +132,8 @@ class Leaf:
 
     @property
     def type(self) -> object:
-        return field_types(type(self.section))[self.name]
+        hint: object = field_types(type(self.section))[self.name]
+        return hint
 
     @property
     def may_be_null(self) -> bool:

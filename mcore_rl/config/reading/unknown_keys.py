@@ -5,14 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING
 
 from mcore_rl.config.fields import field_types, leaves
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 _NAMES = {
     # The model, its data, the run.
@@ -150,9 +146,7 @@ def reject_unknown(tree: Mapping[str, object], place: Callable[[str], str]) -> N
         raise ConfigError(f"{place(key)}: unknown key {key}; {hint}")
 
 
-def _unknown(
-    tree: Mapping[str, object], node: type[DataclassInstance] | None, prefix: str, place: Callable[[str], str]
-) -> Iterator[str]:
+def _unknown(tree: Mapping[str, object], node: object, prefix: str, place: Callable[[str], str]) -> Iterator[str]:
     """Yield the keys of a tree that `node`, a dataclass or None, does not have."""
     hints = {} if node is None else field_types(node)
     for name, value in tree.items():
@@ -167,7 +161,7 @@ def _unknown(
             yield key
 
 
-def _sections(node: type[DataclassInstance], prefix: str) -> Iterator[tuple[str, type[DataclassInstance]]]:
+def _sections(node: object, prefix: str) -> Iterator[tuple[str, object]]:
     """Yield name and dataclass of each section; subsections follow their section."""
     for name, hint in field_types(node).items():
         if isinstance(hint, type) and is_dataclass(hint):
