@@ -133,6 +133,10 @@ class Answering(Response):
                 await refusal(self._dialect, error)(scope, receive, send)
                 return
             await send_all([self._dialect.error_event(error).encoded()])
+            await send(_chunk(b"", last=True))
+            if answer.exception() is None:  # the reply differs from the text that was sent
+                await self._missed(answer.result())
+            return
         _check_connection(left)
         await send(_chunk(b"", last=True))
 

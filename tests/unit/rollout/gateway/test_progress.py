@@ -166,6 +166,30 @@ def test_a_slow_reader_gets_few_large_events(leaves: bool) -> None:
     asyncio.run(test())
 
 
+def test_a_reply_that_differs_from_its_stream_is_missed() -> None:
+    async def test() -> None:
+        connection, missed = Connection(), list[ChatReply]()
+        connection.reads.set()
+
+        async def answer(watch: Watch) -> ChatReply:
+            progress = ReplyProgress()
+            watch(progress)
+            assert progress.add(START, [at(0, "x")])
+            while b'"x"' not in b"".join(connection.sent):
+                await asyncio.sleep(0)
+            return sampled("other")
+
+        async def miss(reply: ChatReply) -> None:
+            missed.append(reply)
+
+        call = completions.read({"prompt": "q", "stream": True}, "tiny", lambda _: None)
+        await Answering(completions.DIALECT, call, answer, miss)({}, connection.receive, connection.send)
+        assert b"another text" in b"".join(connection.sent)
+        assert [reply.id for reply in missed] == ["r1"]
+
+    asyncio.run(test())
+
+
 def test_a_client_that_leaves_amid_its_stream_cancels_the_request() -> None:
     async def test() -> None:
         connection, cancelled = Connection(), list[bool]()
