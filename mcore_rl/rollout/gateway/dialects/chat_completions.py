@@ -26,7 +26,7 @@ FIELDS = FieldTable(
     ),
     refused={
         **requests.REFUSED_SAMPLING,
-        "response_format": Refused(({"type": "text"},), "formats other than text cannot be enforced"),
+        "response_format": Refused(({"type": "text"},), requests.NO_FORMATS),
         "modalities": Refused((["text"],), "only text can be sampled"),
         "functions": Refused(([],), "send `tools`"),
         "function_call": Refused(("auto", "none"), "send `tools` and `tool_choice`"),

@@ -21,7 +21,7 @@ FIELDS = FieldTable(
         **requests.REFUSED_SAMPLING,
         "echo": Refused((False,), "the prompt has no log-probabilities here"),
         "suffix": Refused(("",), "texts can be continued, not completed in the middle"),
-        "response_format": Refused(({"type": "text"},), "formats other than text cannot be enforced"),
+        "response_format": Refused(({"type": "text"},), requests.NO_FORMATS),
         "prompt_embeds": Refused(),
     },
 )

@@ -32,7 +32,7 @@ FIELDS = FieldTable(
         "context_management": Refused(({}, {"edits": []}), "shorten the messages yourself"),
         "compaction": Refused((), "shorten the messages yourself"),
         "thread": Refused((), "send all messages"),
-        "output_format": Refused((), "formats other than text cannot be enforced"),
+        "output_format": Refused((), requests.NO_FORMATS),
         "fallbacks": Refused(([],)),
     },
 )
@@ -167,7 +167,7 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> Message
     fields = Fields(body)
     output = fields.mapping("output_config")
     if output is not None and output.get("format") is not None:
-        raise RefusedError(400, "`output_config.format` is not supported here; leave it out")
+        raise RefusedError(400, f"`output_config.format` is not supported here; {requests.NO_FORMATS}")
     request = ChatRequest(
         messages=requests.messages_of(input_messages(fields), "messages"),
         tools=_tools(fields),

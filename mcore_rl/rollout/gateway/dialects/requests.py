@@ -17,6 +17,11 @@ from mcore_rl.types.chat import ChatMessage, ContentPart, ToolSchema
 from mcore_rl.types.json import JsonObject, JsonValue
 
 IMAGE = "image"
+NO_FORMATS = (
+    "formats other than text cannot be enforced, because the engines sample without grammars: leave it out, and "
+    "describe the format in a message"
+)
+"""Remedy in errors for JSON formats."""
 MAX_CHOICES = 128
 MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 2.0

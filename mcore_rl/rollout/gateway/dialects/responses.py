@@ -31,7 +31,7 @@ FIELDS = FieldTable(
     ),
     refused={
         **requests.REFUSED_SAMPLING,
-        "text": Refused((), "formats other than text cannot be enforced"),
+        "text": Refused((), requests.NO_FORMATS),
         "truncation": Refused(("disabled",), "set it to disabled: messages are never removed"),
         "background": Refused((False,), "a reply is sent on the connection of its request"),
         "conversation": Refused((), "send previous_response_id or the whole input"),

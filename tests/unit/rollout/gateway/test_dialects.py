@@ -72,6 +72,17 @@ def test_refused_fields_are_named_and_neutral_values_accepted(module: ModuleType
             read(module, **{name: value})
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+@pytest.mark.parametrize("module", [chat_completions, completions, responses])
+def test_formats_other_than_text_are_refused_with_the_reason(module: ModuleType, kind: str) -> None:
+    def fields(form: str) -> dict:
+        given = {"type": form}
+        return {"text": {"format": given}} if module is responses else {"response_format": given}
+
+    assert "sample without grammars" in refusal(module, **fields(kind))
+    assert read(module, **fields("text")).request == read(module).request
+
+
 @pytest.mark.parametrize("module", BODIES)
 def test_ignored_and_unknown_fields_change_nothing(module: ModuleType) -> None:
     fields = {name: {"deep": [1, "x"]} for name in (*module.FIELDS.ignored, "invented")}
