@@ -11,7 +11,6 @@ import contextlib
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 from mcore_rl.errors import PeerLostError, WorkerDiedError
 from mcore_rl.ports import Engine
+from mcore_rl.rollout.ended_requests import EndedRequests
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal
 from mcore_rl.rollout.streaming.paused_requests import PausedRequests
 from mcore_rl.rollout.watched_requests import Report, WatchedRequests
@@ -39,30 +39,6 @@ Choose = Callable[[Collection[str]], Collection[str]]
 
 
 def _ignore() -> None: ...
-
-
-class EndedRequests:
-    """Results for another thread, which is woken once for all requests that end in the same step. Each wake-up takes
-    the loop's thread up to 0.3 ms, because both threads then compete for the interpreter."""
-
-    def __init__(self) -> None:
-        self._results: deque[Completion | BaseException] = deque()
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._is_waking = False
-
-    def add(self, result: Completion | BaseException) -> None:
-        """Add a result; a Listener."""
-        self._results.append(result)
-        if not self._is_waking:
-            self._is_waking = True
-            self._wakes.put(None)
-
-    def take(self) -> Iterator[Completion | BaseException]:
-        """Wait for results, and yield those that have arrived, also in the meantime."""
-        self._wakes.get()
-        self._is_waking = False  # reset first, so that results added from now on wake this thread again
-        while self._results:
-            yield self._results.popleft()
 
 
 class EngineLoop:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import DataError, PeerLostError, WeightSyncError, WorkerDiedError
-from mcore_rl.rollout.loop import EndedRequests, EngineLoop
+from mcore_rl.rollout.ended_requests import EndedRequests
+from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
 from tests.unit.rollout.fake_engine import VOCABULARY, FakeEngine
 
