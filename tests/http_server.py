@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import uvicorn
 
-if TYPE_CHECKING:
-    from uvicorn._types import ASGIApplication
-
 
 @contextmanager
-def serving_application(app: ASGIApplication, lifespan: Literal["auto", "off"] = "auto") -> Iterator[str]:
+def serving_application(app: Callable[..., object], lifespan: Literal["auto", "off"] = "auto") -> Iterator[str]:
     """Serve an application in the block. Yields the server's address. lifespan: uvicorn's option."""
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan=lifespan)
     server = uvicorn.Server(config)

@@ -230,6 +230,7 @@ def test_flop_and_seconds_of_critic_and_reward_model(deepseek: Config) -> None:
     critic, scores = one_pass / (128 * 0.5e15) + 24 * one_pass / (128 * 0.25e15), one_pass / (512 * 0.5e15)
     assert (seconds.critic, seconds.reward_model) == pytest.approx((critic, scores), rel=1e-5)
     alone = StepTimes(config, policy, batch, times.engine).train_seconds(512)
+    assert alone is not None
     assert times.train_seconds(512) == pytest.approx(alone + critic + scores, rel=1e-5)
 
 
