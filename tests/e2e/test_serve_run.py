@@ -1,9 +1,10 @@
-"""`mcore-rl serve` of a trained run: its engines die, requests wait and continue, and all answers are transformers'."""
+"""`mcore-rl serve`: its engines die, requests wait and continue, and all answers equal transformers'."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,8 +14,10 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
+import yaml
 
-from tests.e2e.runs import ENGINE, TrainProcess
+from tests.e2e.runs import ENGINE, ONE_RANK, TrainProcess
+from tests.e2e.test_gateway_run import TEMPLATE
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_demand]
 
@@ -43,13 +46,25 @@ class ServeProcess(TrainProcess):
         return engines
 
 
-def expected(exported: Path) -> dict[str, str]:
+def write_tokenizer(model: Path, directory: Path) -> str:
+    """Write the tokenizer of a model with a chat template; return the override that uses it."""
+    shutil.copytree(model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return f"model.tokenizer_path={directory}"
+
+
+def ask(client: openai.OpenAI, text: str) -> str:
+    done = client.completions.create(model="any", prompt=text, temperature=0, max_tokens=12)
+    return done.choices[0].text
+
+
+def expected(model_dir: Path) -> dict[str, str]:
     """Return transformers' greedy continuations of the texts."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager").eval()
-    tokenizer, found = AutoTokenizer.from_pretrained(exported), {}
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    tokenizer, found = AutoTokenizer.from_pretrained(model_dir), {}
     for text in TEXTS:
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         with torch.no_grad():
@@ -58,25 +73,33 @@ def expected(exported: Path) -> dict[str, str]:
     return found
 
 
-def test_requests_continue_though_engines_die(whole_run: Path, tmp_path: Path) -> None:
-    """The run directory has moved. The first requests arrive before the engines have weights; others while engines are
-    suspended, one of which is killed, and while there is no engine."""
-    run_dir, answers = tmp_path / "moved", expected(whole_run.parent / "exported")
+def test_checkpoint_of_a_moved_run_is_served(whole_run: Path, tmp_path: Path) -> None:
+    """In another layout. The data and the reward function of the run need not exist."""
+    run_dir, exported = tmp_path / "moved", whole_run.parent / "exported"
     shutil.copytree(whole_run, run_dir)
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer = tmp_path / "tokenizer"
-    shutil.copytree(whole_run.parent / "exported", tokenizer, ignore=shutil.ignore_patterns("*.safetensors"))
-    (tokenizer / "chat_template.jinja").write_text(template)
-    overrides = (f"model.tokenizer_path={tokenizer}", "rollout.num_engines=2", "rollout.max_engine_restarts=3")
-    with ServeProcess(run_dir, run_dir, overrides) as server, ThreadPoolExecutor(32) as threads:
+    config = (run_dir / "config.yaml").read_text()
+    (run_dir / "config.yaml").write_text(config.replace("train.jsonl", "gone.jsonl").replace("reward.py", "gone.py"))
+    overrides = (*ONE_RANK, write_tokenizer(exported, tmp_path / "tokenizer"))
+    with ServeProcess(run_dir / "checkpoints" / "step_4", run_dir, overrides) as server:
+        client = server.client()
+        assert {text: ask(client, text) for text in TEXTS} == expected(exported)
+        assert "serving the weights of step 4" in server.text()
+        server.process.send_signal(signal.SIGINT)
+        assert server.finish() == 0
+        assert not server.left_after(30)
+
+
+def test_requests_continue_though_engines_die(task: Path, tmp_path: Path) -> None:
+    """The first requests arrive before the engines have weights; others while engines are suspended, one of which is
+    killed, and while there is no engine."""
+    run_dir, model = tmp_path / "run", Path(yaml.safe_load(task.read_text())["model"]["hf_path"])
+    answers, tokenizer = expected(model), write_tokenizer(model, tmp_path / "tokenizer")
+    overrides = (*ONE_RANK, f"run.dir={run_dir}", tokenizer, "rollout.num_engines=2", "cluster.gpus_per_node=2")
+    with ServeProcess(task, run_dir, overrides) as server, ThreadPoolExecutor(32) as threads:
         client = server.client()
 
-        def ask(text: str) -> str:
-            done = client.completions.create(model="any", prompt=text, temperature=0, max_tokens=12)
-            return done.choices[0].text
-
         def asked() -> dict[str, Future[str]]:
-            return {text: threads.submit(ask, text) for text in TEXTS}
+            return {text: threads.submit(ask, client, text) for text in TEXTS}
 
         def check(given: dict[str, Future[str]]) -> None:
             assert {text: reply.result(180) for text, reply in given.items()} == answers
@@ -89,12 +112,12 @@ def test_requests_continue_though_engines_die(whole_run: Path, tmp_path: Path) -
             """Ask until the test ends, also while weights are published."""
             count = 0
             while not ended.is_set():
-                assert ask(TEXTS[count % len(TEXTS)]) == answers[TEXTS[count % len(TEXTS)]]
+                assert ask(client, TEXTS[count % len(TEXTS)]) == answers[TEXTS[count % len(TEXTS)]]
                 count += 1
             return count
 
         throughout = threads.submit(always)
-        server.wait_until(lambda: "serving the weights of step 4" in server.text())
+        server.wait_until(lambda: "serving the weights of step 0" in server.text())
         engines = server.engines()
         for engine in engines:
             engine.suspend()
