@@ -68,6 +68,22 @@ def drifting_tokenizer() -> Any:
     return made
 
 
+def whole(client: openai.OpenAI, asked: dict[str, Any]) -> list[tuple[str, list[float]]]:
+    """Return text and log-probabilities of each choice."""
+    choices = client.chat.completions.create(**asked).choices
+    return [(each.message.content or "", [token.logprob for token in each.logprobs.content]) for each in choices]
+
+
+def streamed(client: openai.OpenAI, asked: dict[str, Any]) -> list[tuple[str, list[float]]]:
+    """Same as `whole`, from the parts of a stream."""
+    texts, logps = [""] * asked["n"], [list[float]() for _ in range(asked["n"])]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for part in chunk.choices:
+            texts[part.index] += part.delta.content or ""
+            logps[part.index] += [token.logprob for token in part.logprobs.content] if part.logprobs else []
+    return list(zip(texts, logps, strict=True))
+
+
 def converse(client: openai.OpenAI) -> list[Reply]:
     """Play the program."""
     replies = list[Reply]()
@@ -76,10 +92,10 @@ def converse(client: openai.OpenAI) -> list[Reply]:
 
     def ask(start: list[ChatMessage], earlier: int | None, said: str, n: int = 1) -> int:
         messages: list[Any] = [*start, *([{"role": "user", "content": said}] if said else [])]
-        done = client.chat.completions.create(model="any", messages=messages, n=n, max_tokens=5, logprobs=True)
-        for choice in done.choices:
-            assert choice.logprobs is not None
-            text, logp = choice.message.content or "", [token.logprob for token in choice.logprobs.content or ()]
+        asked: dict[str, Any] = {"model": "any", "messages": messages, "n": n, "max_tokens": 5, "logprobs": True}
+        # Every second request is streamed.
+        choices = streamed(client, asked) if len(replies) % 2 else whole(client, asked)
+        for text, logp in choices:
             replies.append(Reply(text, logp, earlier, said))
             histories.append([*messages, {"role": "assistant", "content": text}])
         return len(replies) - 1
