@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mcore_rl.config.episodes import SERVING
 from mcore_rl.config.reward import NO_RULE
 from mcore_rl.config.rules.objective import chosen_objective, trains_scores
+from mcore_rl.config.rules.rollout import TOOL_KEYS
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.config.staleness import StalenessConfig
 from mcore_rl.errors import ConfigError
@@ -38,7 +39,8 @@ TRAINING = (
 """Sections that only training needs."""
 OF_EPISODES = (
     *("samples_per_prompt", "keep_sampling_mask", "episode_kwargs", "environment", "harness", "harness_files"),
-    *("tools", "tool_processes", "max_tool_seconds", "max_tool_calls_per_turn", "long_history"),
+    *("long_history", "tools"),
+    *(name for name in TOOL_KEYS if name != "tool_parser"),  # requests may have tools
 )
 """Keys of section rollout that only training, or episodes other than single requests, need."""
 
@@ -74,6 +76,7 @@ def keep_served(config: Config, prompts: Path) -> None:
     for name in TRAINING:
         setattr(config, name, type(getattr(config, name))())
     config.reward.function, config.observe.trackers = NO_RULE, []
+    config.actor.moe.router_replay = "none"  # nobody needs the experts, and journals do not have them
     defaults, data = RolloutConfig(), config.data
     config.rollout = replace(
         config.rollout,

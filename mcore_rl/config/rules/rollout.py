@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, AlgorithmConfig, is_supervised
-from mcore_rl.config.episodes import GATEWAY, SINGLE_TURN, WITH_ENVIRONMENT, WITH_GATEWAY, WITH_TOOLS
+from mcore_rl.config.episodes import GATEWAY, SERVING, SINGLE_TURN, WITH_ENVIRONMENT, WITH_GATEWAY, WITH_TOOLS
 from mcore_rl.config.fields import reject_unless_default, written
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.models import ActorConfig
@@ -81,9 +81,11 @@ def _check_algorithm(chosen: str, algorithm: AlgorithmConfig) -> None:
 
 def check_episodes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError for keys that contradict each other or have no effect."""
-    if rollout.tools is None:
-        reject_unless_default("rollout", rollout, "set rollout.tools", TOOL_KEYS)
     chosen = episode_of(rollout)
+    if rollout.tools is None:
+        # Clients of the gateway bring their own tools, whose calls are parsed.
+        unused = [name for name in TOOL_KEYS if name != "tool_parser" or chosen not in WITH_GATEWAY]
+        reject_unless_default("rollout", rollout, "set rollout.tools", unused)
     if is_supervised(algorithm):
         return
     _check_algorithm(chosen, algorithm)
@@ -186,7 +188,7 @@ def check_sampling_keys(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> N
             f"rollout.validation_samples={rollout.validation_samples} greedy responses to a prompt would all be equal; "
             "set rollout.validation_temperature above 0, or one sample"
         )
-    if is_supervised(algorithm):
+    if is_supervised(algorithm) or episode_of(rollout) == SERVING:  # the samples are not trained
         return
     if rollout.temperature == 0 and algorithm.advantage in COMPARING_ADVANTAGES:
         raise ConfigError(
