@@ -125,8 +125,23 @@ class SlicePublisher:
         self.engines.version = version
         if _lack_weights(self._members):
             self._verify()
-            self.engines.mark_supplied(self._members)
+        joined = self._join_gateways()
+        self.engines.mark_supplied(joined)
         return version
+
+    def _join_gateways(self) -> list[FleetEngine]:
+        """Let new engines answer requests of their hosts' gateways, and return the members that are up. Not before the
+        bytes and weights of restarted engines are compared: requests that wait arrive at once."""
+
+        def join() -> list[FleetEngine]:
+            members = [engine for engine in self._members if engine.starting is None]
+            new = [engine for engine in members if not engine.has_joined]
+            self.trainers.watch.get([engine.process.call(EngineProcess.join_gateway) for engine in new])
+            for engine in new:
+                engine.has_joined = True
+            return members
+
+        return self._retry(join)
 
     def supply(self) -> None:
         """Send the current weights to engines that were restarted during generation, which continues."""
@@ -185,7 +200,7 @@ class SlicePublisher:
                 except WeightSyncError as error:
                     if not self.engines.max_restarts:
                         raise
-                    self.engines.lose(engine, str(error))
+                    self.engines.lose(engine, str(error), keeps_tokens=False)
                     return error
             return None
 

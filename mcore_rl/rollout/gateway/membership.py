@@ -22,15 +22,21 @@ class GatewayMembership:
     def __init__(self, address: GatewayAddress | None, rollout: RolloutConfig, journal: str | None) -> None:
         self._address, self._rollout, self._journal = address, rollout, journal
         self._member: tuple[EpisodePlayer, GatewayEpisode] | None = None
+        self._is_admitted = False
 
     def set_episode(self, player: EpisodePlayer, episode: GatewayEpisode) -> None:
         """Set the engine's player and episode."""
         self._member = player, episode
 
+    def admit(self, *, can_generate: bool) -> None:
+        """Connect the engine now or in the next `update` with which it can generate. Its weights have been checked."""
+        self._is_admitted = True
+        self.update(can_generate=can_generate)
+
     def update(self, *, can_generate: bool) -> None:
-        """Connect the engine if it can generate, unless it is connected. Requests that wait for an engine arrive at
-        once, so it must be awake with the published weights."""
-        if self._member is None or not can_generate or self._member[1].link is not None:
+        """Connect an admitted engine if it can generate, unless it is connected. Requests that wait for an engine
+        arrive at once, so it must be awake with the published weights."""
+        if self._member is None or self._member[1].link is not None or not (self._is_admitted and can_generate):
             return
         assert self._address is not None, "the gateway of the host starts before its engines"
         player, episode = self._member

@@ -54,6 +54,8 @@ class FleetEngine:
     deadline: float = field(default=0.0, init=False)
     """Time limit of the restart, by time.monotonic()."""
     has_weights: bool = field(default=True, init=False)
+    has_joined: bool = field(default=False, init=False)
+    """True after EngineProcess.join_gateway."""
     holds_frozen: bool = field(default=False, init=False)
     """True if the engine has received the weights that training never changes, and has not discarded them."""
     busy_seconds: float = field(default=0.0, init=False)
@@ -190,8 +192,9 @@ class Fleet:
     def producer_of(self, key: EngineKey) -> str:
         return self.engines[key.number].producer_of(key.incarnation)
 
-    def lose(self, engine: FleetEngine, why: str) -> None:
-        """Restart an engine; it has no weights then.
+    def lose(self, engine: FleetEngine, why: str, *, keeps_tokens: bool = True) -> None:
+        """Restart an engine; it has no weights then. Without `keeps_tokens`, its journal is removed: wrong weights have
+        sampled its tokens, and no engine may continue from them.
 
         Raises: WorkerDiedError after `max_restarts` restarts; KeyboardInterrupt if a stop was requested, because the
         signal may have gone to all processes.
@@ -204,12 +207,14 @@ class Fleet:
         first_line = why.splitlines()[0]
         self.note(f"warning: {first_line}; it starts again ({self.num_restarts} of {self.max_restarts} times)")
         # Before the restart, which changes `producer` and the name of the journal.
-        if engine.journal is not None:
+        if engine.journal is not None and keeps_tokens:
             self.lost_journals[engine.producer] = engine.journal
+        elif engine.journal is not None:  # now: its host's gateway names it to another engine when the process ends
+            Path(engine.journal).unlink(missing_ok=True)
         # A new incarnation gives the process a new name as a producer, so keys of the lost one are never requested from
         # it.
         engine.incarnation += 1
-        engine.busy_seconds, engine.has_weights, engine.holds_frozen = 0.0, False, False
+        engine.busy_seconds, engine.has_weights, engine.holds_frozen, engine.has_joined = 0.0, False, False, False
         engine.kill()  # first: ranks that wait for it cannot free their devices
         if self.make_room is not None:
             self.make_room()

@@ -132,7 +132,8 @@ class EngineProcess(RunProcess):
             threads = ROOM * low if config.rollout.replay_schedule is None else MAX_REPLAY_THREADS
             self._runner = TaskRunner(run, player.withdraw, num_threads=threads, low=low)
             rewarder.wait_ready()
-            self._gateway.update(can_generate=engine.can_generate)
+            if engine.can_generate:  # it has loaded its weights, so no update follows
+                self._gateway.admit(can_generate=True)
 
     def serve(self) -> None:
         """Step the engine forever. The driver calls it once, right after `setup`. If `setup` failed, wait: its error is
@@ -287,9 +288,7 @@ class EngineProcess(RunProcess):
     def receive_update(self, version: int, recompute: bool, first_round: int) -> list[int]:
         """Receive an update whose first round is `first_round`, and make it visible. Returns the received bytes of each
         rank. Running requests continue as described in RankEngine.finish_update."""
-        received = self.loop.between_steps(lambda: self._receive_update(version, recompute, first_round))
-        self._gateway.update(can_generate=self.receiver.can_generate)
-        return received
+        return self.loop.between_steps(lambda: self._receive_update(version, recompute, first_round))
 
     def _receive_update(self, version: int, recompute: bool, first_round: int) -> list[int]:
         self.receiver.begin_update(first_round)
@@ -306,6 +305,12 @@ class EngineProcess(RunProcess):
     def compare_weights(self) -> list[Comparison]:
         with self.spans.span("compare weights"):
             return self.loop.between_steps(self.receiver.compare)
+
+    @remote_method(concurrency_group="engine")
+    def join_gateway(self) -> None:
+        """Answer requests of the host's gateway from now on. The driver calls it once, after it has checked the first
+        weights of this process."""
+        self._gateway.admit(can_generate=self.receiver.can_generate)
 
     @remote_method(concurrency_group="engine")
     def drain_spans(self) -> list[Span]:

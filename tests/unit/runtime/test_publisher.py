@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -100,6 +101,9 @@ class _Process(Process):
     def compare_weights(self) -> list[object]:
         return self._answer("compare", [Comparison()])
 
+    def join_gateway(self) -> list[object]:
+        return self._answer("join", [])
+
     def connect(self, connection: Connection, place: int) -> None:
         topology = connection.plan.topology
         assert topology.name(topology.member(place)) == f"rollout {self.name} on here"
@@ -151,7 +155,7 @@ def test_engine_lost_in_publish_is_connected_again_and_compared() -> None:
     # Members that wait for the dead engine in NCCL read this.
     assert PrefixStore("weights/1", store).get("lost") == b"a process died"
     assert not PrefixStore("weights/2", store).check(["lost"])
-    assert run.events == ["send", "meet", "send", "compare"]
+    assert run.events == ["send", "meet", "send", "compare", "join"]
     assert (run.fleet.version, run.fleet.num_restarts, run.without_weights) == (2, 1, [])
 
 
@@ -179,7 +183,7 @@ def test_publish_skips_a_starting_engine_and_supplies_it_later(store: TCPStore) 
     assert run.events == ["send", "meet 1", "meet 2"]
     run.watch.slow.clear()
     run.publisher.publish(4)
-    assert run.events[3:] == ["meet", "meet 1", "meet 2", "send", "compare"]
+    assert run.events[3:] == ["meet", "meet 1", "meet 2", "send", "compare", "join"]
     assert run.without_weights == []
     assert run.publisher.verify() == 3 * 7
 
@@ -196,7 +200,7 @@ def test_restarted_engines_are_supplied_once_and_when_they_are_up(store: TCPStor
     run.watch.slow.clear()
     for _ in range(2):
         run.publisher.supply_restarted()
-        assert (run.events, run.without_weights) == (["meet", "meet 1", "send", "compare"], [])
+        assert (run.events, run.without_weights) == (["meet", "meet 1", "send", "compare", "join"], [])
     assert run.fleet.version == 1
     run.watch.dead[id(run.fleet.engines[1].process)] = "engine 1 died"
     with pytest.raises(WorkerDiedError, match=r"engine 1 died.*max_engine_restarts=1"):
@@ -210,7 +214,37 @@ def test_engine_with_different_weights_is_left_out_until_restarted(store: TCPSto
     assert run.events == ["compare", "meet 1"]
     run.watch.slow.clear()
     run.publisher.publish(2)
-    assert run.events[2:] == ["meet", "meet 1", "send", "compare"]
+    assert run.events[2:] == ["meet", "meet 1", "send", "compare", "join"]
+
+
+def test_restarted_engine_joins_the_gateway_after_its_weights_compare_equal(
+    store: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal of an engine with different weights is removed; others are kept."""
+    run = Run(store, num_engines=2)
+    engine = run.watch.engines[0]
+    monkeypatch.setattr(_Engine, "journal", property(lambda self: str(tmp_path / f"{self.number}.{len(self.all)}")))
+    for number in range(1, 4):
+        (tmp_path / f"0.{number}").touch()
+    run.watch.dead[id(engine.process)] = "engine 0 died"
+    run.fates["compare", 1] = "differs"
+    run.publisher.supply_restarted()
+    supplied = ["meet", "meet 1", "send", "compare"]
+    assert run.events == [*supplied, *supplied, "join", "compare"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.1", "0.3"]
+    assert list(run.fleet.lost_journals.values()) == [str(tmp_path / "0.1")]
+    run.publisher.publish(2)
+    assert run.events[-1] == "send", "it joins once"
+
+
+def test_engine_that_dies_while_it_joins_is_supplied_again(store: TCPStore) -> None:
+    run = Run(store, num_engines=2)
+    run.watch.dead[id(run.fleet.engines[0].process)] = "engine 0 died"
+    run.fates["join", 1] = "dies"
+    run.publisher.supply_restarted()
+    assert (run.events[-1], run.without_weights) == ("join", [0])
+    run.publisher.supply_restarted()
+    assert (run.events[-1], run.without_weights) == ("join", [])
 
 
 @pytest.mark.parametrize("fate", ["dies", "differs"])

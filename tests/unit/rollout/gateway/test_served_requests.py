@@ -49,6 +49,7 @@ class Host:
         stage = self._stage(lambda text: f"{LONG}{END}", episode, journal=TokenJournal(journal))
         member = GatewayMembership(self._server.address, rollout, str(journal))
         member.set_episode(stage.player, episode)
+        member.admit(can_generate=False)
         return stage, member
 
     def ask(self) -> Future[str]:
