@@ -4,8 +4,9 @@ The gateway outlives the engines. If an engine is lost, its sessions wait for an
 again. It gets the same requests in the same order and answers them from the journal of sampled tokens with the replies
 that clients already have, then the open requests. Programs do not notice. A session that no engine opens again ends.
 
-A request without a session waits while there is no engine. If its engine is lost, another one continues it from the
-journal.
+A request without a session waits until an engine has room. If its engine is lost, another one continues it from the
+journal; a request that has lost
+MAX_LOST engines is refused, because it may be the reason.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import asyncio
 import contextlib
 import hmac
 import secrets
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
@@ -47,17 +48,19 @@ class EngineLostError(RefusedError):
 class Hub:
     """Implementation of exchange.Sessions. All methods run in one event loop.
 
-    token: first bytes of an engine's connection; others are closed.
+    token: first bytes of an engine's connection; others are closed. room: maximum number of requests without a session
+    that an engine has at a time.
     """
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, token: str, room: int = sys.maxsize) -> None:
+        self._token, self._room = token, room
         self._sessions: dict[str, OpenSession] = {}
         self._engines: set[EngineConnection] = set()
         self._free: deque[str] = deque()
         """Sessions that wait for a program."""
         self._waiting: dict[ServedRequest, None] = {}
-        """Requests without a session that wait for an engine, in the order of their arrival."""
+        """Requests without a session that wait for an engine: first those of lost engines, then in the order of their
+        arrival."""
         self._freed = asyncio.Condition()
 
     async def answer(
@@ -144,11 +147,30 @@ class Hub:
         return await self._awaited(None, asked, watch)
 
     def _assign(self, asked: ServedRequest) -> None:
-        """Send a request without a session to an engine, or let it wait for one."""
-        if self._engines:
-            min(self._engines, key=lambda engine: len(engine.asked)).serve(asked)
+        """Send a request without a session to an engine, or let it wait for one. Counts need no room."""
+        if asked.call is None and self._engines:
+            self._least_busy().serve(asked)
         else:
             self._waiting[asked] = None
+            self._hand_out()
+
+    def _least_busy(self) -> EngineConnection:
+        return min(self._engines, key=lambda engine: len(engine.asked))
+
+    def _hand_out(self) -> None:
+        """Send waiting requests to the engines that have room."""
+        while self._waiting and self._engines and len((engine := self._least_busy()).asked) < self._room:
+            asked = next(iter(self._waiting))
+            del self._waiting[asked]
+            engine.serve(asked)
+
+    def _hand_out_all(self) -> None:
+        """Send waiting requests after engines have connected or were lost: also counts, which need no room."""
+        self._hand_out()
+        if self._engines:
+            for asked in [each for each in self._waiting if each.call is None]:
+                del self._waiting[asked]
+                self._least_busy().serve(asked)
 
     async def count(self, session: str | None, request: ChatRequest) -> int:
         """Same as Sessions.count."""
@@ -219,13 +241,14 @@ class Hub:
     async def _serve(self, engine: EngineConnection, reader: asyncio.StreamReader) -> None:
         """Handle the messages of an engine until its connection ends."""
         self._engines.add(engine)
-        waiting, self._waiting = self._waiting, {}
-        for asked in waiting:
-            self._assign(asked)
+        self._hand_out_all()
         while True:
             match await frames.read(reader):
                 case (wire.JOURNAL, str(path)):
                     engine.journal = path
+                case (wire.LEAVE,):
+                    engine.is_leaving = True
+                    self._engines.discard(engine)
                 case (wire.OPEN, str(session), row):
                     await self._open(engine, session, row)
                 case (wire.PROGRESS, list(entries)):
@@ -298,6 +321,7 @@ class Hub:
         if key not in engine.asked:  # its session has ended
             return
         session, asked = engine.asked.pop(key)
+        self._hand_out()
         is_known = isinstance(reply, ChatReply) and (reply.id, reply.digest) == (asked.reply_id, asked.reply_digest)
         if session is not None and asked.reply_id is not None and not is_known:
             self._diverge(session)
@@ -334,16 +358,20 @@ class Hub:
         self._engines.discard(engine)
         left = list(engine.asked.values())
         engine.asked.clear()
+        again = list[ServedRequest]()
         for session_of, asked in left:
-            if isinstance(asked, ServedRequest) and asked.num_clients:
-                if asked.call is not None and engine.journal is not None:
-                    asked.call = replace(asked.call, journals=(*asked.call.journals, engine.journal))
-                self._assign(asked)
+            if isinstance(asked, ServedRequest) and asked.num_clients and not asked.answer.done():
+                if asked.survives(engine):
+                    again.append(asked)
             elif session_of is None and asked.num_clients:
                 asked.settle(EngineLostError(503, "the engine was lost; try again"))
             elif asked.is_dropped:
                 asked.settle(None)
         loop = asyncio.get_running_loop()
+        if again:
+            self._waiting = dict.fromkeys(again) | self._waiting
+            # Engines that died together are lost one by one: a request should not lose several of them.
+            loop.call_later(LOOK_SECONDS, self._hand_out_all)
         for session in self._sessions.values():
             if session.owner is engine:
                 if session.replay is not None:

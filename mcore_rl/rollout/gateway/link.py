@@ -93,10 +93,12 @@ class GatewayLink:
                 frames.write(self._writer, (wire.CLOSE, name))
 
     async def close(self) -> None:
-        """Close the connection, after all sessions have ended. Requests without a session are aborted: the gateway
-        gives them to another engine."""
+        """Close the connection of an engine that will sleep, after all sessions have ended. Requests without a session
+        are aborted: another engine, or this one when it is awake, samples them from the beginning."""
         served = [task for opened in self._session_of.values() for task in opened.running.values()]
         tasks = [self._task, *self._counts.values(), *served]
+        if self._lost is None:
+            frames.write(self._writer, (wire.LEAVE,))
         self._lost = self._lost or WorkerDiedError("the engine has left the gateway")
         for task in tasks:
             task.cancel()

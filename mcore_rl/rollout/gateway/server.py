@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 from concurrent.futures import Future
@@ -35,12 +36,14 @@ class GatewayServer:
     model: name of the model in replies.
     host, port: where clients connect over the network; port 0: a free one.
     advertised: host name in the address for clients.
-    serves: answer requests without a session.
+    serves: answer requests without a session. room: maximum number of them that an engine has at a time.
 
     Raises: ConfigError if it cannot listen there.
     """
 
-    def __init__(self, model: str, host: str, port: int, advertised: str, *, serves: bool = False) -> None:
+    def __init__(
+        self, model: str, host: str, port: int, advertised: str, *, serves: bool = False, room: int = sys.maxsize
+    ) -> None:
         listening = _listen(host, port)  # first: it may fail, and then nothing is left behind
         self._directory = tempfile.mkdtemp(prefix="mcore_rl_gateway_")
         # Programs in sandboxes have other user ids; they reach the socket for clients and cannot list the directory.
@@ -51,7 +54,7 @@ class GatewayServer:
         named = f"[{advertised}]" if ":" in advertised else advertised
         url = f"http://{named}:{listening.getsockname()[1]}"
         self.address = GatewayAddress(str(for_engines), token, url, str(for_clients))
-        self._serves = serves
+        self._serves, self._room = serves, room
         self.failure: BaseException | None = None
         """Error that has ended the server."""
         self._model, self._sockets = model, [listening, _unix_socket(for_clients)]
@@ -87,7 +90,7 @@ class GatewayServer:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        hub = Hub(self.address.token)
+        hub = Hub(self.address.token, self._room)
         token = self.address.token
         app = application(hub, model=self._model, admin_token=token, max_body_bytes=MAX_BODY_BYTES, serves=self._serves)
         config = uvicorn.Config(

@@ -23,6 +23,9 @@ MAX_BYTES = 64 << 20
 KEPT_REPLIES = 4
 """Number of replies per session that a repeated request can get. A client repeats a request within seconds."""
 
+MAX_LOST = 2
+"""Number of lost engines after which a request without a session is refused."""
+
 
 @dataclass(eq=False)
 class AskedRequest:
@@ -84,6 +87,21 @@ class ServedRequest(AskedRequest):
 
     call: wire.ServedCall | None = None
     """None: only the tokens of its prompt are counted."""
+    num_lost: int = 0
+    """Number of engines that died while they had the request."""
+
+    def survives(self, engine: EngineConnection) -> bool:
+        """Return whether another engine may have the request after `engine` was lost; if not, refuse it."""
+        if engine.is_leaving:
+            return True
+        self.num_lost += 1
+        if self.num_lost >= MAX_LOST:
+            text = f"{MAX_LOST} engines died with this request, which may be the reason; see the log of the server"
+            self.settle(RefusedError(503, text))
+            return False
+        if self.call is not None and engine.journal is not None:
+            self.call = replace(self.call, journals=(*self.call.journals, engine.journal))
+        return True
 
 
 @dataclass(eq=False)
@@ -204,6 +222,8 @@ class EngineConnection:
         """Open requests by their key; those without a session are served."""
         self.journal: str | None = None
         """File with the tokens that the engine samples."""
+        self.is_leaving = False
+        """True if the engine closes its connection because it will sleep."""
 
     def call(self, session: OpenSession, asked: AskedRequest) -> None:
         """Send a request of a session."""

@@ -3,6 +3,7 @@
 An engine connects and sends its token; then, as tuples (kind, ...):
 
     engine  -> gateway    journal path         file with the tokens that the engine samples
+                          leave                the engine will sleep: it has aborted all requests without a session
                           open session row     the session may be taken by a program
                           progress entries     new texts of streamed replies: (key, ReplyStart, [TextDelta]) each
                           reply key reply      ChatReply, Refusal, or None if the request was cancelled
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 
 FILE = "gateways.json"
 """File in the run directory with the addresses and tokens, for programs that take sessions by themselves."""
-JOURNAL, OPEN, PROGRESS, REPLY, CLOSE = "journal", "open", "progress", "reply", "close"
+JOURNAL, LEAVE, OPEN, PROGRESS, REPLY, CLOSE = "journal", "leave", "open", "progress", "reply", "close"
 CALL, SKIP, CANCEL, REWARD, SEEN, ENDED = "call", "skip", "cancel", "reward", "seen", "ended"
 SERVE, COUNT = "serve", "count"
 
@@ -45,7 +46,8 @@ class Refusal:
 class ServedCall:
     """Sampling of a request without a session. Every engine samples the same replies from the same call.
 
-    name: id of the request. journals: files with tokens that lost engines have sampled for it.
+    name: id of the request. journals: files with tokens that engines have sampled for it before they died. An engine
+    that left has aborted it, and its tokens are sampled again.
     """
 
     name: str

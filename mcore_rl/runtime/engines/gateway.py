@@ -46,7 +46,8 @@ class GatewayProcess(RunProcess):
             advertised = ray.util.get_node_ip_address() if host in ALL_ADDRESSES else host
             model = Path(config.model.hf_path).name
             serves = episode_of(rollout) == SERVING
-            self._server = GatewayServer(model, host, rollout.gateway_port, advertised, serves=serves)
+            room = rollout.max_concurrent_requests
+            self._server = GatewayServer(model, host, rollout.gateway_port, advertised, serves=serves, room=room)
             self._worker: Worker | None = None
             if rollout.harness is not None:
                 settings = HarnessSettings(rollout, config.sandbox, self._server.address, concurrent)

@@ -60,7 +60,6 @@ from mcore_rl.weights.verify import Comparison
 MAX_REPLAY_THREADS = 1 << 12
 """Maximum threads in a replay, started on demand. Tasks that ran on another engine in the recorded run may wait here
 for their weight version, each in a thread."""
-
 SECONDS_BETWEEN_LOOKS = 0.1
 """Interval between looks at files that are being fetched; each look waits for the end of a step."""
 
@@ -132,12 +131,11 @@ class EngineProcess(RunProcess):
             threads = ROOM * low if config.rollout.replay_schedule is None else MAX_REPLAY_THREADS
             self._runner = TaskRunner(run, player.withdraw, num_threads=threads, low=low)
             rewarder.wait_ready()
-            if engine.can_generate:  # it has loaded its weights, so no update follows
+            if engine.can_generate:  # it has loaded its weights
                 self._gateway.admit(can_generate=True)
 
     def serve(self) -> None:
-        """Step the engine forever. The driver calls it once, right after `setup`. If `setup` failed, wait: its error is
-        reported."""
+        """Step the engine forever; called once, after `setup`. If `setup` failed, wait: its error is reported."""
         if not hasattr(self, "loop"):
             threading.Event().wait()
         self.loop.serve()
@@ -180,8 +178,7 @@ class EngineProcess(RunProcess):
 
     @remote_method(concurrency_group="engine")
     def num_running(self) -> tuple[int, int]:
-        """Return the numbers of unfinished tasks, and of their unfinished requests that do not wait for later
-        weights."""
+        """Return the numbers of unfinished tasks, and of their requests that neither ended nor wait for weights."""
         tasks, requests = self._runner.num_left
         return tasks, requests - self.loop.num_paused
 
@@ -308,8 +305,7 @@ class EngineProcess(RunProcess):
 
     @remote_method(concurrency_group="engine")
     def join_gateway(self) -> None:
-        """Answer requests of the host's gateway from now on. The driver calls it once, after it has checked the first
-        weights of this process."""
+        """Answer requests of the host's gateway from now on; called once, after the first weights are checked."""
         self._gateway.admit(can_generate=self.receiver.can_generate)
 
     @remote_method(concurrency_group="engine")

@@ -20,6 +20,8 @@ from mcore_rl.types.chat import ChatMessage
 TOKEN = "secret"
 ROW = {"row": 3}
 SECONDS = 20
+ROOM = 3
+"""Requests without a session that an engine has at a time."""
 
 
 class Engine:
@@ -44,7 +46,7 @@ class Engine:
 
 class Site:
     def __init__(self, path: Path) -> None:
-        self.hub, self.path = Hub(TOKEN), path
+        self.hub, self.path = Hub(TOKEN, ROOM), path
 
     async def engine(self, token: str = TOKEN) -> Engine:
         reader, writer = await asyncio.open_unix_connection(self.path)

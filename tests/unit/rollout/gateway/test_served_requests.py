@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.episode import GatewayEpisode
-from mcore_rl.rollout.gateway.exchange import ChatReply
+from mcore_rl.rollout.gateway.exchange import ChatReply, RefusedError
 from mcore_rl.rollout.gateway.membership import GatewayMembership
+from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta
 from mcore_rl.rollout.gateway.server import GatewayServer
 from mcore_rl.rollout.journal import TokenJournal, read_journal
 from tests.unit.rollout.episodes.conftest import SetUp, Stage
 from tests.unit.rollout.episodes.scripted import END
-from tests.unit.rollout.gateway.test_hub import Site, request, with_site
+from tests.unit.rollout.gateway.test_hub import ROOM, Site, request, with_site
 
 SECONDS = 20
 LONG = "a response of several tokens"
@@ -163,24 +165,84 @@ def test_requests_of_a_lost_engine_continue_from_its_journal(tmp_path: Path) -> 
     async def test(site: Site) -> None:
         asked = asyncio.create_task(site.hub.serve(request("one")))
         calls = list[wire.ServedCall]()
-        for journal in ("j0", "j1", "j2"):
+        for journal in ("asleep", "j0", "j1"):
             engine = await site.engine()
             engine.send(wire.JOURNAL, journal)
             kind, key, call, sent = await engine.next()
             assert (kind, sent) == (wire.SERVE, request("one"))
             calls.append(call)
             await asyncio.sleep(0.05)
-            if journal == "j1":  # a count has nothing to continue
+            if journal == "j0":  # a count has nothing to continue
                 counted = asyncio.create_task(site.hub.count(None, request("two")))
                 await engine.next()
-            if journal != "j2":
+            if journal == "asleep":
+                engine.send(wire.LEAVE)
+            if journal != "j1":
                 await engine.lose()
         kind, other_key, *_ = await engine.next()
         assert kind == wire.COUNT
         engine.send(wire.REPLY, other_key, ChatReply("", (), 7, 0))
         engine.reply(key, "r")
         assert ((await asked).id, await counted) == ("r", 7)
-        assert [call.journals for call in calls] == [(), ("j0",), ("j0", "j1")]
+        assert [call.journals for call in calls] == [(), (), ("j0",)], "an engine that sleeps has aborted its requests"
         assert len({(call.name, call.seed) for call in calls}) == 1
+
+    with_site(test, tmp_path)
+
+
+def test_request_that_two_engines_died_with_is_refused(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        asked = asyncio.create_task(site.hub.serve(request("one")))
+        for _ in range(2):
+            engine = await site.engine()
+            await engine.next()
+            await engine.lose()
+        with pytest.raises(RefusedError, match="2 engines died with this request") as caught:
+            await asked
+        assert caught.value.status == 503
+
+    with_site(test, tmp_path)
+
+
+def test_request_whose_stream_was_refused_is_not_sampled_again(tmp_path: Path) -> None:
+    """The next engine samples another text, and dies before it acknowledges the end of the request."""
+
+    async def test(site: Site) -> None:
+        asked = asyncio.create_task(site.hub.serve(replace(request("one"), stream=True)))
+        for text in ("abc", "xyz"):
+            engine = await site.engine()
+            _, key, *_ = await engine.next()
+            engine.send(wire.PROGRESS, [(key, ReplyStart("r", 1, 0), [TextDelta(0, "text", 0, text)])])
+            await asyncio.sleep(0.05)
+            if text == "abc":
+                await engine.lose()
+        with pytest.raises(RefusedError, match="samples another reply"):
+            await asked
+        engine.send(wire.LEAVE)
+        await engine.lose()
+        assert not site.hub._waiting
+
+    with_site(test, tmp_path)
+
+
+def test_requests_beyond_the_room_of_engines_wait(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        asked = [asyncio.create_task(site.hub.serve(request(str(n)))) for n in range(2 * ROOM + 2)]
+        counted = asyncio.create_task(site.hub.count(None, request("count")))
+        await asyncio.sleep(0)
+        first = await site.engine()
+        keys = [(await first.next())[1] for _ in range(ROOM)]
+        kind, key, *_ = await first.next()
+        assert kind == wire.COUNT, "a count needs no room"
+        first.send(wire.REPLY, key, ChatReply("", (), 7, 0))
+        assert await counted == 7
+        second = await site.engine()
+        assert [(await second.next())[3] for _ in range(ROOM)] == [request(str(ROOM + n)) for n in range(ROOM)]
+        assert len(site.hub._waiting) == 2
+        await second.lose()  # its requests are the next
+        first.reply(keys[0], "r")
+        assert (await first.next())[3] == request(str(ROOM))
+        for task in asked:
+            task.cancel()
 
     with_site(test, tmp_path)
