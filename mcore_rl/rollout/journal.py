@@ -8,9 +8,10 @@ import contextlib
 import functools
 import itertools
 import os
+import threading
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +36,11 @@ REASONS = ("stop", "length")
 SMALL_WORDS = 2 * 2**20  # size up to which a file is never rewritten
 MAX_GROWTH = 3
 """Growth after which a file is rewritten without released responses; it bounds the total cost of rewriting."""
+LOST_JOURNALS = 8
+"""Number of cached journals of lost engines: twice the default of rollout.max_engine_restarts and more."""
 # O_APPEND: after ftruncate, the next write must start at the new end, not at the old position.
 CREATE = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND
+_reading = threading.Lock()
 
 
 class TokenJournal:
@@ -252,11 +256,20 @@ def read_journal(path: Path) -> dict[str, JournaledResponse]:
     return responses
 
 
-@functools.lru_cache(maxsize=2)
-def read_lost_journal(path: str) -> dict[str, JournaledResponse]:
-    """Read the journal of a lost engine, which does not change any more. Cached, because many requests continue from
-    it."""
-    return read_journal(Path(path))
+def read_lost_journal(path: str) -> Mapping[str, Mapping[str, JournaledResponse]]:
+    """Read the journal of an engine that has died, so that it does not change any more: responses by request id, by the
+    first id of their episode. Many requests, in several threads, continue from it: the last journals are cached, and
+    each is read once."""
+    with _reading:
+        return _lost_journal(path)
+
+
+@functools.lru_cache(maxsize=LOST_JOURNALS)
+def _lost_journal(path: str) -> Mapping[str, Mapping[str, JournaledResponse]]:
+    episodes: defaultdict[str, dict[str, JournaledResponse]] = defaultdict(dict)
+    for name, response in read_journal(Path(path)).items():
+        episodes[first_id(name)][name] = response
+    return dict(episodes)
 
 
 def _replace(path: Path, frames: Iterable[np.ndarray]) -> tuple[int, int]:

@@ -141,6 +141,15 @@ class EngineLoop:
             self._serving = False
             self._calls.put(None)
 
+    def die(self, error: WorkerDiedError) -> None:
+        """End as if a process of the engine had died: `serve` raises `error`. Does nothing once the loop has ended."""
+
+        def fail() -> None:
+            raise error
+
+        with contextlib.suppress(RuntimeError):
+            self._post(fail)
+
     def between_steps(self, call: Callable[[], T]) -> T:
         """Run `call` on the loop's thread after the current step, and return its result or raise its error."""
         return self._post(call).result()

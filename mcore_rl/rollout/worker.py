@@ -18,7 +18,7 @@ from mcore_rl.data.sources.row_options import with_overrides
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.ports import Rewarder
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch, Player
-from mcore_rl.rollout.journal import JournaledResponse, first_id, read_lost_journal
+from mcore_rl.rollout.journal import JournaledResponse, read_lost_journal
 from mcore_rl.rollout.results import Response, scalars_of, write_records
 from mcore_rl.rollout.tasks import NO_CALLBACKS, RequestCallbacks
 from mcore_rl.rollout.trajectories import hinted_prompt, pack_trajectories
@@ -199,10 +199,11 @@ def _recovered_responses(task: RolloutTask, attempts: Sequence[Attempt]) -> dict
     found: dict[str, JournaledResponse] = {}
     # Later journals overwrite earlier ones: an engine that continued a response has also journaled its beginning.
     for journal in task.journals:
-        for request_id, recovered in read_lost_journal(journal).items():
-            first = first_id(request_id)
-            # Only the first turn's seed is known here; later turns are compared when they are requested.
-            same_seed = first != request_id or seeds.get(first) == recovered.seed
-            if first in seeds and same_seed and recovered.completion.versions[0] >= task.version:
-                found[request_id] = recovered
+        episodes = read_lost_journal(journal)
+        for first, seed in seeds.items():
+            for request_id, recovered in episodes.get(first, {}).items():
+                # Only the first turn's seed is known here; later turns are compared when they are requested.
+                same_seed = first != request_id or seed == recovered.seed
+                if same_seed and recovered.completion.versions[0] >= task.version:
+                    found[request_id] = recovered
     return found

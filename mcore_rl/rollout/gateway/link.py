@@ -24,22 +24,35 @@ NO_CALL = ServedCall("count", 0)
 class Serving(Protocol):
     """Answers to requests without a session."""
 
-    def answers(self, call: ServedCall) -> Answers:
+    async def answers(self, call: ServedCall) -> Answers:
         """Return the answers of one request."""
 
     def end(self, call: ServedCall) -> None:
         """Release what is kept of a request, after its reply was sent or its client has left."""
 
+    def fail(self, error: Exception) -> None:
+        """Handle an error that has ended the connection. The engine never connects again."""
+
 
 class _Open:
-    """An open session: its answers, and its end. A request without a session has one of its own, with its `call`."""
+    """An open session: its answers, and its end. A request without a session has one of its own, with its `call`
+    instead of answers, which are made when it runs."""
 
-    def __init__(self, answers: Answers, call: ServedCall | None = None) -> None:
-        self.answers, self.call = answers, call
+    def __init__(self, made: Answers | ServedCall) -> None:
+        self._made = made
         self.ended: asyncio.Future[HarnessEnd] = asyncio.get_running_loop().create_future()
         self.running: dict[int, asyncio.Task[None]] = {}
         self.replies: dict[int, str] = {}
         """Ids of complete replies. The gateway may abort a request while its reply is on the way."""
+
+    @property
+    def call(self) -> ServedCall | None:
+        return self._made if isinstance(self._made, ServedCall) else None
+
+    @property
+    def answers(self) -> Answers:
+        assert not isinstance(self._made, ServedCall)
+        return self._made
 
 
 class GatewayLink:
@@ -113,6 +126,7 @@ class GatewayLink:
             self._lose(WorkerDiedError("the gateway of this host has ended"))
         except Exception as error:  # otherwise all sessions would wait for their time limits
             self._lose(error)
+            self._serving.fail(error)
             raise
 
     async def _handle(self, message: Sequence[object]) -> None:
@@ -121,7 +135,7 @@ class GatewayLink:
             case (wire.CALL, int(key), str(session), ChatRequest() as request) if session in self._sessions:
                 await self._call(key, self._sessions[session], request)
             case (wire.SERVE, int(key), ServedCall() as call, ChatRequest() as request):
-                await self._call(key, _Open(self._serving.answers(call), call), request)
+                await self._call(key, _Open(call), request)
             case (wire.COUNT, int(key), str(session), ChatRequest() as request):
                 self._counts[key] = asyncio.create_task(self._count(key, self._sessions.get(session), request))
                 await asyncio.sleep(0)  # a task that is cancelled before it begins would send no reply
@@ -157,7 +171,7 @@ class GatewayLink:
         """Reply with the number of a prompt's tokens. An error refuses the request only."""
         reply: object = None
         try:
-            answers = self._serving.answers(NO_CALL) if opened is None else opened.answers
+            answers = await self._serving.answers(NO_CALL) if opened is None else opened.answers
             reply = ChatReply("", (), await answers.count(request), 0)
         except RefusedError as error:
             reply = wire.Refusal(error.status, str(error), error.code)
@@ -211,7 +225,8 @@ class GatewayLink:
         except BaseException as error:
             if self._lost is None:
                 frames.write(self._writer, (wire.REPLY, key, wire.Refusal(500, f"the engine failed: {error}")))
-            self._settle(opened, error)
+            if opened.call is None:  # nobody else waits for the end of a single request
+                self._settle(opened, error)
         finally:
             del opened.running[key]
             if key not in opened.replies:
@@ -222,7 +237,8 @@ class GatewayLink:
     async def _reply(self, key: int, opened: _Open, request: ChatRequest) -> None:
         try:
             progress = functools.partial(self._progressed, key) if request.stream else None
-            reply = await opened.answers.answer(request, progress)
+            answers = opened.answers if opened.call is None else await self._serving.answers(opened.call)
+            reply = await answers.answer(request, progress)
         except RefusedError as error:
             frames.write(self._writer, (wire.REPLY, key, wire.Refusal(error.status, str(error), error.code)))
         else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from dataclasses import dataclass
 
 import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.episodes.limits import EpisodeLimits
 from mcore_rl.rollout.episodes.player import AttemptClient, EpisodePlayer
 from mcore_rl.rollout.episodes.session import Session
@@ -16,7 +18,7 @@ from mcore_rl.rollout.episodes.trace import EpisodeTrace
 from mcore_rl.rollout.gateway.answers import Answers
 from mcore_rl.rollout.gateway.episode import GatewayEpisode
 from mcore_rl.rollout.gateway.wire import ServedCall
-from mcore_rl.rollout.journal import first_id, read_lost_journal
+from mcore_rl.rollout.journal import JournaledResponse, read_lost_journal
 from mcore_rl.types import GenerationRequest, Prompt, SamplingOptions
 
 NO_ROW = Prompt(0, np.zeros(0, np.int32), "", "", "", messages=[])
@@ -30,7 +32,7 @@ class ServedRequests:
     episode: GatewayEpisode
     rollout: RolloutConfig
 
-    def answers(self, call: ServedCall) -> Answers:
+    async def answers(self, call: ServedCall) -> Answers:
         """Return the answers of one request. They continue from the tokens of lost engines."""
         rollout = self.rollout
         options = SamplingOptions(
@@ -43,12 +45,9 @@ class ServedRequests:
             stop=tuple(rollout.stop),
         )
         attempt = Attempt(GenerationRequest(call.name, NO_ROW.token_ids, call.seed, options), NO_ROW, trained=False)
-        recovered = {
-            name: response
-            for journal in call.journals
-            for name, response in read_lost_journal(journal).items()
-            if first_id(name) == call.name
-        }
+        recovered: dict[str, JournaledResponse] = {}
+        for journal in call.journals:  # in a thread: reading a large journal must not hold up other requests
+            recovered |= (await asyncio.to_thread(read_lost_journal, journal)).get(call.name, {})
         client = AttemptClient(self.player.client, recovered, call.name, lambda: None)
         limits = EpisodeLimits(rollout, rollout.max_response_tokens, sys.maxsize)
         trace = EpisodeTrace(call.name, lambda *span: None, set())
@@ -58,3 +57,7 @@ class ServedRequests:
     def end(self, call: ServedCall) -> None:
         """Release the tokens of a request in the journal."""
         self.player.client.loop.release([call.name])
+
+    def fail(self, error: Exception) -> None:
+        """End the process of the engine: without its connection it would be idle."""
+        self.player.client.loop.die(WorkerDiedError(f"the connection to the gateway has failed: {error!r}"))

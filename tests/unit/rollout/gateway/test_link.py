@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+import struct
 from pathlib import Path
 from typing import cast
 
@@ -64,13 +66,22 @@ class Served:
         self.answer = answer or Scripted()
         self.calls: list[ServedCall] = []
         self.ended: list[ServedCall] = []
+        self.errors: list[Exception] = []
+        """Errors that ended the connection."""
+        self.unreadable: Exception | None = None
+        """Error of `answers`."""
 
-    def answers(self, call: ServedCall) -> Answers:
+    async def answers(self, call: ServedCall) -> Answers:
         self.calls.append(call)
+        if self.unreadable is not None:
+            raise self.unreadable
         return cast(Answers, self.answer)
 
     def end(self, call: ServedCall) -> None:
         self.ended.append(call)
+
+    def fail(self, error: Exception) -> None:
+        self.errors.append(error)
 
 
 async def linked(site: Site, served: Served | None = None) -> GatewayLink:
@@ -241,5 +252,39 @@ def test_the_end_of_a_session_waits_for_aborted_requests(tmp_path: Path) -> None
         await played
         assert answers.num_ended == 1
         assert not link._session_of
+
+    with_site(test, tmp_path)
+
+
+def test_an_error_of_a_served_request_refuses_it_only(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        served = Served()
+        link = await linked(site, served)
+        served.unreadable = OSError("truncated journal")
+        with pytest.raises(RefusedError, match="truncated journal") as caught:
+            await site.hub.serve(request("one"))
+        assert caught.value.status == 500
+        served.unreadable = None
+        assert (await site.hub.serve(request("two"))).id == "r1"
+        assert served.errors == []
+        await link.close()
+
+    with_site(test, tmp_path)
+
+
+def test_an_error_of_the_connection_is_passed_on(tmp_path: Path) -> None:
+    """The engine would stay idle: it connects once."""
+
+    async def test(site: Site) -> None:
+        served = Served()
+        link = await linked(site, served)
+        while not site.hub._engines:
+            await asyncio.sleep(0)
+        (engine,) = site.hub._engines
+        engine._writer.write(struct.pack("!Q", 3) + b"bad")
+        with pytest.raises(pickle.UnpicklingError):
+            await link._task
+        (error,) = served.errors
+        assert isinstance(error, pickle.UnpicklingError)
 
     with_site(test, tmp_path)
