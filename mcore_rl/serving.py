@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,8 +29,12 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam
 
 LOOK_SECONDS = 0.5
+"""Interval of looks for lost engines and for restarted engines that are up."""
 TOKEN = "OPENAI_API_KEY"
 QUIT = ("/quit", "/exit")
+PROMPTS = Path(__file__).with_name("serving_prompts.jsonl")
+"""Prompts of a served policy. No temporary file, which would be left behind when the isolated run replaces the
+process."""
 TRAINING = (
     *("reward", "judge", "algorithm", "preference", "critic", "reference", "teacher", "reward_model", "trainer"),
     *("checkpoint", "observe"),
@@ -48,15 +51,8 @@ OF_EPISODES = (
 def serve(config: Config, step: int | None = None) -> int:
     """Serve a checkpoint in run.dir, until a signal ends it. `step`: None for the newest one, or model.hf_path if there
     is none. Returns the exit code."""
-    with (
-        own_stderr(),
-        STOPS.listening(),
-        third_party_log() as log,
-        tempfile.TemporaryDirectory(prefix="mcore_rl_serve_") as directory,
-    ):
-        prompts = Path(directory) / "prompts.jsonl"
-        prompts.write_text(json.dumps({"prompt": "1", "answer": "1"}), encoding="utf-8")
-        keep_served(config, prompts)
+    with own_stderr(), STOPS.listening(), third_party_log() as log:
+        keep_served(config, PROMPTS)
         try:
             return locked(config, partial(_serve_locked, config, step, log), trains=False)
         except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from mcore_rl.config import load_config
 from mcore_rl.config.fields import Leaf, leaves
 from mcore_rl.config.rules.validation import validate_keys
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.serving import keep_served
+from mcore_rl.serving import PROMPTS, keep_served
 from mcore_rl.trainer.checkpoints import Checkpoints, check_step
 from tests.readme import ROOT
 
@@ -72,12 +72,13 @@ def test_served_configuration_is_valid_with_every_key_of_a_run(kind: str, tmp_pa
     assert len(served) > 20
 
 
-def test_served_options_of_sampling_and_tool_calls_are_those_of_the_run(tmp_path: Path) -> None:
+def test_served_options_of_sampling_and_tool_calls_are_those_of_the_run() -> None:
     chosen = ["min_p=0.1", "keep_sampling_mask=true", "tools=a.py", "tool_parser=hermes"]
     chosen = [f"rollout.{each}" for each in chosen]
     config = load_config([str(ROOT / "configs" / "demo_cpu.yaml")], chosen, needs_data=False)
-    keep_served(config, tmp_path / "prompts.jsonl")
+    keep_served(config, PROMPTS)
     validate_keys(config)
+    assert all(Path(path).exists() for path in config.data.train)
     rollout = config.rollout
     assert (rollout.min_p, rollout.keep_sampling_mask) == (0.1, False)
     assert (rollout.tools, rollout.tool_parser) == (None, "hermes")
