@@ -19,7 +19,6 @@ from mcore_rl.config.rules.engine_support import cannot_run, missing_engine
 from mcore_rl.config.rules.judge import server_key, template_text, uses_judge, validate_judge
 from mcore_rl.config.rules.models import uses_reward_model
 from mcore_rl.config.rules.objective import is_warm_start
-from mcore_rl.config.rules.teacher import has_own_ranks
 from mcore_rl.config.rules.validation import read_hf_config, validate, validate_reward_model
 from mcore_rl.config.schema import ClusterConfig, DataConfig
 from mcore_rl.data.sources.paths import file_weights, find_files
@@ -28,7 +27,7 @@ from mcore_rl.preparation.sglang_files import check_sglang_files
 from mcore_rl.remote.shared_folder import SharedFolder
 from mcore_rl.remote.storage import has_export
 from mcore_rl.resolved.nccl import nccl_packages
-from mcore_rl.resolved.placement import place, teacher_ranks
+from mcore_rl.resolved.placement import place
 
 DEVICES = Path("/dev")
 GPU_FILES = ("nvidia[0-9]*", "dxg", "nvhost-gpu")
@@ -123,9 +122,7 @@ def torch_has_cuda() -> bool:
 def _check_placement(config: Config, num_engines: int) -> None:
     """Place the processes, only for the errors: the run computes the placement again."""
     cluster, on_gpus = config.cluster, config.cluster.uses_cuda
-    guests = [teacher_ranks(config.teacher)] if has_own_ranks(config.teacher) else []
-    ranks = config.num_trainer_ranks
-    place(cluster, config.rollout, ranks, on_gpus=on_gpus, num_engines=num_engines, guests=guests)
+    place(cluster, config.rollout, config.num_trainer_ranks, on_gpus=on_gpus, num_engines=num_engines)
 
 
 def _check_nccl(config: Config) -> None:

@@ -92,7 +92,7 @@ def place(
     share the slots of trainer ranks; disaggregated ones use the slots after the last rank. Without trainer ranks,
     guests have no GPUs.
 
-    Raises: ConfigError if an engine does not fit the slots of a node, or colocated ranks exceed the trainer ranks.
+    Raises: ConfigError if an engine does not fit the slots of a node.
     """
     slots, tp = cluster.gpus_per_node, rollout.tp
     ranks = tuple(rank // slots for rank in range(num_ranks))
@@ -155,10 +155,7 @@ def _shared_slots(cluster: ClusterConfig, guests: Guests, num_ranks: int, on_gpu
     if guests.tp is not None:
         return tuple(_engine_slot(cluster, guests, engine, num_ranks, on_gpus) for engine in range(guests.num))
     of_model = guests.num // guests.models
-    if of_model > num_ranks > 0:
-        raise ConfigError(
-            f"{guests.section}.num_ranks={of_model} ranks share the slots of the {num_ranks} trainer ranks; lower it"
-        )
+    # config/rules/validation.py rejects more ranks than trainer ranks.
     ranks = [Slot(rank // slots, (rank % slots,) if on_gpus else None) for rank in range(of_model)]
     return tuple(ranks * guests.models)
 

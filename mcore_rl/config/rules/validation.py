@@ -95,6 +95,7 @@ def validate_keys(config: Config, *, run_here: bool = True) -> None:
     check_quantization(config)
     check_precision(config)
     _check_layout(policy, config)
+    _check_batches(policy, config)
     if config.actor.moe.router_replay == "engine" and is_supervised(config.algorithm):
         raise ConfigError(
             "actor.moe.router_replay=engine replays what the engine chose while sampling, and "
@@ -136,6 +137,7 @@ def validate_critic(config: Config) -> None:
         if key in NO_CRITIC_KEYS:
             raise ConfigError(f"{key}={value} has no effect: a critic predicts no tokens; leave it at {default}")
     _check_layout(role, config)
+    _check_batches(role, config)
     _check_training(role, config.cluster)
     read_hf_config(role.model, role.checkpoint)
 
@@ -203,7 +205,8 @@ def _check_sizes(config: Config) -> None:
 
 
 def _check_layout(role: ModelRole, config: Config) -> None:
-    """Require that the longest sequence fits in one packed row, and that the model's ranks divide the cluster's."""
+    """Require that the longest sequence fits in one packed row, and that the model divides its ranks, which share the
+    slots of the trainer ranks."""
     check_sharding(role)
     check_float16(role, cuda=config.cluster.device != "cpu")
     cluster, rollout, parallel = config.cluster, config.rollout, role.section.parallel
@@ -219,7 +222,8 @@ def _check_layout(role: ModelRole, config: Config) -> None:
             f"{key}={budget} must be a multiple of 2 x {role.key('parallel.cp')} = {2 * parallel.cp}, to which "
             "sequences are padded"
         )
-    ranks = role.section.num_ranks or config.num_trainer_ranks
+    trainer_ranks = config.num_trainer_ranks
+    ranks = role.section.num_ranks or trainer_ranks
     offered = (cluster.nodes - rollout.nodes) * cluster.gpus_per_node
     if ranks > offered:
         less = " less rollout.nodes" if rollout.nodes else ""
@@ -229,6 +233,15 @@ def _check_layout(role: ModelRole, config: Config) -> None:
         )
     # The default of etp depends on the model, which is not known here. 1 is the weakest requirement.
     check_ranks_divide(parallel, ranks, parallel.etp or 1, role)
+    if ranks > trainer_ranks:
+        raise ConfigError(
+            f"{role.key('num_ranks')}={ranks} ranks share the slots of the {trainer_ranks} trainer ranks; lower it"
+        )
+
+
+def _check_batches(role: ModelRole, config: Config) -> None:
+    """Require a response for every data-parallel rank of a trained model in each update."""
+    parallel, ranks = role.section.parallel, role.section.num_ranks or config.num_trainer_ranks
     data_ranks = ranks // (parallel.tp * parallel.pp * parallel.cp)
     check_pairs_per_update(config, data_ranks)
     if config.trainer.prompts_per_update * responses_per_prompt(config) < data_ranks:
@@ -246,9 +259,11 @@ def check_ranks_divide(parallel: ParallelConfig, num_ranks: int, etp: int, names
         product = math.prod(sizes.values())
         if num_ranks % product:
             keys = [f"{names.key(f'parallel.{name}')}={size}" for name, size in sizes.items()]
+            whose = f"ranks of the {names.prefix.replace('_', ' ')} ({names.key('num_ranks')})"
+            if names.prefix == POLICY.prefix:
+                whose = f"trainer ranks ({names.key('num_ranks')}, or cluster.nodes x cluster.gpus_per_node)"
             raise ConfigError(
-                f"{' x '.join(keys)} = {product} does not divide the {num_ranks} trainer ranks "
-                f"({names.key('num_ranks')}, or cluster.nodes x cluster.gpus_per_node); set sizes whose product "
+                f"{' x '.join(keys)} = {product} does not divide the {num_ranks} {whose}; set sizes whose product "
                 "divides them"
             )
 

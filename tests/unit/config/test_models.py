@@ -132,10 +132,17 @@ def test_check_rewards_zero_weight_is_rejected(base: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["reward_model.parallel.tp=3"], r"^reward_model\.parallel\.tp=3.*divide the 4 trainer ranks \(reward_model\."),
+        (
+            ["reward_model.parallel.tp=3"],
+            r"^reward_model\.parallel\.tp=3.*divide the 4 ranks of the reward model \(reward_model\.",
+        ),
         (["reward_model.fp8=some"], r"^reward_model\.fp8=some must be one of"),
         (["reward_model.tokens_per_microbatch=10"], r"^reward_model\.tokens_per_microbatch=10 must be at least"),
         (["reward_model.num_ranks=8"], r"^reward_model\.num_ranks=8, but cluster\.nodes"),
+        (
+            ["reward_model.num_ranks=3", "actor.num_ranks=2"],
+            r"^reward_model\.num_ranks=3 ranks share the slots of the 2 trainer ranks; lower it",
+        ),
         (["reward_model.hf_path=/nowhere"], r"^reward_model\.hf_path=/nowhere: no config\.json there"),
         (["reward_model.wieght=1"], r"unknown key reward_model\.wieght; did you mean reward_model\.weight\?"),
     ],

@@ -41,14 +41,15 @@ def test_critic_config_actor_keys_with_own_defaults(base: str) -> None:
 def test_num_critic_ranks_defaults_to_the_policy(base: str) -> None:
     slots = ["cluster.gpus_per_node=3", "actor.num_ranks=2", "critic.parallel.ep=2"]
     validate_critic(load_config(base, slots))
-    with pytest.raises(ConfigError, match=r"critic\.parallel\.ep=2 .* does not divide the 3 trainer ranks"):
+    with pytest.raises(ConfigError, match=r"critic\.parallel\.ep=2 .* does not divide the 3 ranks of the critic"):
         validate_critic(load_config(base, [*slots, "critic.num_ranks=3"]))
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["critic.parallel.tp=3"], r"critic\.parallel\.tp=3.*does not divide the 4 trainer ranks \(critic\.num_ranks"),
+        (["critic.parallel.tp=3"], r"critic\.parallel\.tp=3.*divide the 4 ranks of the critic \(critic\.num_ranks\)"),
+        (["critic.num_ranks=4", "actor.num_ranks=2"], r"^critic\.num_ranks=4 ranks share the slots of the 2 trainer"),
         (["critic.recompute=some"], r"^critic\.recompute=some must be one of"),
         (["critic.tokens_per_microbatch=10"], r"^critic\.tokens_per_microbatch=10 must be at least"),
         (["critic.overlap_param_gather=true"], r"^critic\.overlap_param_gather=true needs critic\."),

@@ -145,7 +145,14 @@ RANKS = [*ON, "teacher.num_ranks=2"]
         ),
         ([*RANKS, "teacher.tp=2"], r"^teacher\.tp=2 has no effect; set teacher\.num_engines above 0"),
         ([*RANKS, "teacher.max_concurrent_requests=2"], r"^teacher\.max_concurrent_requests=2 has no effect; set"),
-        ([*RANKS, "teacher.parallel.tp=3"], r"^teacher\.parallel\.tp=3 .* does not divide .*teacher\.num_ranks"),
+        (
+            [*RANKS, "teacher.parallel.tp=3"],
+            r"^teacher\.parallel\.tp=3 .* divide the 2 ranks of the teacher \(teacher\.",
+        ),
+        (
+            [*RANKS, "actor.num_ranks=1"],
+            r"^teacher\.num_ranks=2 ranks share the slots of the 1 trainer ranks; lower it",
+        ),
         (
             [*ON, "teacher.num_ranks=99"],
             r"^teacher\.num_ranks=99, but cluster\.nodes x cluster\.gpus_per_node offers \d+; lower it",
@@ -226,6 +233,11 @@ def test_teacher_keys_that_contradict_are_rejected(base: str, overrides: list[st
         [*SERVED, "teacher.hf_path=null", "teacher.in_loss=1", "teacher.top_k=4", "teacher.api=sglang"],
         [*RANKS, "teacher.in_loss=1", "teacher.top_k=4", "teacher.parallel.tp=2", "teacher.dtype=float32"],
         [*RANKS, "teacher.hf_path=null", "teacher.checkpoint=/step_1", "rollout.temperature=0.7"],
+        # Two responses per update: enough for the actor, and 2 of 4 data-parallel ranks of the teacher have no samples.
+        [
+            *("teacher.num_ranks=4", "actor.parallel.tp=4", "trainer.prompts_per_step=4"),
+            *("trainer.prompts_per_update=1", "rollout.samples_per_prompt=2"),
+        ],
         ["teacher.hf_path=null", "teacher.moving_average=0", "teacher.in_loss=1", "data.hint_key=extra_info.solution"],
         ["teacher.by_source=[{source: a, moving_average: 1}]", "data.hint_key=answer", "data.max_hinted_tokens=600"],
     ],

@@ -127,7 +127,6 @@ def test_place_guests_use_nodes_with_trainer_ranks_only() -> None:
 @pytest.mark.parametrize(
     ("guests", "key"),
     [
-        (Guests("reward_model", 5), r"reward_model\.num_ranks=5 .* 4 trainer ranks"),
         (Guests("judge", 3, tp=2), r"judge\.num_engines=3 of judge\.tp=2"),
         (
             Guests("teacher", 6, 1, models=3),
