@@ -26,8 +26,7 @@ def resolved_teacher(teacher: TeacherConfig, entry: TeacherSourceConfig, policy:
     sizes = model_arguments(policy_config(role)[0], role.checkpoint)
     reject_images(entry, sizes, policy.arguments)
     if not sizes.transformer.get("num_moe_experts"):
-        parallel = replace(role.section.parallel, ep=1, etp=None)
-        role = replace(role, section=replace(role.section, parallel=parallel))
+        role = _without_expert_axes(role)
     try:
         spec = ResolvedModel.policy(role, policy.layout.world_size)
     except ConfigError as error:
@@ -47,10 +46,26 @@ def resolved_teacher(teacher: TeacherConfig, entry: TeacherSourceConfig, policy:
 def teacher_on_own_ranks(config: Config, entry: TeacherSourceConfig) -> ResolvedModel:
     """Resolve the teacher of an entry on ranks of its own, in the layout of teacher.parallel.
 
+    A teacher without experts does not use the axes ep and etp if another teacher has experts.
+
     Raises: ConfigError naming the teacher's keys for a model that this layout does not divide.
     """
-    role = ModelRole.teacher_ranks(config.teacher, entry, config.actor, config.model)
+    entries = config.teacher.entries
+    roles = [ModelRole.teacher_ranks(config.teacher, each, config.actor, config.model) for each in entries]
+    role = roles[entries.index(entry)]
+    if len(roles) > 1 and not _has_experts(role) and any(map(_has_experts, roles)):
+        role = _without_expert_axes(role)
     return ResolvedModel.policy(role, config.teacher.num_ranks)
+
+
+def _has_experts(role: ModelRole) -> bool:
+    sizes = model_arguments(policy_config(role)[0], role.checkpoint)
+    return bool(sizes.transformer.get("num_moe_experts"))
+
+
+def _without_expert_axes(role: ModelRole) -> ModelRole:
+    parallel = replace(role.section.parallel, ep=1, etp=None)
+    return replace(role, section=replace(role.section, parallel=parallel))
 
 
 def reject_images(entry: TeacherSourceConfig, teacher: ModelArguments, policy: ModelArguments) -> None:

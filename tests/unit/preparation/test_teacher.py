@@ -23,7 +23,7 @@ from mcore_rl.engines.server.interfaces import ServerAnswer
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.preparation.teacher import check_row_temperatures, check_teacher, check_vocabulary
 from mcore_rl.resolved.model import ResolvedModel
-from mcore_rl.resolved.teacher import resolved_teacher
+from mcore_rl.resolved.teacher import resolved_teacher, teacher_on_own_ranks
 from mcore_rl.types import Prompt, TokenScores, TokenSequence
 from model_converters.dcp.convert import to_mcore
 from model_converters.hf.side_files import HF_FOLDER
@@ -148,6 +148,18 @@ def test_teacher_on_own_ranks_has_its_own_layout(tmp_path: Path) -> None:
     config.teacher.in_loss, config.teacher.top_k = 1.0, 9999
     with pytest.raises(ConfigError, match=r"^teacher\.top_k=9999 must be below"):
         check_teacher(config, policy_of(config), estimator("grpo"))
+
+
+def test_teachers_with_and_without_experts_have_ranks_in_one_run(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "qwen3", "qwen3", 4, {})
+    experts = write_config(tmp_path / "experts", "qwen3_moe")
+    config.teacher.num_ranks, config.teacher.parallel = 4, ParallelConfig(tp=2, ep=2)
+    (dense,) = config.teacher.entries
+    with pytest.raises(ConfigError, match=r"^teacher\.parallel\.ep=2, but the model has no experts; set it to 1"):
+        teacher_on_own_ranks(config, dense)
+    config.teacher.by_source = [TeacherSourceConfig("math", hf_path=experts)]
+    layouts = [teacher_on_own_ranks(config, entry).layout for entry in config.teacher.entries]
+    assert [(layout.ep, layout.tp, layout.dp) for layout in layouts] == [(1, 2, 2), (2, 2, 2)]
 
 
 def test_check_teacher_alone_with_critic_is_rejected(tmp_path: Path) -> None:
