@@ -179,8 +179,9 @@ def _set_up(
     show: Callable[[str], None],
     begun: Callable[[Starts], None],
 ) -> None:
-    """Set up all processes, and return when all are ready. Set-ups run concurrently, except while an engine measures
-    the free memory of a device that it shares with other processes. `begun` receives set-ups when they begin."""
+    """Set up all processes, and return when all are ready. On GPUs, processes that share them are set up one after the
+    other: engines measure the free memory, and other models keep less memory after their set-up than during it. All
+    other set-ups run concurrently. `begun` receives set-ups when they begin."""
     trainers, watch, config = processes.trainers, processes.trainers.watch, context.config
     engines = [] if processes.engines is None else processes.engines.engines
     num_ranks, engines_ready = len(trainers.processes), f"{_count(len(engines), 'rollout engine')} ready"
@@ -203,14 +204,16 @@ def _set_up(
         visible = [visible_devices(placement, slot, devices) for slot in placement.guests[section]]
         set_ups = processes.groups[section].set_up(context, visible)
         begun(set_ups)
-        if (in_turns or devices) and role.guests.tp is not None:
-            # These engines share the ranks' GPUs even if rollout engines do not.
+        if devices or (in_turns and role.guests.tp is not None):
+            # These processes share the ranks' GPUs even if rollout engines do not.
             watch.get_started(set_ups)
         starting |= set_ups
     of_ranks = trainers.set_up(context, [None] * num_ranks)
     begun(of_ranks)
     watch.get(list(of_ranks))
     show(f"{_count(num_ranks, 'trainer rank')} ready")
+    if any(slot.places for slots in placement.guests.values() for slot in slots):
+        trainers.stages.free_cache = trainers.free_cache
     watch.get_started(starting)
     if starting:
         show("engines and other models ready" if roles else engines_ready)

@@ -10,7 +10,8 @@ enters the phase that it needs. Methods of this package use the decorator `stage
              -> offload parameters -> wake up KV cache -> generate
 
 Trainer ranks load the state that a call needs when they receive it (megatron.optim.offload). This module frees the
-memory before.
+memory before. Models beside the policy (critic, reward model, judge, teacher) compute on GPUs of trainer ranks in every
+placement: before they do, trainer ranks return the memory that torch's allocator keeps from their last pass.
 """
 
 from __future__ import annotations
@@ -142,18 +143,25 @@ class DevicePhases:
 @dataclass
 class Stages:
     """Timing and phases of calls. `span` times a block. `phases` is None unless engines and trainer ranks share
-    devices; it is set after their processes have been created. `board` shows counted work; None: nothing is counted."""
+    devices; it is set after their processes have been created. `free_cache` returns memory that trainer ranks do not
+    use to their GPUs; None without models that share these GPUs. `board` shows counted work; None: nothing is counted.
+    """
 
     span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     phases: DevicePhases | None = None
+    free_cache: Callable[[], None] | None = None
     board: WorkBoard | None = None
 
     @contextmanager
-    def stage(self, name: str | None = None, phase: Phase | None = None) -> Iterator[None]:
-        """Run the block in `phase`; the span `name` includes entering the phase."""
+    def stage(self, name: str | None = None, phase: Phase | None = None, *, guest: bool = False) -> Iterator[None]:
+        """Run the block in `phase`; the span `name` includes entering the phase. `guest`: another model computes on the
+        GPUs of trainer ranks."""
         with self.span(name) if name is not None else nullcontext():
             if self.phases is not None and phase is not None:
                 self.phases.enter(phase)
+            # Also in the same phase: trainer ranks may have computed in it.
+            if guest and self.free_cache is not None:
+                self.free_cache()
             yield
 
 
@@ -164,13 +172,15 @@ class HasStages(Protocol):
     def stages(self) -> Stages: ...
 
 
-def staged(name: str | None, phase: Phase | None) -> Callable[[StagedMethod[Owner, P, T]], StagedMethod[Owner, P, T]]:
+def staged(
+    name: str | None, phase: Phase | None, *, guest: bool = False
+) -> Callable[[StagedMethod[Owner, P, T]], StagedMethod[Owner, P, T]]:
     """Decorate a method: it runs in `phase` and is recorded as the span `name`, as in Stages.stage."""
 
     def decorate(method: StagedMethod[Owner, P, T]) -> StagedMethod[Owner, P, T]:
         @functools.wraps(method)
         def call(self: Owner, *arguments: P.args, **options: P.kwargs) -> T:
-            with self.stages.stage(name, phase):
+            with self.stages.stage(name, phase, guest=guest):
                 return method(self, *arguments, **options)
 
         return call

@@ -64,7 +64,7 @@ class CriticGroup(TrainedRankGroup[CriticProcess]):
 
     own_batch: Callable[[Batch], Batch]
 
-    @staged("values", Phase.REPLACE)
+    @staged("values", Phase.REPLACE, guest=True)
     def values(self, batch: Batch) -> TokenRefs:
         """Implement Critic.values. The batch stays on the ranks for its updates."""
         key = next(batch_keys)
@@ -73,7 +73,7 @@ class CriticGroup(TrainedRankGroup[CriticProcess]):
         self.watch.get([done for done, _ in calls])
         return TokenRefs(tuple(calls[rank][1] for rank in self.ranks.reporting), key)
 
-    @staged("critic_update", Phase.REPLACE)
+    @staged("critic_update", Phase.REPLACE, guest=True)
     def update(self, values: TokenRefs, returns: TokenRefs) -> dict[str, Metric]:
         size = len(self.ranks.reporting)
         arguments = [(values.key, *returns.overlapping(dp, size)) for dp in self.ranks.dp_rank_of]

@@ -144,6 +144,10 @@ class TrainedRankGroup(RankGroup[TrainedRank_co]):
         ranks."""
         return sum(self.call(TrainedRankProcess.offload, parts).results())
 
+    def free_cache(self) -> None:
+        """Return the memory that the ranks do not use to their GPUs. All state stays where it is."""
+        self.offload(())
+
 
 class RoleGroup(Protocol):
     """Processes of a role, from the driver's side."""

@@ -78,7 +78,7 @@ class JudgeGroup:
             for process, devices in zip(self.processes, visible, strict=True)
         }
 
-    @staged("judge", Phase.KEEP)  # dynamic sampling may generate another batch with the same weights
+    @staged("judge", Phase.KEEP, guest=True)  # dynamic sampling may generate another batch with the same weights
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
         """Implement ResponseScorer.score. Engines score parts with about equally many tokens, and write their answers
         into the tasks' records."""

@@ -58,7 +58,7 @@ class RewardModelGroup(RankGroup[RewardModelProcess]):
 
     advice: str = ""
 
-    @staged("reward_model", Phase.KEEP)  # dynamic sampling may generate another batch with the same weights
+    @staged("reward_model", Phase.KEEP, guest=True)  # dynamic sampling may generate another batch with the same weights
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
         """Implement ResponseScorer.score. Data-parallel ranks score parts with about equally many tokens."""
         scalars = [of_task for _, of_task in results]

@@ -152,7 +152,7 @@ class TeacherGroup:
             starting[process.call(TeacherProcess.setup, own, number, key)] = [process]
         return starting
 
-    @staged("teacher", Phase.REPLACE)
+    @staged("teacher", Phase.REPLACE, guest=True)
     def scores(self, batch: Batch) -> ScoreRefs:
         """Implement Teacher.scores. Engines of one teacher score about equally many tokens."""
         teachers = np.zeros(len(batch), np.int32) if batch.teachers is None else batch.teachers

@@ -117,14 +117,17 @@ class TeacherRankGroup:
         return [process for teacher in self.teachers for process in teacher.processes]
 
     def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> Starts:
-        """Begin the set-up of the ranks of all teachers."""
+        """Begin the set-up of the ranks of all teachers. On GPUs, which teachers share, every teacher but the last has
+        freed them when the next one begins."""
         starts: Starts = {}
         devices = iter(visible)
         for teacher in self.teachers:
+            if starts and any(visible):
+                teacher.watch.get_started(starts)
             starts |= teacher.set_up(context, [next(devices) for _ in teacher.processes])
         return starts
 
-    @staged("teacher", Phase.REPLACE)
+    @staged("teacher", Phase.REPLACE, guest=True)
     def scores(self, batch: Batch) -> ScoreRefs:
         """Implement Teacher.scores."""
         numbers = np.zeros(len(batch), np.int32) if batch.teachers is None else batch.teachers

@@ -103,6 +103,34 @@ def test_cluster_is_announced_when_stack_dumps_work(
     assert not handles_signal(os.getpid())
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_set_up_on_gpus_waits_for_models_that_share_them(device: str) -> None:
+    events: list[str] = []
+
+    def member(name: str, processes: int) -> Any:
+        def set_up(context: object, visible: list[object]) -> dict[str, object]:
+            events.append(f"begin {name}")
+            return {name: None}
+
+        visible = SimpleNamespace(results=lambda: [*"01234567"])
+        return SimpleNamespace(set_up=set_up, processes=[None] * processes, watch=watch, call=lambda method: visible)
+
+    watch = SimpleNamespace(get=lambda starts: events.append("wait " + "+".join(starts)))
+    watch.get_started = lambda starts: events.append("wait " + "+".join(starts))
+    config = Config()
+    config.cluster.device, config.cluster.gpus_per_node = device, 8
+    placement = plan_processes(config, {"critic rank": Guests("critic", 2)}, with_engines=False).placement
+    trainers = member("trainers", 8)
+    trainers.stages, trainers.free_cache = launch.Stages(), lambda: None
+    processes = launch.RunProcesses(trainers, None, {"critic": member("critic", 2)})
+    roles: Any = [SimpleNamespace(guests=Guests("critic", 2))]
+    context: Any = SimpleNamespace(config=config)
+    launch._set_up(context, placement, roles, processes, lambda _: None, lambda _: None)
+    first = ["begin critic", *(["wait critic"] if device == "cuda" else []), "begin trainers", "wait trainers"]
+    assert events == [*first, "wait critic"]
+    assert trainers.stages.free_cache is (trainers.free_cache if device == "cuda" else None)
+
+
 def test_counted_lists_kinds_that_have_processes(plan: ProcessPlan) -> None:
     assert launch._counted(plan) == "8 trainer ranks, 4 rollout engines, 2 critic processes"
     supervised = plan_processes(Config(), {}, with_engines=False)

@@ -60,6 +60,10 @@ class Device:
         return contextlib.nullcontext()
 
     # Calls of a run:
+    @staged(None, Phase.REPLACE, guest=True)
+    def score(self) -> None:
+        self.moves.append("score")
+
     @staged(None, Phase.GENERATE)
     def run(self) -> None:
         self.moves.append("generate")
@@ -124,6 +128,20 @@ def test_phases_measure_memory_at_four_points_of_a_step() -> None:
         *("offload grads+optimizer", "wake weights", "measure weights_awake", "sync"),
         *("measure updated", "offload params+grads+optimizer", "wake kv_cache", "measure kv_cache_awake", "generate"),
     ]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_trainers_free_their_caches_before_another_model_computes(shared: bool) -> None:
+    """Also without phases: the model is on GPUs of trainer ranks even if engines are not."""
+    device = Device()
+    device.publish()
+    device.stages.free_cache = lambda: device.moves.append("free")
+    device.stages.phases = device.phases if shared else None
+    device.of_engine = device.of_engine if shared else set()
+    device.moves.clear()
+    for call in (device.update, device.score, device.score):
+        call()
+    assert device.moves == [*(["sleep"] if shared else []), "update", *["free", "score"] * 2]
 
 
 def test_phases_never_overlap() -> None:

@@ -15,7 +15,11 @@ from mcore_rl.config.models import TeacherConfig, TeacherSourceConfig
 from mcore_rl.data.packing import TOKENS
 from mcore_rl.runtime.phases import Stages
 from mcore_rl.runtime.roles.base import SetUpContext
+from mcore_rl.runtime.roles.critic import CriticGroup
 from mcore_rl.runtime.roles.groups import RankMap
+from mcore_rl.runtime.roles.judge import JudgeGroup
+from mcore_rl.runtime.roles.reward_model import RewardModelGroup
+from mcore_rl.runtime.roles.teacher import TeacherGroup
 from mcore_rl.runtime.roles.teacher_ranks import TeacherRankGroup, TeacherRankProcess, teacher_ranks_role
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.trajectory_store import FetchRequest
@@ -49,6 +53,7 @@ class Rank:
         return f"tcp://{self.number}"
 
     def setup_teacher(self, context: SetUpContext, *given: object) -> tuple[object, ...]:
+        self.calls.append("setup_teacher")
         return (self.number, context.visible_devices, *given)
 
     def score(self, share: RankShares, readers: dict[int, np.ndarray], *rows: list[int]) -> dict[int, Any]:
@@ -94,11 +99,38 @@ def test_teachers_score_samples_of_their_sources() -> None:
     assert [len(rank.calls) for rank in ranks] == [1] * 4 + [0] * 4 + [1] * 4
 
 
-def test_set_up_numbers_the_ranks_of_each_teacher() -> None:
-    group, _ = group_of(2)
-    starts: Any = group.set_up(SetUpContext(None, {}), [str(device) for device in range(8)])  # type: ignore[arg-type]
-    wanted = [(rank, str(rank), rank // 4, rank % 4, 4, f"tcp://{rank // 4 * 4}") for rank in range(8)]
+@pytest.mark.parametrize("on_gpus", [True, False])
+def test_set_up_on_gpus_begins_a_teacher_after_the_one_before(monkeypatch: pytest.MonkeyPatch, on_gpus: bool) -> None:
+    group, ranks = group_of(2)
+    awaited: list[tuple[int, list[int]]] = []
+    """Set-ups that were awaited, and the ranks whose set-up had not begun."""
+
+    def wait(watch: object, starts: dict[tuple[int, ...], object]) -> None:
+        awaited.append((len(starts), [rank.number for rank in ranks if "setup_teacher" not in rank.calls]))
+
+    monkeypatch.setattr(EndedWatch, "get_started", wait, raising=False)
+    devices = [str(device) if on_gpus else None for device in range(8)]
+    starts: Any = group.set_up(SetUpContext(None, {}), devices)  # type: ignore[arg-type]
+    wanted = [(rank, devices[rank], rank // 4, rank % 4, 4, f"tcp://{rank // 4 * 4}") for rank in range(8)]
     assert list(starts) == wanted
+    assert awaited == ([(4, [4, 5, 6, 7])] if on_gpus else [])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(TeacherRankGroup.scores, TeacherGroup.scores, RewardModelGroup.score, JudgeGroup.score),
+        *(CriticGroup.values, CriticGroup.update),
+    ],
+)
+def test_models_beside_the_policy_compute_after_trainers_free_caches(method: Callable[..., object]) -> None:
+    def free() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        method(
+            SimpleNamespace(stages=Stages(free_cache=free)), *([None] * (method.__wrapped__.__code__.co_argcount - 1))
+        )
 
 
 @pytest.mark.parametrize("reports", [True, False])
