@@ -74,10 +74,13 @@ class ResponseEvents(ReplyEvents):
     def _end_choice(self, number: int, choice: Choice, tokens: Sequence[TokenLogp]) -> Iterator[Event]:
         calls = list(self._call.call_items(self._reply_id, choice))
         opened = [] if self._open is None else [self._open.item]
-        if not calls and not any(item["type"] == "message" for item in [*self._items, *opened]):
-            yield from self._close(self._call.status(choice))
-            yield from self._added("message")  # an empty turn has an empty message
+        has_message = any(item["type"] == "message" for item in [*self._items, *opened])
         self._tokens += tokens
+        is_empty = not calls and not has_message  # an empty turn has an empty message
+        # Tokens of reasoning after the last message need another one, which has no text.
+        if is_empty or (has_message and self._tokens and not (self._open and self._open.has_logps)):
+            yield from self._close("completed" if has_message else self._call.status(choice))
+            yield from self._added("message")
         if self._tokens and self._open is not None and self._open.has_logps:
             yield self._delta("")
         yield from self._close("completed" if calls else self._call.status(choice))

@@ -20,7 +20,8 @@ _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
 def input_messages(fields: Fields) -> list[JsonObject]:
     """Return the messages of `input`, a text or a list of items.
 
-    A turn of the model is sent back as several items: reasoning, message and calls become one message.
+    A turn of the model is sent back as several items: reasoning, message and calls become one message. A streamed turn
+    may have several reasonings and messages, whose ids name its reply: their texts are joined.
 
     Raises: RefusedError.
     """
@@ -30,15 +31,20 @@ def input_messages(fields: Fields) -> list[JsonObject]:
     messages: list[JsonObject] = []
     place = len(_ORDER)
     """Place in _ORDER of the last item of an open turn; len(_ORDER) if no turn is open."""
+    reply = ""
+    """Reply that the ids of the open turn's items name."""
     for item in fields.objects("input"):
         kind = _kind(item)
         if kind not in _ORDER:
             messages.append(_other_message(item, kind))
-            place = len(_ORDER)
+            place, reply = len(_ORDER), ""
             continue
-        if not _continues(_ORDER[kind], place):
+        name = str(item.get("id")).partition("_")[2]
+        is_known = reply != "" and (name == reply or name.startswith(f"{reply}_"))
+        if not is_known and not _continues(_ORDER[kind], place):
             messages.append({"role": "assistant"})
-        place = _ORDER[kind]
+            reply = ""
+        place, reply = _ORDER[kind], reply or name
         _add_to_turn(messages[-1], item, kind)
     return [message for message in messages if len(message) > 1]  # a reasoning item may be encrypted or empty
 
@@ -78,11 +84,12 @@ def _other_message(item: Fields, kind: str) -> JsonObject:
 
 def _add_to_turn(message: JsonObject, item: Fields, kind: str) -> None:
     if kind == "message":
-        message["content"] = requests.joined(requests.text_parts(item, "content", _PARTS))
+        text = requests.joined(requests.text_parts(item, "content", _PARTS))
+        message["content"] = f"{message.get('content', '')}{text}"
     elif kind == "reasoning":
         text = "".join(_reasoning(item, "content")) or "\n".join(_reasoning(item, "summary"))
         if text:
-            message["reasoning_content"] = text
+            message["reasoning_content"] = f"{message.get('reasoning_content', '')}{text}"
     else:
         function: JsonObject = {"name": item.text("name"), "arguments": item.text("arguments")}
         call: JsonObject = {"id": item.text("call_id"), "type": "function", "function": function}

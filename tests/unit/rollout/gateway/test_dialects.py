@@ -20,7 +20,7 @@ from mcore_rl.rollout.gateway.dialects import chat_completions, completions, mes
 from mcore_rl.rollout.gateway.dialects.interface import Call, Event
 from mcore_rl.rollout.gateway.exchange import ChatReply, Choice, RefusedError
 from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta
-from tests.unit.rollout.gateway.scripted import ADD, adding, choice
+from tests.unit.rollout.gateway.scripted import ADD, choice
 
 REVIEWED = {"openai": "3.57.0", "anthropic": "2.14.0"}
 """Newest versions of the clients whose fields are in the tables."""
@@ -319,31 +319,6 @@ def test_log_probabilities_of_all_tokens_are_sent_once() -> None:
         found = [*events.more(ReplyStart("r", 1, 0), deltas), *events.end(ChatReply("r", [made], 1, 0))]
         sent = [event for event in found if "done" not in (event.name or "") and "completed" not in (event.name or "")]
         assert _joined(sent, name) == "".join(made.pieces)
-
-
-def test_texts_that_alternate_have_several_items_and_blocks() -> None:
-    """A block that is closed cannot grow: reasoning after content starts another one."""
-    made = Choice("one two", "a\nb", [adding()], "tool_calls", [], [], [])
-    deltas = [
-        TextDelta(0, "reasoning", 0, "a"),
-        TextDelta(0, "content", 0, "one"),
-        TextDelta(0, "reasoning", 1, "\nb"),
-        TextDelta(0, "content", 3, " two"),
-    ]
-
-    def events(call: Call) -> list[Event]:
-        made_of = call.events()
-        return [*made_of.more(ReplyStart("r", 1, 0), deltas), *made_of.end(ChatReply("r", [made], 1, 0))]
-
-    found = events(read(responses))
-    output = found[-1].data["response"]["output"]  # type: ignore[index,call-overload]
-    kinds = ["reasoning", "message", "reasoning", "message", "function_call"]
-    assert [item["type"] for item in output] == kinds
-    assert len({item["id"] for item in output}) == 5
-    assert [event.data["item"] for event in found if event.name == "response.output_item.done"] == output
-    started = [event.data for event in events(read(messages, thinking={"type": "adaptive"}))]
-    blocks = [data["content_block"]["type"] for data in started if data["type"] == "content_block_start"]
-    assert blocks == ["thinking", "text", "thinking", "text", "tool_use"]
 
 
 def test_a_reply_that_differs_from_its_beginning_is_refused() -> None:
