@@ -108,22 +108,29 @@ class Answering(Response):
     ) -> None:
         """Send the reply as events."""
         events, has_begun = self._call.events(), False
+        loop = asyncio.get_running_loop()
+        last = loop.time()
+        """Time of the last bytes."""
 
         async def send_all(chunks: Iterable[bytes]) -> None:
-            nonlocal has_begun
+            nonlocal has_begun, last
             for chunk in chunks:
                 _check_connection(left)
                 if not has_begun:
                     has_begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
                 await send(_chunk(chunk))
+                last = loop.time()
 
         while not answer.done():
             _check_connection(left)
             if new := stream.take():
                 await send_all(event.encoded() for event in events.more(*new))
-            elif not await stream.woken(PING_SECONDS):
+            # New texts may be without events: clients that did not ask for reasoning do not get it.
+            elif (rest := last + PING_SECONDS - loop.time()) <= 0:
                 await send_all([self._dialect.ping])
+            else:
+                await stream.wait(rest)
         try:
             reply = answer.result()
             await _settled()
@@ -165,12 +172,11 @@ class _Stream:
         new, self._num_taken = progress.deltas[self._num_taken :], len(progress.deltas)
         return progress.start, new
 
-    async def woken(self, seconds: float) -> bool:
-        """Wait for `wake`. Returns False after `seconds`."""
+    async def wait(self, seconds: float) -> None:
+        """Wait for `wake`, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.wake.wait()
-        return self.wake.is_set()
 
 
 async def unless_left(request: Request, work: Coroutine[object, object, T]) -> T:

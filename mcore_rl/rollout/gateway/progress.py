@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,7 +65,8 @@ class ReplyProgress:
     start: ReplyStart | None = None
     deltas: list[TextDelta] = field(default_factory=list)
     changed: list[Callable[[], None]] = field(default_factory=list)
-    _characters: defaultdict[tuple[int, Kind], int] = field(default_factory=lambda: defaultdict(int))
+    _known: defaultdict[tuple[int, Kind], list[TextDelta]] = field(default_factory=lambda: defaultdict(list))
+    """Deltas by the number of the choice and their kind, each of which begins where the last one ends."""
     _tokens: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def add(self, start: ReplyStart, deltas: Sequence[TextDelta]) -> bool:
@@ -76,23 +78,32 @@ class ReplyProgress:
             return False
         self.start = self.start or start
         for delta in deltas:
-            known = self._characters[delta.number, delta.kind]
-            if delta.start > known:
+            known = self._known[delta.number, delta.kind]
+            end = known[-1].end if known else 0
+            if delta.start > end or not _repeats(delta, known):
                 return False
-            if delta.start < known and not self._repeats(delta, known):
-                return False
-            new = delta.after(known, self._tokens[delta.number])
+            new = delta.after(end, self._tokens[delta.number])
             if new.text or new.tokens:
                 self.deltas.append(new)
-            self._characters[delta.number, delta.kind] = max(known, delta.end)
+                known.append(new)
             self._tokens[delta.number] = max(self._tokens[delta.number], new.first_token + len(new.tokens))
         for notify in self.changed:
             notify()
         return True
 
-    def _repeats(self, delta: TextDelta, known: int) -> bool:
-        parts = (each for each in self.deltas if (each.number, each.kind) == (delta.number, delta.kind))
-        return "".join(each.text for each in parts)[delta.start : delta.end] == delta.text[: known - delta.start]
+
+def _repeats(delta: TextDelta, known: Sequence[TextDelta]) -> bool:
+    """Return True if the beginning of a delta is the text of known ones at its place."""
+    # A lost engine may have sent a delta per token, which another one repeats: each is compared with its own part only.
+    first = max(0, bisect_right(known, delta.start, key=lambda each: each.start) - 1)
+    for place in range(first, len(known)):
+        each = known[place]
+        if each.start >= delta.end:
+            break
+        begin, end = max(each.start, delta.start), min(each.end, delta.end)
+        if each.text[begin - each.start : end - each.start] != delta.text[begin - delta.start : end - delta.start]:
+            return False
+    return True
 
 
 Watch = Callable[[ReplyProgress], None]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from mcore_rl.data.tokenizer import PLAIN, byte_token_ids, changes_spaces
 from mcore_rl.rollout.episodes.context import EpisodeContext
-from mcore_rl.rollout.gateway.progress import Progress, ReplyStart, TextDelta, TokenLogp
+from mcore_rl.rollout.gateway.progress import Progress, ReplyStart, TextDelta, TokenLogp, joined
 from mcore_rl.rollout.gateway.settled_text import SettledText, StopGate
 from mcore_rl.rollout.tools.parsers import text_reader
 from mcore_rl.rollout.tools.turn_reader import Kind, Part
@@ -127,7 +127,7 @@ class ReplyStream:
     def _send(self) -> None:
         self._is_scheduled = False
         assert self._start is not None
-        deltas = [] if self._is_closed else [delta for stream in self._choices for delta in stream.take()]
+        deltas = [] if self._is_closed else [delta for stream in self._choices for delta in joined(stream.take())]
         if deltas:
             self._progress(self._start, deltas)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.rollout.gateway import wire
+from mcore_rl.rollout.gateway import answering, wire
 from mcore_rl.rollout.gateway.answering import Answering
-from mcore_rl.rollout.gateway.dialects import completions
+from mcore_rl.rollout.gateway.dialects import completions, messages
 from mcore_rl.rollout.gateway.exchange import ChatReply, Choice, RefusedError
 from mcore_rl.rollout.gateway.progress import ReplyProgress, ReplyStart, TextDelta, Watch
 from tests.unit.rollout.gateway.test_hub import ROW, Site, request, with_site
@@ -37,6 +37,27 @@ def test_a_repeated_reply_adds_only_new_text_and_tokens() -> None:
     assert texts(progress) == ["Good", " d", "ay"]
     assert [token for delta in progress.deltas for token in delta.tokens] == tokens
     assert progress.start == START
+
+
+class CountedText(str):
+    """Text that counts the characters of its slices."""
+
+    num_read = 0
+
+    def __getitem__(self, place: Any) -> str:
+        found = CountedText(super().__getitem__(place))
+        CountedText.num_read += len(found)
+        return found
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_a_repeated_reply_compares_each_character_once(size: int) -> None:
+    progress, text = ReplyProgress(), "abcdefgh" * 100
+    assert progress.add(START, [at(start, CountedText(text[start : start + 5])) for start in range(0, 800, 5)])
+    CountedText.num_read = 0
+    assert progress.add(START, [at(start, text[start : start + size]) for start in range(0, 800, size)])
+    assert CountedText.num_read == 800
+    assert not progress.add(START, [at(795, "defgX")])
 
 
 @pytest.mark.parametrize(
@@ -162,6 +183,35 @@ def test_a_slow_reader_gets_few_large_events(leaves: bool) -> None:
         assert [reply.id for reply in missed] == (["r1"] if leaves else [])
         assert leaves or b"".join(connection.sent).count(b"z") == 1000
         assert len(connection.sent) < 8
+
+    asyncio.run(test())
+
+
+def test_reasoning_that_a_client_does_not_get_keeps_it_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "PING_SECONDS", 0.05)
+
+    async def test() -> None:
+        connection = Connection()
+        connection.reads.set()
+
+        async def answer(watch: Watch) -> ChatReply:
+            progress = ReplyProgress()
+            watch(progress)
+            for number in range(500):
+                assert progress.add(START, [TextDelta(0, "reasoning", number, "z")])
+                await asyncio.sleep(0.01)
+                if any(b"event: ping" in chunk for chunk in connection.sent[-1:]):
+                    return ChatReply("r1", [Choice("x", "z" * (number + 1), (), "stop", [], [], [])], 1, 0)
+            raise AssertionError("no ping was sent")
+
+        async def miss(reply: ChatReply) -> None:
+            raise AssertionError("the client received the reply")
+
+        asked: Any = {"messages": [{"role": "user", "content": "q"}], "max_tokens": 9, "stream": True}
+        call = messages.read(asked, "tiny", lambda _: None)
+        await Answering(messages.DIALECT, call, answer, miss)({}, connection.receive, connection.send)
+        assert b"zz" not in b"".join(connection.sent)
+        assert b"message_stop" in b"".join(connection.sent)
 
     asyncio.run(test())
 
