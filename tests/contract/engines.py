@@ -1,24 +1,16 @@
-"""Real engines in separate processes, so that a test process never imports one.
-
-On the CPU, the processes fork from a server that has imported vLLM, which takes 10 CPU seconds. It is not the server of
-the ranks in tests/distributed/launch.py, since an engine must not have their imports.
-"""
+"""Real engines in separate processes, so that a test process never imports one."""
 
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 import pytest
-import torch
 from _pytest.mark import ParameterSet
 
 from mcore_rl.config.schema import RolloutConfig
@@ -27,8 +19,7 @@ from tests.selection import on_demand_unless
 
 T = TypeVar("T")
 
-ROOT = Path(__file__).parents[2]
-SGLANG = ROOT / ".venv-sglang" / "bin" / "python"
+SGLANG = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
 SGLANG_IS_READY = SGLANG.parents[1].joinpath(".mcore-rl-ready").exists()
 WITH_SGLANG = pytest.mark.skipif(not SGLANG_IS_READY, reason="needs .venv-sglang: make sglang")
 MARKS = {"vllm": [], "sglang": [WITH_SGLANG]}
@@ -66,22 +57,6 @@ DELTA_NETS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 EVERY_EXPERT = {"num_experts": 4, "num_experts_per_tok": 4}
 """Every token uses every expert. Otherwise bfloat16 changes a choice near a tie, depending on the machine's kernels,
 which costs more than rounding."""
-
-
-_server = multiprocessing.forkserver.ForkServer()
-_server.set_forkserver_preload(["pytest", "tests.contract.preloaded"])
-
-
-@contextmanager
-def _forked_from_engines_server() -> Iterator[None]:
-    """Context in which processes of the method forkserver fork from the server of engines."""
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}  # see tests/distributed/launch.py
-    connect = _server.connect_to_new_process
-    with (
-        mock.patch.dict(os.environ, path),
-        mock.patch.object(multiprocessing.forkserver, "connect_to_new_process", connect),
-    ):
-        yield
 
 
 def one_character_per_token(token_ids: Sequence[int]) -> str:
@@ -129,12 +104,10 @@ class RemoteEngine:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        # A process that has initialized CUDA must not fork.
-        context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, kind))
-        with _forked_from_engines_server():
-            self.process.start()
+        self.process.start()
         theirs.close()
 
     def start(

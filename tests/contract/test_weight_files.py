@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,29 +15,19 @@ from mcore_rl.engines.vllm.arguments import engine_arguments
 from model_converters.errors import ConversionError
 from model_converters.hf.index import read_headers
 from model_converters.hf.unlisted_files import find_unlisted
-from tests.contract.engines import RemoteEngine
 from tests.selection import needs_package
 from tests.tiny_models import tiny_fields
 
 pytestmark = needs_package("vllm", "make setup")
 
 
-Reader = Callable[[str], set[str]]
-
-
-def _files_read(engine: None, directory: Path, load_format: str) -> set[str]:
+def read_by_vllm(directory: Path, load_format: str) -> set[str]:
     from vllm.config import LoadConfig
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     loader = DefaultModelLoader(LoadConfig(load_format=load_format))
     _, files, *_ = loader._prepare_weights(str(directory), None, None, True, None)
     return {Path(file).name for file in files}
-
-
-@pytest.fixture
-def read_by_vllm(directory: Path, process_of: Callable[[str], RemoteEngine]) -> Reader:
-    """Function from a load format to the names of the files that vLLM reads."""
-    return lambda load_format: process_of("vllm").call(_files_read, directory, load_format)
 
 
 @pytest.fixture
@@ -51,21 +40,21 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_vllm_load_format_hf_reads_only_indexed_files(directory: Path, read_by_vllm: Reader) -> None:
+def test_vllm_load_format_hf_reads_only_indexed_files(directory: Path) -> None:
     """vLLM's default prefers Mistral's consolidated file to the index."""
     (directory / "config.json").write_text(json.dumps(tiny_fields("qwen3")))
     settings = EngineSettings(directory, RolloutConfig(), dtype="float32", seed=0, timeout_seconds=60)
     arguments = engine_arguments(settings)
     listed = {"model-1.safetensors", "model-2.safetensors"}
-    assert read_by_vllm(arguments["load_format"]) == listed
-    assert read_by_vllm("auto") == {"consolidated.safetensors"}
+    assert read_by_vllm(directory, arguments["load_format"]) == listed
+    assert read_by_vllm(directory, "auto") == {"consolidated.safetensors"}
 
 
-def test_vllm_without_index_reads_every_file(directory: Path, read_by_vllm: Reader) -> None:
+def test_vllm_without_index_reads_every_file(directory: Path) -> None:
     """Therefore other files next to model.safetensors are rejected, including consolidated ones."""
     (directory / "model.safetensors.index.json").unlink()
     (directory / "model-2.safetensors").rename(directory / "model.safetensors")
     (directory / "model-1.safetensors").unlink()
-    assert read_by_vllm("hf") == {"model.safetensors", "consolidated.safetensors", "mtp.safetensors"}
+    assert read_by_vllm(directory, "hf") == {"model.safetensors", "consolidated.safetensors", "mtp.safetensors"}
     with pytest.raises(ConversionError, match=r"consolidated\.safetensors contains .*mtp\.safetensors contains"):
         find_unlisted(directory, read_headers(directory))
