@@ -217,7 +217,7 @@ def test_engine_with_different_weights_is_left_out_until_restarted(store: TCPSto
     assert run.events[2:] == ["meet", "meet 1", "send", "compare", "join"]
 
 
-def test_restarted_engine_joins_the_gateway_after_its_weights_compare_equal(
+def test_restarted_engine_joins_the_gateway_after_its_comparison(
     store: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The journal of an engine with different weights is removed; others are kept."""

@@ -71,7 +71,7 @@ def served(stage: SetUp, server: GatewayServer) -> Callable[..., Any]:
         episode = GatewayEpisode(config)
         set_up = stage(say, episode, parser=parser)
         serving = ServedRequests(set_up.player, episode, config)
-        episode.link = set_up.player.run(GatewayLink.connect(server.address, serving.answers))
+        episode.link = set_up.player.run(GatewayLink.connect(server.address, serving))
         made_of = Served(set_up, server)
         try:
             yield made_of
