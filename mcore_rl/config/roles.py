@@ -38,6 +38,11 @@ class KeyNames:
         """Return the full key of `name`: `parallel.tp` is critic.parallel.tp for the critic."""
         return f"{self.prefix}.{name}"
 
+    @property
+    def dtype_key(self) -> str:
+        """Key of the data type of the parameters."""
+        return self.key("dtype") if self.prefix in ("teacher", "judge") else "model.dtype"
+
 
 POLICY = KeyNames("actor")
 ROLLOUT = KeyNames("rollout")

@@ -57,12 +57,12 @@ def check_float32_router(role: EngineRole, hf: dict[str, Any]) -> None:
 
 
 def check_float16(role: ModelRole, *, cuda: bool) -> None:
-    """Raise ConfigError for a trained or frozen model on ranks with model.dtype=float16 and a key that does not support
-    it, and for keys of the loss scale that have no effect or no meaning."""
+    """Raise ConfigError for a trained or frozen model on ranks in float16 with a key that does not support it, and
+    for keys of the loss scale that have no effect or no meaning."""
     section, key = role.section, role.key("optimizer.loss_scale")
     scale = section.optimizer.loss_scale
     if resolved_dtype(role.model.dtype, cuda=cuda) != FLOAT16:
-        reject_unless_default(key, scale, f"set model.dtype={FLOAT16}, the only data type whose loss is scaled")
+        reject_unless_default(key, scale, f"set {role.dtype_key}={FLOAT16}, the only data type whose loss is scaled")
         return
     for name in ("initial", "minimum"):
         value = getattr(scale, name)
@@ -77,13 +77,13 @@ def check_float16(role: ModelRole, *, cuda: bool) -> None:
         )
     if section.fp8 != UNQUANTIZED:
         raise ConfigError(
-            f"{role.key('fp8')}={section.fp8} is not supported with model.dtype={FLOAT16}; set it to {UNQUANTIZED}, or "
-            "model.dtype to bfloat16"
+            f"{role.key('fp8')}={section.fp8} is not supported with {role.dtype_key}={FLOAT16}; set it to "
+            f"{UNQUANTIZED}, or {role.dtype_key} to bfloat16"
         )
     if section.moe.dispatcher == "deepep":
         raise ConfigError(
-            f"{role.key('moe.dispatcher')}=deepep exchanges tokens in bfloat16 only, and model.dtype={FLOAT16}; set it "
-            "to alltoall, or model.dtype to bfloat16"
+            f"{role.key('moe.dispatcher')}=deepep exchanges tokens in bfloat16 only, and "
+            f"{role.dtype_key}={FLOAT16}; set it to alltoall, or {role.dtype_key} to bfloat16"
         )
 
 
@@ -91,7 +91,7 @@ def check_float16_engine(role: EngineRole, hf: dict[str, Any], *, cuda: bool) ->
     """Raise ConfigError for a float16 model that an engine does not start, or whose tokens it cannot exchange."""
     if resolved_dtype(role.model.dtype, cuda=cuda) != FLOAT16:
         return
-    family, key = hf.get("model_type"), "model.dtype" if role.prefix == "rollout" else role.key("dtype")
+    family, key = hf.get("model_type"), role.dtype_key
     if family in NOT_FLOAT16:
         raise ConfigError(
             f"{key}={FLOAT16}: activations of {family} exceed the range of {FLOAT16}, and vLLM does not start it; set "

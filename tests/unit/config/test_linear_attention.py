@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mcore_rl.config.models import ModelConfig
 from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.linear_attention import check_linear_attention
 from mcore_rl.config.schema import Config
@@ -39,3 +40,10 @@ def test_check_linear_attention_other_dtype_on_cpu_is_rejected(dtype: str) -> No
         check_linear_attention(role, HYBRID, cuda=False)
     config.model.dtype = "bfloat16"
     check_linear_attention(role, HYBRID, cuda=False)
+
+
+def test_check_linear_attention_of_a_judge_names_its_data_type() -> None:
+    config = Config()
+    role = EngineRole("judge", section=config.rollout, model=ModelConfig("y", dtype="float32"))
+    with pytest.raises(ConfigError, match=r"^judge\.dtype=float32: vLLM's CPU kernels .* set it to bfloat16$"):
+        check_linear_attention(role, HYBRID, cuda=False)

@@ -10,11 +10,13 @@ import pytest
 from mcore_rl.config import Config
 from mcore_rl.config.fields import check_domains
 from mcore_rl.config.load import load_config, load_text
+from mcore_rl.config.models import ActorConfig, ModelConfig, TeacherConfig, TeacherSourceConfig
+from mcore_rl.config.models.teacher import TeacherMoeConfig
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.precision import check_float16, check_float16_engine, check_float32_router, check_precision
 from mcore_rl.config.rules.validation import check_engine_sizes, validate_critic, validate_keys
-from mcore_rl.config.schema import ModelConfig, RolloutConfig
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 
 
@@ -130,6 +132,17 @@ def test_validate_critic_in_float16_names_its_own_keys(base: str) -> None:
     config = load_config(base, ["model.dtype=float16", "critic.optimizer.loss_scale.initial=3"])
     with pytest.raises(ConfigError, match=r"^critic\.optimizer\.loss_scale\.initial=3 must be a power of two"):
         validate_critic(config)
+
+
+def test_check_float16_of_a_teacher_with_a_data_type_of_its_own_names_its_key() -> None:
+    section = TeacherConfig(dtype="float16", moe=TeacherMoeConfig(dispatcher="deepep"), num_ranks=1)
+    role = ModelRole.teacher_ranks(
+        section, TeacherSourceConfig("all", "z"), ActorConfig(), ModelConfig("y", dtype="bfloat16")
+    )
+    with pytest.raises(
+        ConfigError, match=r"^teacher\.moe\.dispatcher=deepep .* and teacher\.dtype=float16; .*, or teacher\.dtype to"
+    ):
+        check_float16(role, cuda=True)
 
 
 def test_check_float16_with_the_extreme_powers_of_two_is_accepted(base: str) -> None:
