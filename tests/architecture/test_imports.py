@@ -187,6 +187,21 @@ def test_megatron_is_imported_behind_its_cpu_backend() -> None:
     assert broken == []
 
 
+def test_driver_imports_no_library_that_only_other_processes_need() -> None:
+    """Each of them would delay the start of every run by a second or more."""
+    pending, reached, libraries = ["mcore_rl.runtime.launch"], set[str](), set[str]()
+    while pending:
+        module = pending.pop()
+        if module in reached:
+            continue
+        reached.add(module)
+        targets = set(imports(module, at_load_only=True))
+        pending += targets & sources().keys()
+        libraries |= {target.split(".")[0] for target in targets}
+    assert "ray" in libraries, "nothing was followed"
+    assert not libraries & {"fastapi", "uvicorn", "megatron", "vllm", "sglang", "transformers", "datasets"}
+
+
 def test_no_import_cycles() -> None:
     graph = {m: {t for t in imports(m, at_load_only=True) if t in sources() and t != m} for m in sources()}
     try:

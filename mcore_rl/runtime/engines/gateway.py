@@ -21,7 +21,6 @@ from mcore_rl.processes.child import start_module
 from mcore_rl.processes.exits import exit_text
 from mcore_rl.processes.pool import Worker, results
 from mcore_rl.rollout.gateway.harness.program import HarnessSettings
-from mcore_rl.rollout.gateway.server import GatewayServer
 from mcore_rl.rollout.gateway.wire import FILE, GatewayAddress
 from mcore_rl.runtime.calls import ProcessHandle, remote_method
 from mcore_rl.runtime.health import Watch
@@ -41,6 +40,9 @@ class GatewayProcess(RunProcess):
 
     def setup(self, config: Config, concurrent: int) -> GatewayAddress:
         """Start to listen. `concurrent`: maximum number of programs at a time."""
+        # The driver of every run imports this class, and the server's libraries need more than a second.
+        from mcore_rl.rollout.gateway.server import GatewayServer
+
         with self.spans.span("setup"):
             rollout, host = config.rollout, config.rollout.gateway_address
             advertised = ray.util.get_node_ip_address() if host in ALL_ADDRESSES else host
