@@ -72,6 +72,24 @@ def balance(costs: np.ndarray, num_ranks: int) -> np.ndarray:
     return ranks
 
 
+def divide_in_order(costs: np.ndarray, readers: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Assign every sequence to a rank such that ranks have consecutive sequences in the order of their readers.
+
+    Each rank then has sequences of few readers: pairs of a rank and a reader are fewer than ranks and readers together.
+    Each load differs from the mean by at most the longest sequence, and ranks may be empty.
+
+    Shapes: costs integer [B], readers integer [B] -> int32 [B], values in [0, num_ranks).
+    """
+    ranks = np.zeros(len(costs), np.int32)
+    order = np.argsort(readers, kind="stable")
+    # Count an empty sequence as one token, as in `balance`.
+    costs = np.maximum(np.asarray(costs, np.int64)[order], 1)
+    ends = np.cumsum(costs)
+    # The middle of a sequence decides, so that the last one is not beyond the last rank.
+    ranks[order] = (ends - costs / 2) * num_ranks // ends[-1:]
+    return ranks
+
+
 def pack(
     lengths: np.ndarray, capacity: int, min_bins: int = 1, *, cost: SequenceCost | None = None
 ) -> list[np.ndarray]:

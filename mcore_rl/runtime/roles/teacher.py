@@ -15,6 +15,7 @@ from mcore_rl.config.models import TeacherConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.teacher import server_key
 from mcore_rl.config.schema import Config
+from mcore_rl.data.packing import divide_in_order
 from mcore_rl.data.trajectories import after_hints
 from mcore_rl.engines.server.client import connect
 from mcore_rl.engines.settings import EngineSettings
@@ -201,11 +202,8 @@ def assign(batch: Batch, teachers: np.ndarray, per_teacher: int) -> np.ndarray:
         return process_of
     for number in np.unique(teachers[scored]).tolist():
         own = np.flatnonzero(scored & (teachers == number))
-        own = own[np.argsort(batch.dp_ranks[own], kind="stable")]
-        ends = np.cumsum(batch.total_tokens[own], dtype=np.int64)
-        # The middle of a response decides, so that the last one is not beyond the last engine.
-        middles = ends - batch.total_tokens[own] / 2
-        process_of[own] = number * per_teacher + (middles * per_teacher / ends[-1]).astype(np.int32)
+        places = divide_in_order(batch.total_tokens[own], batch.dp_ranks[own], per_teacher)
+        process_of[own] = number * per_teacher + places
     return process_of
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import ray
 
 from mcore_rl.config.models import TeacherConfig
-from mcore_rl.data.batching import balance
-from mcore_rl.data.packing import SequenceCost
+from mcore_rl.data.packing import SequenceCost, divide_in_order
 from mcore_rl.resolved.placement import teacher_ranks
 from mcore_rl.runtime.calls import ProcessHandle, Ref
 from mcore_rl.runtime.delivery import rows_by_rank
@@ -83,13 +82,13 @@ class TeacherRanks(RankGroup[TeacherRankProcess]):
 
     def scores(self, batch: Batch, samples: np.ndarray) -> list[dict[int, Ref[ScoreColumn]]]:
         """Score samples of a batch, by the data-parallel rank of the actor. Each reporting rank returns one dictionary.
-        Data-parallel ranks of the teacher score about equally much.
+        Data-parallel ranks of the teacher score about equally much, each for few ranks of the actor.
 
         Shapes: samples int64 [b], at least one.
         """
         size = len(self.ranks.reporting)
         dp_ranks = np.zeros(len(batch), np.int32)
-        dp_ranks[samples] = balance(self.cost.of(batch.total_tokens[samples]), size)
+        dp_ranks[samples] = divide_in_order(self.cost.of(batch.total_tokens[samples]), batch.dp_ranks[samples], size)
         own = replace(batch, dp_ranks=dp_ranks, updates=(samples,))
         rows, places = rows_by_rank(own, size)
         trajectories = self._delivery.deliver(batch.chunks, rows)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mcore_rl.data.packing import SequenceCost, balance, pack
+from mcore_rl.data.packing import SequenceCost, balance, divide_in_order, pack
 from mcore_rl.errors import DataError
 
 
@@ -173,3 +173,20 @@ def test_packing_invalid_arguments_are_rejected():
         pack(np.array([1]), 0)
     with pytest.raises(DataError, match=">= 0"):
         pack(np.array([-1]), 4)
+
+
+@pytest.mark.parametrize(("num_readers", "num_ranks"), [(1, 1), (64, 1), (1, 7), (64, 16), (5, 64)])
+def test_divide_in_order_gives_each_rank_few_readers(num_readers, num_ranks):
+    costs, random = long_tailed(700), np.random.default_rng(1)
+    readers = random.integers(0, num_readers, 700)
+    ranks = divide_in_order(costs, readers, num_ranks)
+    loads = np.bincount(ranks, costs, num_ranks)
+    assert np.abs(loads - costs.sum() / num_ranks).max() <= costs.max()
+    pairs = set(zip(ranks.tolist(), readers.tolist(), strict=True))
+    assert len(pairs) < num_readers + num_ranks
+    assert ranks.dtype == np.int32
+
+
+def test_divide_in_order_of_empty_sequences_uses_all_ranks():
+    assert divide_in_order(np.zeros(4, np.int32), np.zeros(4, np.int32), 2).tolist() == [0, 0, 1, 1]
+    assert divide_in_order(np.empty(0, np.int32), np.empty(0, np.int32), 2).tolist() == []

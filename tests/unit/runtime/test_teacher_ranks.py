@@ -94,7 +94,7 @@ def test_teachers_score_samples_of_their_sources() -> None:
     group, ranks = group_of(3)
     columns = group.scores(batch([0, 0, 0, 1], [5, 5, 5, 5], [2, -1, 0, 2])).by_rank
     # Each of the two samples of teacher 2 is on one of its data-parallel ranks.
-    assert columns == (((1, [(2, 2)]), (9, [(0, 0)])), ((11, [(3, 3)]),), ())
+    assert columns == (((3, [(2, 2)]), (9, [(0, 0)])), ((11, [(3, 3)]),), ())
     # All ranks of a teacher take part, even without samples, and no rank of a teacher without samples does.
     assert [len(rank.calls) for rank in ranks] == [1] * 4 + [0] * 4 + [1] * 4
 
