@@ -13,9 +13,62 @@ Kind = Literal["reasoning", "content"]
 Part = tuple[Kind, str]
 
 
+_PARTS = regex.compile(r"(?P<said>\S+)|\s*[^\S \t]|[ \t]+")
+"""Parts of a text: no white space; white space up to the last of a run that is no blank; blanks."""
+
+
 @lru_cache(maxsize=64)
 def _compiled(pattern: str) -> regex.Pattern[str]:
     return regex.compile(pattern)
+
+
+class _GrowingText:
+    """Growing text in which patterns are searched. Only the end that may begin a match is kept.
+
+    A match may have any number of white space, which must not be searched again for each new character. The patterns of
+    formats accept a run of white space where they accept its last character, so it is kept in a short form: its last
+    character that is no blank, which may begin a line, and one blank after it.
+    """
+
+    def __init__(self) -> None:
+        self._window, self._place = "", 0
+        """End of the text in short form, and the end of what was read of it."""
+        self._runs: dict[int, list[str]] = {}
+        """White space in pieces, by the place of the character in the window that stands for it."""
+
+    def add(self, text: str) -> None:
+        """Append text."""
+        short = [self._window[max(0, self._place - 1) : self._place]]  # patterns may look at the character before
+        length, runs = len(short[0]), dict[int, list[str]]()
+        for part in _PARTS.finditer(self._window, self._place):
+            start, kept = part.start(), part.group()
+            if part["said"] is None:
+                pieces = runs[length] = self._runs.get(start) or [kept[0]]
+                for place in range(start + 1, part.end()):  # appended, so that each piece is moved at most twice
+                    pieces += self._runs.get(place) or [self._window[place]]
+                kept = kept[-1]
+            short.append(kept)
+            length += len(kept)
+        self._place = min(self._place, 1)
+        self._window, self._runs = "".join([*short, text]), runs
+
+    def read(self, pattern: regex.Pattern[str]) -> tuple[str, regex.Match[str] | None]:
+        """Return the text before the next match, with the match, or None if it is not complete yet."""
+        match = pattern.search(self._window, self._place, partial=True)
+        end = len(self._window) if match is None else match.start()
+        text, self._place = self._text(self._place, end), end
+        if match is None or match.partial:
+            return text, None
+        self._place = match.end()
+        return text, match
+
+    def _text(self, start: int, end: int) -> str:
+        parts = list[str]()
+        for place, pieces in self._runs.items():
+            if start <= place < end:
+                parts += [self._window[start:place], *pieces]
+                start = place + 1
+        return "".join([*parts, self._window[start:end]])
 
 
 class TurnReader:
@@ -36,56 +89,55 @@ class TurnReader:
         self._wrappers = None if form.wrappers is None else _compiled(form.wrappers)
         self._thinks = form.opens_thought(prompt)
         self._keeps_space = keeps_space and not self._thinks
-        self._text, self._place = "", 0
-        """Message so far, and the end of the text that was read."""
-        self._content, self._shown = "", 0
-        """Content with wrappers, and its end without a possible wrapper."""
+        self._text, self._content = _GrowingText(), _GrowingText()
+        """Message, and its content with wrappers."""
         self._is_call = False
         """True once a call may have begun."""
-        self._space = self._thought_space = ""
-        """White space at the end of the content, and of the current reasoning."""
+        self._space, self._thought_space = list[str](), list[str]()
+        """White space at the end of the content, and of the current reasoning, in pieces."""
         self._has_content = self._has_reasoning = self._thought_has_text = False
 
     def add(self, text: str) -> list[Part]:
         """Add text, and return what is certain now."""
-        self._text += text
         parts = list[Part]()
-        while not self._is_call:
-            pattern = self._close if self._thinks else self._opening
-            match = pattern.search(self._text, self._place, partial=True)
-            end = len(self._text) if match is None else match.start()
-            part, self._place = self._text[self._place : end], end
+        if self._is_call:
+            return parts
+        self._text.add(text)
+        while True:
+            part, match = self._text.read(self._close if self._thinks else self._opening)
             parts += self._reasoning(part) if self._thinks else self._said(part)
-            if match is None or match.partial:
-                break
-            self._place = match.end()
+            if match is None:
+                return parts
             if self._thinks:
-                self._thinks, self._thought_has_text, self._thought_space = False, False, ""
+                self._thinks, self._thought_has_text, self._thought_space = False, False, []
             elif match["thought"]:
                 self._thinks, self._keeps_space = True, False
             else:
                 self._is_call = True
-        return parts
+                return parts
 
     def _reasoning(self, text: str) -> list[Part]:
-        text = self._thought_space + text
         certain = text.rstrip()
-        self._thought_space = text[len(certain) :]
         if not certain:
+            self._thought_space.append(text)
             return []
-        if not self._thought_has_text:
+        space, self._thought_space = self._thought_space, [text[len(certain) :]]
+        if self._thought_has_text:
+            certain = "".join([*space, certain])
+        else:
             certain = ("\n" if self._has_reasoning else "") + certain.lstrip()
         self._thought_has_text = self._has_reasoning = True
         return [("reasoning", certain)]
 
     def _said(self, text: str) -> list[Part]:
-        text = self._space + self._without_wrappers(text)
+        text = self._without_wrappers(text)
         certain = text.rstrip()
-        self._space = text[len(certain) :]
         if not certain:
+            self._space.append(text)
             return []
-        if not self._has_content and not self._keeps_space:
-            certain = certain.lstrip()
+        space, self._space = self._space, [text[len(certain) :]]
+        keeps = self._has_content or self._keeps_space
+        certain = "".join([*space, certain]) if keeps else certain.lstrip()
         self._has_content = True
         return [("content", certain)]
 
@@ -93,13 +145,10 @@ class TurnReader:
         """Add content, and return what follows the content that was returned before."""
         if self._wrappers is None:
             return text
-        self._content += text
+        self._content.add(text)
         found = list[str]()
         while True:
-            match = self._wrappers.search(self._content, self._shown, partial=True)
-            end = len(self._content) if match is None else match.start()
-            found.append(self._content[self._shown : end])
-            self._shown = end
-            if match is None or match.partial:
+            part, match = self._content.read(self._wrappers)
+            found.append(part)
+            if match is None:
                 return "".join(found)
-            self._shown = match.end()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.rollout.tools.formats import FORMATS
+from mcore_rl.rollout.tools import turn_reader
+from mcore_rl.rollout.tools.formats import FORMATS, NO_CALLS
 from mcore_rl.rollout.tools.parsers import ToolCallParser, split_reasoning, text_reader
 from mcore_rl.rollout.tools.turn_reader import TurnReader
 from tests.unit.data.chat.made import LOOK
@@ -23,7 +27,8 @@ CALLS = {
     "llama3": '\n{"name": "look", "parameters": {"q": "a"}}',
 }
 THOUGHTS = ("<think>", "</think>", "[THINK]", "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant")
-WORDS = st.sampled_from([" ", "\n", "so", "<", "{", "to=", *THOUGHTS])
+WORDS = st.sampled_from([" ", "\n", "\n   ", "\t \r\n  ", "so", "<", "{", '"name"', "to=", *THOUGHTS])
+BEGUN = ("", "so", "{", '{ "name"', "<think>", "<think>so", "<|channel|>analysis", "<|channel|>commentary", "<|end|>")
 
 
 def streamed(reader: TurnReader, text: str, sizes: list[int]) -> dict[str, str]:
@@ -98,3 +103,63 @@ def test_calls_of_a_truncated_message_are_content() -> None:
     call = CALLS["hermes"]
     found = ToolCallParser("hermes", None, [LOOK]).parse_truncated(f"<think>a</think>see {call} {call[:30]}")
     assert (found.content, found.reasoning, found.calls) == (f"see {call} {call[:30]}", "a", ())
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_do_not_depend_on_the_cuts_of_the_message(name: str, data: st.DataObject) -> None:
+    text = "".join(data.draw(st.lists(st.one_of(WORDS, st.just(CALLS[name][:9])), max_size=20)))
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    for keeps in (False, True):
+        whole, cut = (TurnReader(FORMATS[name], "", keeps_space=keeps) for _ in range(2))
+        assert streamed(cut, text, sizes) == streamed(whole, text, [len(text) + 1])
+
+
+class CountedText(str):
+    """Text that counts the characters that are copied of it."""
+
+    num_copied = 0
+
+    def _counted(self, text: str) -> CountedText:
+        CountedText.num_copied += len(text)
+        return CountedText(text)
+
+    def __getitem__(self, place: Any) -> CountedText:
+        return self._counted(super().__getitem__(place))
+
+    def __add__(self, other: str) -> CountedText:
+        return self._counted(str.__add__(self, other))
+
+    def __radd__(self, other: str) -> CountedText:
+        return self._counted(str.__add__(other, self))
+
+    def rstrip(self, characters: str | None = None) -> CountedText:
+        return self._counted(super().rstrip(characters))
+
+
+class CountedPattern:
+    """Pattern that counts the characters that are searched."""
+
+    num_searched = 0
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = regex.compile(pattern)
+
+    def search(self, text: str, place: int, *, partial: bool) -> Any:
+        CountedPattern.num_searched += len(text) - place
+        return self._pattern.search(text, place, partial=partial)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "none"])
+def test_a_character_is_read_a_limited_number_of_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_reader, "_compiled", CountedPattern)
+    form = NO_CALLS if name == "none" else FORMATS[name]
+    for begun in BEGUN:
+        for unit in (" ", "\n", " \n", "\n ", "a", "<", "{\n", "<think>", "</think> "):
+            reader, text = TurnReader(form, "", keeps_space=False), begun + unit * (600 // len(unit))
+            CountedText.num_copied = CountedPattern.num_searched = 0
+            for character in text:
+                reader.add(CountedText(character))
+            assert CountedPattern.num_searched < 60 * len(text), (begun, unit)
+            assert CountedText.num_copied < 10 * len(text), (begun, unit)
