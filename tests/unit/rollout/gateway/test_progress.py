@@ -15,6 +15,7 @@ from mcore_rl.rollout.gateway.answering import Answering
 from mcore_rl.rollout.gateway.dialects import completions, messages
 from mcore_rl.rollout.gateway.exchange import ChatReply, Choice, RefusedError
 from mcore_rl.rollout.gateway.progress import ReplyProgress, ReplyStart, TextDelta, Watch
+from tests.unit.rollout.counted_text import CountedText
 from tests.unit.rollout.gateway.test_hub import ROW, Site, request, with_site
 
 START = ReplyStart("r1", 1, 0)
@@ -39,24 +40,13 @@ def test_a_repeated_reply_adds_only_new_text_and_tokens() -> None:
     assert progress.start == START
 
 
-class CountedText(str):
-    """Text that counts the characters of its slices."""
-
-    num_read = 0
-
-    def __getitem__(self, place: Any) -> str:
-        found = CountedText(super().__getitem__(place))
-        CountedText.num_read += len(found)
-        return found
-
-
 @pytest.mark.parametrize("size", [1, 7])
 def test_a_repeated_reply_compares_each_character_once(size: int) -> None:
     progress, text = ReplyProgress(), "abcdefgh" * 100
     assert progress.add(START, [at(start, CountedText(text[start : start + 5])) for start in range(0, 800, 5)])
-    CountedText.num_read = 0
+    CountedText.reset()
     assert progress.add(START, [at(start, text[start : start + size]) for start in range(0, 800, size)])
-    assert CountedText.num_read == 800
+    assert CountedText.num_copied == 800
     assert not progress.add(START, [at(795, "defgX")])
 
 

@@ -14,6 +14,7 @@ from mcore_rl.rollout.tools.formats import FORMATS, NO_CALLS
 from mcore_rl.rollout.tools.parsers import ToolCallParser, split_reasoning, text_reader
 from mcore_rl.rollout.tools.turn_reader import TurnReader
 from tests.unit.data.chat.made import LOOK
+from tests.unit.rollout.counted_text import CountedText
 
 CALLS = {
     "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=q>\na\n</parameter>\n</function>\n</tool_call>",
@@ -116,28 +117,6 @@ def test_parts_do_not_depend_on_the_cuts_of_the_message(name: str, data: st.Data
         assert streamed(cut, text, sizes) == streamed(whole, text, [len(text) + 1])
 
 
-class CountedText(str):
-    """Text that counts the characters that are copied of it."""
-
-    num_copied = 0
-
-    def _counted(self, text: str) -> CountedText:
-        CountedText.num_copied += len(text)
-        return CountedText(text)
-
-    def __getitem__(self, place: Any) -> CountedText:
-        return self._counted(super().__getitem__(place))
-
-    def __add__(self, other: str) -> CountedText:
-        return self._counted(str.__add__(self, other))
-
-    def __radd__(self, other: str) -> CountedText:
-        return self._counted(str.__add__(other, self))
-
-    def rstrip(self, characters: str | None = None) -> CountedText:
-        return self._counted(super().rstrip(characters))
-
-
 class CountedPattern:
     """Pattern that counts the characters that are searched."""
 
@@ -158,7 +137,8 @@ def test_a_character_is_read_a_limited_number_of_times(name: str, monkeypatch: p
     for begun in BEGUN:
         for unit in (" ", "\n", " \n", "\n ", "a", "<", "{\n", "<think>", "</think> "):
             reader, text = TurnReader(form, "", keeps_space=False), begun + unit * (600 // len(unit))
-            CountedText.num_copied = CountedPattern.num_searched = 0
+            CountedText.reset()
+            CountedPattern.num_searched = 0
             for character in text:
                 reader.add(CountedText(character))
             assert CountedPattern.num_searched < 60 * len(text), (begun, unit)
