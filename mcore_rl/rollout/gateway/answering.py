@@ -139,7 +139,7 @@ class Answering(Response):
             if not has_begun:
                 await refusal(self._dialect, error)(scope, receive, send)
                 return
-            await send_all([self._dialect.error_event(error).encoded()])
+            await send_all([events.error(error).encoded()])
             await send(_chunk(b"", last=True))
             if answer.exception() is None:  # the reply differs from the text that was sent
                 await self._missed(answer.result())

@@ -82,6 +82,9 @@ class ChatEvents(ReplyEvents):
         self._call = call
         self._head: JsonObject = {}
 
+    def error(self, error: RefusedError) -> Event:
+        return Event(replies.openai_error(error))
+
     def _begin(self, start: ReplyStart) -> Iterator[Event]:
         self._head = self._call.head(start, "chat.completion.chunk")
         for number in range(self._call.request.num_choices):
@@ -172,8 +175,4 @@ def _wants_logps(fields: Fields) -> bool:
     return wanted
 
 
-def _error_event(error: RefusedError) -> Event:
-    return Event(replies.openai_error(error))
-
-
-DIALECT = Dialect("/v1/chat/completions", read, replies.openai_error, _error_event, ping=b": ping\n\n")
+DIALECT = Dialect("/v1/chat/completions", read, replies.openai_error, ping=b": ping\n\n")

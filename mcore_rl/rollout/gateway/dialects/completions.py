@@ -58,6 +58,9 @@ class CompletionEvents(ReplyEvents):
         self._offsets: dict[int, int] = {}
         """Number of characters of the tokens that were sent, by choice."""
 
+    def error(self, error: RefusedError) -> Event:
+        return Event(replies.openai_error(error))
+
     def _begin(self, start: ReplyStart) -> Iterator[Event]:
         self._head = self._call.head(start)
         return iter(())
@@ -134,6 +137,4 @@ def _prompt(fields: Fields) -> str | Sequence[int]:
     raise fields.wrong("prompt", "a text or a list of token ids, not empty")
 
 
-DIALECT = Dialect(
-    "/v1/completions", read, replies.openai_error, chat_completions.DIALECT.error_event, chat_completions.DIALECT.ping
-)
+DIALECT = Dialect("/v1/completions", read, replies.openai_error, chat_completions.DIALECT.ping)

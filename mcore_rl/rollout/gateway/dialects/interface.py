@@ -87,6 +87,10 @@ class ReplyEvents(ABC):
         yield from self._end(replace(reply, created=start.created))
 
     @abstractmethod
+    def error(self, error: RefusedError) -> Event:
+        """Return the event of an error that ends the reply."""
+
+    @abstractmethod
     def _begin(self, start: ReplyStart) -> Iterator[Event]: ...
 
     @abstractmethod
@@ -127,7 +131,6 @@ class Dialect:
     path: path of its requests below the address of a session.
     read: function from (body, name of the model, earlier conversations) to a call. Raises RefusedError.
     error: form of an error as a body.
-    error_event: form of an error after events have begun.
     ping: bytes that keep a connection open while the model samples; clients skip them.
     count_path: path of requests that count the tokens of a prompt, None: there is none. counted: form of their reply.
     """
@@ -135,7 +138,6 @@ class Dialect:
     path: str
     read: Callable[[Mapping[str, JsonValue], str, Earlier], Call]
     error: Callable[[RefusedError], JsonObject]
-    error_event: Callable[[RefusedError], Event]
     ping: bytes
     count_path: str | None = None
     counted: Callable[[int], JsonObject] = field(default=lambda tokens: {"input_tokens": tokens})

@@ -102,6 +102,9 @@ class MessageEvents(ReplyEvents):
         """Kind of the last block, while it is open."""
         self._num_blocks = 0
 
+    def error(self, error: RefusedError) -> Event:
+        return Event(_error(error), "error")
+
     def _begin(self, start: ReplyStart) -> Iterator[Event]:
         message: JsonObject = {
             **self._call.head(start),
@@ -204,9 +207,5 @@ def _error(error: RefusedError) -> JsonObject:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _error_event(error: RefusedError) -> Event:
-    return Event(_error(error), "error")
-
-
 PATH = "/v1/messages"
-DIALECT = Dialect(PATH, read, _error, _error_event, ping=_event("ping").encoded(), count_path=f"{PATH}/count_tokens")
+DIALECT = Dialect(PATH, read, _error, ping=_event("ping").encoded(), count_path=f"{PATH}/count_tokens")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mcore_rl.rollout.gateway.dialects import replies, requests
 from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
-from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event, ReplyEvents
+from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, ReplyEvents
 from mcore_rl.rollout.gateway.dialects.responses_events import ResponseEvents
 from mcore_rl.rollout.gateway.dialects.responses_input import function_tools, input_messages
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError, answer_message
@@ -195,17 +195,10 @@ def _wants_logps(fields: Fields) -> bool:
     return LOGPS in (fields.texts("include") or ())
 
 
-def _error_event(error: RefusedError) -> Event:
-    # Clients expect the fields of the error either in the event or in its `error`.
-    body = replies.openai_error(error)
-    return Event({"type": "error", "code": error.code, "message": str(error), "param": None, **body}, "error")
-
-
 DIALECT = Dialect(
     "/v1/responses",
     read,
     replies.openai_error,
-    _error_event,
     ping=b": ping\n\n",
     count_path="/v1/responses/input_tokens",
     counted=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.rollout.gateway.dialects import replies
 from mcore_rl.rollout.gateway.dialects.interface import Event, ReplyEvents
-from mcore_rl.rollout.gateway.exchange import ChatReply, Choice
+from mcore_rl.rollout.gateway.exchange import ChatReply, Choice, RefusedError
 from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta, TokenLogp
 from mcore_rl.types.json import JsonObject, JsonValue
 
@@ -54,6 +54,12 @@ class ResponseEvents(ReplyEvents):
         self._open: _OpenItem | None = None
         self._tokens: list[TokenLogp] = []
         """Tokens of the reasoning: only events of output_text have log-probabilities, so the next one has them."""
+
+    def error(self, error: RefusedError) -> Event:
+        # The event has the fields of the error; OpenAI's client raises it only if they are also in `error`.
+        fields: JsonObject = {"code": error.code, "message": str(error), "param": None}
+        data: JsonObject = {"type": "error", "sequence_number": next(self._numbers), **fields}
+        return Event({**data, **replies.openai_error(error)}, "error")
 
     def _begin(self, start: ReplyStart) -> Iterator[Event]:
         self._reply_id = start.id

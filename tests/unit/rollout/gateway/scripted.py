@@ -102,6 +102,8 @@ class ScriptedSessions:
     ends: list[tuple[str, HarnessEnd]] = field(default_factory=list)
     refusal: RefusedError | None = None
     failure: Exception | None = None
+    breaks: RefusedError | None = None
+    """Error in the middle of a stream."""
     seconds: float = 0.0
     num_cancelled: int = 0
     retried: list[bool] = field(default_factory=list)
@@ -124,6 +126,9 @@ class ScriptedSessions:
         reply = ChatReply(f"reply-{len(self.requests)}", choices, num_prompt_tokens=11, created=1_700_000_000)
         if watch is not None and request.stream:
             await _stream(reply, watch)
+            if self.breaks:
+                await asyncio.sleep(0.05)
+                raise self.breaks
         return reply
 
     def _choice(self, request: ChatRequest) -> Choice:

@@ -91,6 +91,21 @@ def test_errors_have_the_vendors_form(
     assert caught.value.body == {"type": "error", "error": {"type": kind, "message": "wait"}}
 
 
+@pytest.mark.parametrize("status", [500, 503])
+def test_an_error_in_the_middle_of_a_stream_is_raised(
+    client: anthropic.Anthropic, sessions: ScriptedSessions, status: int
+) -> None:
+    sessions.breaks, texts = RefusedError(status, "try again"), list[str]()
+    with (
+        pytest.raises(anthropic.APIStatusError, match="try again") as caught,
+        client.messages.stream(messages=[QUESTION], **ASKED) as stream,
+    ):
+        texts += stream.text_stream
+    kind = "overloaded_error" if status == 503 else "api_error"
+    assert caught.value.body == {"type": "error", "error": {"type": kind, "message": "try again"}}
+    assert "".join(texts) == "Good day — to"
+
+
 def test_models_are_listed(client: anthropic.Anthropic) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
 

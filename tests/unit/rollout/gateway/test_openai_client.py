@@ -11,7 +11,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseErrorEvent, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from mcore_rl.rollout.gateway.exchange import RefusedError
@@ -201,6 +201,39 @@ def test_errors_before_the_first_event_have_their_status(
     with pytest.raises(error, match="shorten it") as caught:
         client.chat.completions.create(model="any", messages=[QUESTION], stream=stream)
     assert caught.value.code == "context_length_exceeded"
+
+
+def _streamed(client: openai.OpenAI, path: str) -> Iterator[str]:
+    if path == "chat":
+        for chunk in client.chat.completions.create(model="any", messages=[QUESTION], stream=True):
+            yield chunk.choices[0].delta.content or ""
+    elif path == "completions":
+        for event in client.completions.create(model="any", prompt="q", stream=True):
+            yield event.choices[0].text
+    else:
+        for item in client.responses.create(model="any", input="q", stream=True):
+            yield item.delta if item.type == "response.output_text.delta" else ""
+
+
+@pytest.mark.parametrize("path", ["chat", "completions", "responses"])
+def test_an_error_in_the_middle_of_a_stream_is_raised(
+    client: openai.OpenAI, sessions: ScriptedSessions, path: str
+) -> None:
+    sessions.breaks, texts = RefusedError(503, "try again", "lost"), list[str]()
+    with pytest.raises(openai.APIError, match="try again") as caught:
+        texts += _streamed(client, path)
+    assert caught.value.code == "lost"
+    assert "".join(texts) in ("Good day — to", " and so")
+
+
+def test_error_events_of_responses_are_numbered(client: openai.OpenAI, sessions: ScriptedSessions) -> None:
+    sessions.breaks = RefusedError(503, "try again", "lost")
+    with client.responses.with_streaming_response.create(model="any", input="q", stream=True) as raw:
+        lines = [line.removeprefix("data: ") for line in raw.iter_lines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    error = ResponseErrorEvent.model_validate(events[-1])
+    assert (error.type, error.code, error.message, error.param) == ("error", "lost", "try again", None)
 
 
 def test_tokens_of_an_input_are_counted(client: openai.OpenAI) -> None:
