@@ -11,6 +11,7 @@ from mcore_rl.types.chat import ChatCall, ChatMessage, ToolSchema
 
 MAX_REWARD = 1e30
 """Limit of a reward: larger ones overflow the float32 sums of advantages."""
+RESAMPLED = "the engine has sampled the reply again, with another text; try again"
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 

@@ -107,7 +107,7 @@ class Hub:
 
     def _leave(self, session: OpenSession | None, asked: AskedRequest) -> None:
         """Note that a client has left before the reply. Without another client, the request is aborted."""
-        asked.num_clients -= 1
+        asked.num_clients = max(0, asked.num_clients - 1)  # 0 already after break_off
         if asked.num_clients:
             return
         if asked.reply_id is not None:
@@ -299,15 +299,17 @@ class Hub:
         if session.end is not None:
             engine.end(session, session.end)
 
-    def _progressed(self, engine: EngineConnection, key: int, start: ReplyStart, deltas: Sequence[TextDelta]) -> None:
-        """Handle new texts of a reply. Those of a reply that is complete may arrive late."""
+    def _progressed(
+        self, engine: EngineConnection, key: int, start: ReplyStart, deltas: Sequence[TextDelta] | None
+    ) -> None:
+        """Handle new texts of a reply. Those of a reply that is complete may arrive late. None: see Progress."""
         session, asked = engine.asked.get(key, (None, None))
-        if asked is None or asked.progress is None or asked.progress.add(start, deltas):
+        if asked is None or asked.progress is None or (deltas is not None and asked.progress.add(start, deltas)):
             return
-        if session is not None:
+        if session is not None and deltas is not None:
             self._diverge(session)
         else:
-            asked.settle(RefusedError(503, "the engine was lost, and another one samples another reply; try again"))
+            asked.break_off(is_resampled=deltas is None)
             engine.cancel(key)
 
     def _diverge(self, session: OpenSession) -> None:

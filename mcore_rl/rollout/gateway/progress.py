@@ -27,7 +27,7 @@ class TextDelta:
     """New text of a choice of a reply.
 
     number: of the choice, from 0.
-    start: number of characters of the choice's text of this kind before the new ones.
+    start: number of characters of the choice's texts, of both kinds, before the new ones.
     tokens: sampled tokens up to here since the last delta of the choice; empty unless log-probabilities are requested.
     first_token: number of the choice's tokens before them.
     """
@@ -51,8 +51,9 @@ class TextDelta:
         return replace(self, start=start, text=text, first_token=first, tokens=tokens)
 
 
-Progress = Callable[[ReplyStart, Sequence[TextDelta]], None]
-"""Receiver of the new texts of a reply."""
+Progress = Callable[[ReplyStart, Sequence[TextDelta] | None], None]
+"""Receiver of the new texts of a reply. None: tokens of earlier texts were sampled again and differ, so that the reply
+will be another one."""
 
 
 @dataclass(eq=False)
@@ -65,8 +66,8 @@ class ReplyProgress:
     start: ReplyStart | None = None
     deltas: list[TextDelta] = field(default_factory=list)
     changed: list[Callable[[], None]] = field(default_factory=list)
-    _known: defaultdict[tuple[int, Kind], list[TextDelta]] = field(default_factory=lambda: defaultdict(list))
-    """Deltas by the number of the choice and their kind, each of which begins where the last one ends."""
+    _known: defaultdict[int, list[TextDelta]] = field(default_factory=lambda: defaultdict(list))
+    """Deltas by the number of the choice, each of which begins where the last one ends."""
     _tokens: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def add(self, start: ReplyStart, deltas: Sequence[TextDelta]) -> bool:
@@ -78,7 +79,7 @@ class ReplyProgress:
             return False
         self.start = self.start or start
         for delta in deltas:
-            known = self._known[delta.number, delta.kind]
+            known = self._known[delta.number]
             end = known[-1].end if known else 0
             if delta.start > end or not _repeats(delta, known):
                 return False
@@ -93,7 +94,7 @@ class ReplyProgress:
 
 
 def _repeats(delta: TextDelta, known: Sequence[TextDelta]) -> bool:
-    """Return True if the beginning of a delta is the text of known ones at its place."""
+    """Return True if the beginning of a delta is the text of known ones at its place, of the same kind."""
     # A lost engine may have sent a delta per token, which another one repeats: each is compared with its own part only.
     first = max(0, bisect_right(known, delta.start, key=lambda each: each.start) - 1)
     for place in range(first, len(known)):
@@ -101,6 +102,8 @@ def _repeats(delta: TextDelta, known: Sequence[TextDelta]) -> bool:
         if each.start >= delta.end:
             break
         begin, end = max(each.start, delta.start), min(each.end, delta.end)
+        if begin < end and each.kind != delta.kind:
+            return False
         if each.text[begin - each.start : end - each.start] != delta.text[begin - delta.start : end - delta.start]:
             return False
     return True

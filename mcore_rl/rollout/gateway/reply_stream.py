@@ -48,22 +48,38 @@ class ChoiceStream:
     gate: StopGate | None
     piece_of: Callable[[int], str] | None
     stop_ids: Collection[int] = ()
+    _ids: list[int] = field(default_factory=list)
+    """All tokens."""
     _new: list[tuple[int, float]] = field(default_factory=list)
     """Tokens since the last call of `take`, with their log-probabilities."""
-    _count: int = 0
-    """Number of all tokens."""
+    _num_read: int = 0
+    """Number of tokens that were read."""
+    _num_shown: int = 0
+    """Number of tokens that were read when the last delta was returned. The text of later ones is held."""
+    _is_held: bool = False
+    """True if all further text is left to the complete reply."""
     _pending: list[TokenLogp] = field(default_factory=list)
     """Tokens whose text was not returned yet, if log-probabilities are requested."""
     _returned: int = 0
     """Number of tokens that belong to returned deltas."""
-    _lengths: dict[Kind, int] = field(default_factory=dict)
+    _length: int = 0
+    """Number of characters of the returned deltas."""
 
-    def add(self, position: int, delta: Delta) -> None:
-        """Add tokens that follow the first `position` ones. Those that are known, which were sampled again, are
-        ignored."""
-        known = max(0, self._count - position)
-        self._new += list(zip(delta.token_ids, delta.logp, strict=True))[known:]
-        self._count = max(self._count, position + len(delta.token_ids))
+    def add(self, position: int, delta: Delta) -> bool:
+        """Add tokens that follow the first `position` ones. Tokens that are known were sampled again.
+
+        Returns False if tokens whose text was returned differ now. If others differ, the reader may hold their text,
+        so nothing more is returned.
+        """
+        known = self._ids[position : position + len(delta.token_ids)]
+        equal = next((place for place, token in enumerate(known) if delta.token_ids[place] != token), None)
+        if equal is not None:
+            self._is_held = True
+            del self._ids[position + equal :]
+        new = list(zip(delta.token_ids, delta.logp, strict=True))[len(self._ids) - position :]
+        self._ids += [token for token, _ in new]
+        self._new = [] if self._is_held else self._new + new
+        return equal is None or position + equal >= self._num_shown
 
     def take(self) -> list[TextDelta]:
         """Return the text that is certain since the last call."""
@@ -80,13 +96,17 @@ class ChoiceStream:
         return deltas
 
     def _read(self, tokens: Sequence[int]) -> list[TextDelta]:
+        self._num_read += len(tokens)
         passed = tokens if self.gate is None else self.gate.add(tokens)
-        return [self._delta(kind, text) for kind, text in self.reader.add(self.text.add(passed))]
+        deltas = [self._delta(kind, text) for kind, text in self.reader.add(self.text.add(passed))]
+        if deltas:
+            self._num_shown = self._num_read
+        return deltas
 
     def _delta(self, kind: Kind, text: str) -> TextDelta:
-        start, tokens = self._lengths.get(kind, 0), self._pending
-        delta = TextDelta(self.number, kind, start, text, self._returned, tokens)
-        self._lengths[kind] = start + len(text)
+        tokens = self._pending
+        delta = TextDelta(self.number, kind, self._length, text, self._returned, tokens)
+        self._length += len(text)
         self._returned, self._pending = self._returned + len(tokens), []
         return delta
 
@@ -112,8 +132,9 @@ class ReplyStream:
         self._choices.append(stream)
 
         def report(position: int, delta: Delta) -> None:
-            stream.add(position, delta)
-            if not self._is_scheduled:
+            if not stream.add(position, delta):
+                self._diverge()
+            elif not self._is_scheduled:
                 # The tokens of several steps arrive together and are decoded at once.
                 self._is_scheduled = True
                 asyncio.get_running_loop().call_soon(self._send)
@@ -123,6 +144,13 @@ class ReplyStream:
     def close(self) -> None:
         """Send nothing more."""
         self._is_closed = True
+
+    def _diverge(self) -> None:
+        """End the texts: the reply will be another one."""
+        assert self._start is not None
+        if not self._is_closed:
+            self._progress(self._start, None)
+        self.close()
 
     def _send(self) -> None:
         self._is_scheduled = False

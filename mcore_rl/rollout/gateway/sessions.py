@@ -13,13 +13,22 @@ from mcore_rl.data.chat.messages import message_images
 from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.digests import canonical, hashed
-from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, RefusedError, Reward, choice_of
+from mcore_rl.rollout.gateway.exchange import (
+    RESAMPLED,
+    ChatReply,
+    ChatRequest,
+    HarnessEnd,
+    RefusedError,
+    Reward,
+    choice_of,
+)
 from mcore_rl.rollout.gateway.progress import ReplyProgress
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 
 Part = TypeVar("Part")
 MAX_BYTES = 64 << 20
 """Maximum size of the messages of a session: a conversation of ten million tokens."""
+OTHER_REPLY = "the engine was lost, and another one samples another reply; try again"
 KEPT_REPLIES = 4
 """Number of replies per session that a repeated request can get. A client repeats a request within seconds."""
 
@@ -69,6 +78,12 @@ class AskedRequest:
         else:
             self.answer.set_exception(result)
             self.answer.exception()  # asyncio warns about errors that nobody has read
+
+    def break_off(self, *, is_resampled: bool) -> None:
+        """Refuse a request whose clients have the beginning of another reply than the one that is sampled now.
+        is_resampled: by the same engine. Nobody gets the reply, so that it is not trained."""
+        self.num_clients = 0
+        self.settle(RefusedError(503, RESAMPLED if is_resampled else OTHER_REPLY))
 
     def refuse(self) -> None:
         """Keep a mark only: an engine does not count refused requests, and a program may send many large ones."""

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.rollout.gateway.exchange import RESAMPLED, ChatReply, ChatRequest, Choice, RefusedError
 from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta, TokenLogp, joined
 from mcore_rl.rollout.tools.turn_reader import Kind
 from mcore_rl.types.chat import ChatMessage
@@ -111,12 +111,14 @@ class ReplyEvents(ABC):
     def _rest(self, number: int, choice: Choice) -> Iterator[TextDelta]:
         """Yield the texts of a choice that were not sent."""
         texts: Mapping[Kind, str] = {"reasoning": choice.reasoning, "content": choice.content}
+        start = sum(len(text) for kind in texts for text in self._texts[number, kind])
         for kind, text in texts.items():
             sent = "".join(self._texts[number, kind])
             if not text.startswith(sent):
-                raise RefusedError(500, "the engine has sampled the reply again, with another text; try again")
+                raise RefusedError(500, RESAMPLED)
             if rest := text[len(sent) :]:
-                yield TextDelta(number, kind, len(sent), rest)
+                yield TextDelta(number, kind, start, rest)
+                start += len(rest)
 
 
 def _tokens(choice: Choice) -> Sequence[TokenLogp]:

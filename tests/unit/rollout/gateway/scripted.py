@@ -71,9 +71,8 @@ async def _stream(reply: ChatReply, watch: Watch) -> None:
     watch(progress)
     start = ReplyStart(reply.id, reply.num_prompt_tokens, reply.created)
     for number, choice in enumerate(reply.choices):
-        sent = 0
+        sent = length = 0
         for kind, text in (("reasoning", choice.reasoning), ("content", choice.content)):
-            length = 0
             for word in filter(None, _words(text) if kind == "reasoning" else _words(text)[:-1]):
                 place = choice.pieces.index(word, sent) + 1 if choice.pieces else 0
                 tokens = list(zip(choice.pieces[sent:place], choice.logp[sent:place], strict=True))

@@ -66,6 +66,63 @@ def test_another_reply_is_not_added(start: ReplyStart, delta: TextDelta) -> None
     assert texts(progress) == ["Good d"]
 
 
+def test_a_reply_that_goes_on_with_the_other_kind_is_not_added() -> None:
+    """The client has content where the other engine has reasoning."""
+    progress, content = ReplyProgress(), TextDelta(0, "content", 3, "Good")
+    reasoning = TextDelta(0, "reasoning", 0, "Hm.")
+    assert progress.add(START, [reasoning, content])
+    assert progress.add(START, [reasoning, replace(content, text="Go")])
+    assert not progress.add(START, [replace(reasoning, text="Hm. Hm.")])
+    assert not progress.add(START, [replace(reasoning, start=3)])
+    assert texts(progress) == ["Hm.", "Good"]
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_resampled_reply_ends_its_stream_and_not_its_session(tmp_path: Path, is_complete: bool) -> None:
+    """The reply is aborted. If it is complete already, it is not trained."""
+
+    async def test(site: Site) -> None:
+        engine, found = await site.engine(), list[ReplyProgress]()
+        engine.send(wire.OPEN, "a", ROW)
+        await site.taken()
+        asked = asyncio.create_task(site.hub.answer("a", replace(request("one"), stream=True), watch=found.append))
+        key = (await engine.next())[1]
+        engine.send(wire.PROGRESS, [(key, START, [at(0, "Goo")]), (key, START, None), (key, START, [at(3, "s")])])
+        with pytest.raises(RefusedError, match="sampled the reply again") as caught:
+            await asked
+        assert (caught.value.status, texts(found[0])) == (503, ["Goo"])
+        assert await engine.next() == (wire.CANCEL, key)
+        if is_complete:
+            engine.reply(key, "r1")
+            assert await engine.next() == (wire.SEEN, "a", "r1", False)
+        else:
+            engine.send(wire.REPLY, key, None)
+        more = site.ask("a", "two")
+        engine.reply((await engine.next())[1], "r2")
+        assert (await more).id == "r2"
+        await engine.lose()
+        other = await site.engine()
+        other.send(wire.OPEN, "a", ROW)
+        kind, *_, sent = await other.next()  # counted, so that equal later requests keep their seeds
+        assert (kind, sent.messages) == (wire.CALL if is_complete else wire.SKIP, request("one").messages)
+
+    with_site(test, tmp_path)
+
+
+@pytest.mark.parametrize("again", [None, [at(0, "Bad")]])
+def test_a_served_reply_that_differs_ends_its_stream(tmp_path: Path, again: list[TextDelta] | None) -> None:
+    async def test(site: Site) -> None:
+        engine = await site.engine()
+        asked = asyncio.create_task(site.hub.serve(replace(request("one"), stream=True)))
+        key = (await engine.next())[1]
+        engine.send(wire.PROGRESS, [(key, START, [at(0, "Goo")]), (key, START, again)])
+        with pytest.raises(RefusedError, match="another reply" if again else "sampled the reply again"):
+            await asked
+        assert await engine.next() == (wire.CANCEL, key)
+
+    with_site(test, tmp_path)
+
+
 @pytest.mark.parametrize("again", ["Good", "Bad"])
 def test_a_stream_continues_on_another_engine_or_ends(tmp_path: Path, again: str) -> None:
     """The engine that repeats the request begins with the text that its client has, or the session ends."""

@@ -18,7 +18,7 @@ from mcore_rl.rollout.gateway.reply_stream import ChoiceStream
 from mcore_rl.rollout.gateway.server import GatewayServer
 from mcore_rl.rollout.gateway.serving import ServedRequests
 from mcore_rl.rollout.gateway.settled_text import SettledText
-from mcore_rl.rollout.tools.parsers import text_reader
+from mcore_rl.rollout.tools.parsers import ToolCallParser, text_reader
 from mcore_rl.types import Delta
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.conftest import QUESTION, SetUp, Stage
@@ -188,6 +188,65 @@ def test_a_client_that_leaves_amid_a_stream_aborts_it(served: Callable[..., Any]
         model._permits.release()
         model.go_on()
         assert eventually(lambda: bool(model.stage.engine.cancelled) or not model.stage.engine.num_running)
+
+
+@pytest.mark.parametrize("client", [chat, completions, responses, messages])
+def test_a_stream_ends_when_its_tokens_are_sampled_again(
+    served: Callable[..., Any], client: Callable[[Served], Iterator[str]]
+) -> None:
+    """After an abort and with other weights. The error arrives before the reply is complete."""
+    with served(lambda _: f"{TEXT}{END}") as model:
+        engine, loop, texts = model.stage.engine, model.stage.player.client.loop, list[str]()
+
+        def sample_again() -> None:
+            model._go.clear()
+            [running] = [entry.request for entry in engine._running.values()]
+            engine.abort([running.request_id])
+            engine._say = lambda _: f"Grand{END}"
+            engine.submit([running])
+            loop._watched.resume([running])
+
+        def read() -> None:
+            for text in client(model):
+                texts.append(text)
+                if text and len("".join(texts)) == len(text):
+                    model._permits.release(4)  # for "Gran"
+                    loop._enqueue(sample_again)
+                    model.go_on()  # until sample_again
+
+        with pytest.raises((openai.APIError, anthropic.APIError), match="sampled the reply again"):
+            read()
+        assert model.is_waiting
+        assert TEXT.startswith("".join(texts))
+        model.go_on()
+        assert eventually(lambda: not engine.num_running)
+
+
+def stream_of(text: str) -> tuple[ChoiceStream, list[int]]:
+    """Return the stream of a choice that may call tools, and the tokens of a text."""
+    tokenizer = made.tokenizer(None)
+    reader = ToolCallParser("hermes", None, [made.LOOK]).reader()
+    assert reader is not None
+    stream = ChoiceStream(0, SettledText(tokenizer.decode), reader, None, None)
+    return stream, tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(("place", "is_shown"), [(0, True), (1, True), (2, False), (3, False)])
+def test_other_tokens_contradict_a_stream_if_their_text_is_shown(place: int, is_shown: bool) -> None:
+    """The rest of a text is left to the complete reply if a reader has tokens that are no part of it."""
+    stream, ids = stream_of("hi<tool_call>x")
+    other = [*ids[:place], ids[-1], ids[-1]]
+    assert stream.add(0, Delta("r", ids[:2], [0.0] * 2, 0))
+    assert [delta.text for delta in stream.take()] == ["hi"]
+    assert stream.add(2, Delta("r", ids[2:], [0.0] * len(ids[2:]), 0))
+    assert stream.take() == []
+    assert stream.add(0, Delta("r", ids[:3], [0.0] * 3, 0)), "the same tokens"
+    same_part = len(other) - 1  # the first token may be sampled in another step
+    assert stream.add(0, Delta("r", other[:same_part], [0.0] * same_part, 0)) is not is_shown
+    if not is_shown:
+        assert stream.add(same_part, Delta("r", [*other[same_part:], *ids], [0.0] * (len(ids) + 1), 0))
+        assert stream.take() == []
+        assert not stream.add(0, Delta("r", [ids[-1]], [0.0], 0)), "shown tokens are still compared"
 
 
 def test_an_end_token_is_no_text_unless_another_follows() -> None:
