@@ -20,8 +20,8 @@ from mcore_rl.errors import PeerLostError, WorkerDiedError
 from mcore_rl.ports import Engine
 from mcore_rl.rollout.ended_requests import EndedRequests
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal
+from mcore_rl.rollout.reported_requests import Report, ReportedRequests
 from mcore_rl.rollout.streaming.paused_requests import PausedRequests
-from mcore_rl.rollout.watched_requests import Report, WatchedRequests
 from mcore_rl.types import Completion, Delta, GenerationRequest
 
 ENDED = "the engine's loop has ended"
@@ -52,7 +52,7 @@ class EngineLoop:
         self._listeners: dict[str, Listener] = {}
         self._unstarted: dict[str, Started] = {}
         self._paused = PausedRequests()
-        self._watched = WatchedRequests()
+        self._reported = ReportedRequests()
         self._version = engine.weight_version
         self._serving = True
         self._busy_seconds = 0.0
@@ -96,9 +96,9 @@ class EngineLoop:
             self._journal.add(deltas, completions)
         if self._unstarted:
             self._report_started(deltas)
-        self._watched.report(deltas)
+        self._reported.report(deltas)
         ended = [completion.request_id for completion in completions]
-        self._watched.remove(ended)
+        self._reported.remove(ended)
         self._paused.remove(ended)
         for completion in completions:
             self._listeners.pop(completion.request_id)(completion)
@@ -193,7 +193,7 @@ class EngineLoop:
                     raise self._died
                 self._submit(requests, listener, started)
                 if report is not None:
-                    self._watched.add(requests, report)
+                    self._reported.add(requests, report)
             except Exception as error:
                 self._note_death(error)
                 listener(error)
@@ -253,7 +253,7 @@ class EngineLoop:
         for request_id in request_ids:
             self._listeners.pop(request_id, None)
             self._unstarted.pop(request_id, None)
-        self._watched.remove(request_ids)
+        self._reported.remove(request_ids)
         paused = self._paused.remove(request_ids)
         self._discard(request_ids)
         return [*self.engine.abort(request_ids), *paused]
@@ -282,7 +282,7 @@ class EngineLoop:
             listeners = {request_id: self._listeners.pop(request_id) for request_id in request_ids}
             for request_id in request_ids:
                 del self._unstarted[request_id]
-            self._watched.remove(request_ids)
+            self._reported.remove(request_ids)
             paused = self._paused.remove(request_ids)
             self._discard(request_ids)
             try:
@@ -369,7 +369,7 @@ class EngineLoop:
         """Resubmit the paused requests that the current weights may continue."""
         if requests := self._paused.resume(self._version):
             partial = [request.partial for request in requests if request.partial is not None]
-            self._watched.resume(requests)
+            self._reported.resume(requests)
             self._tokens_carried_over += sum(len(completion.token_ids) for completion in partial)
             with self._working():
                 try:
@@ -382,7 +382,7 @@ class EngineLoop:
         self._note_death(error)
         listeners, self._listeners = self._listeners, {}
         self._unstarted.clear()
-        self._watched.remove(listeners)
+        self._reported.remove(listeners)
         self._paused.remove(listeners)
         self._discard(listeners)
         with contextlib.suppress(Exception):  # a dead engine runs no requests

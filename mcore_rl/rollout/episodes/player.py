@@ -27,8 +27,8 @@ from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch
 from mcore_rl.rollout.episodes.trace import COMPLETED, FAILED, RUNNING, EpisodeTrace, Record
 from mcore_rl.rollout.journal import JournaledResponse
 from mcore_rl.rollout.loop import Choose, EngineLoop
+from mcore_rl.rollout.reported_requests import Report
 from mcore_rl.rollout.results import FAILED_EPISODE
-from mcore_rl.rollout.watched_requests import Report
 from mcore_rl.types import Completion, Delta, EpisodeOutcome, GenerationRequest
 
 REPORT_SECONDS = 0.05

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from mcore_rl.rollout.watched_requests import Report
+from mcore_rl.rollout.reported_requests import Report
 from mcore_rl.types import Completion, GenerationRequest
 
-Watch = Callable[[GenerationRequest], Report | None]
+ReportOf = Callable[[GenerationRequest], Report | None]
 """Function that returns the receiver of a request's tokens; None: only the completion is needed."""
 
 

@@ -26,7 +26,7 @@ from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.history import turn_message
 from mcore_rl.rollout.episodes.images import EpisodeImages, image_digests
 from mcore_rl.rollout.episodes.limits import EpisodeLimits
-from mcore_rl.rollout.episodes.sampling import Sample, Watch
+from mcore_rl.rollout.episodes.sampling import ReportOf, Sample
 from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.episodes.trace import EpisodeTrace
@@ -138,11 +138,11 @@ class Session:
         sampling: SamplingOptions | Mapping[str, object] | None = None,
         *,
         role: str = "",
-        watch: Watch | None = None,
+        report_of: ReportOf | None = None,
     ) -> Sampled:
         """Sample the continuation of `token_ids`, the whole sequence so far. `sampling` overrides the run's options;
         max_response_tokens applies to this turn. `role` names the agent that speaks, in episodes with several; agents
-        do not share sequences. `watch` is called with the request before it is sampled.
+        do not share sequences. `report_of` is called with the request before it is sampled.
 
         Raises: EpisodeLimitError if no turn or token is left (this ends the episode normally); DataError for invalid
         sampling options, if the row has images and the tokens do not begin with its prompt, or for images of tools at
@@ -158,7 +158,7 @@ class Session:
         self._calls_of_turn = 0
         try:
             with self._spent(GENERATING):
-                completion = await self._sample(request, report=None if watch is None else watch(request))
+                completion = await self._sample(request, report=None if report_of is None else report_of(request))
         except asyncio.CancelledError:
             self.num_turns -= 1  # nothing of it is in the episode
             raise

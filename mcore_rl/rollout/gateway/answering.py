@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, json_bytes
 from mcore_rl.rollout.gateway.exchange import ChatReply, RefusedError
-from mcore_rl.rollout.gateway.progress import ReplyProgress, ReplyStart, TextDelta, Watch
+from mcore_rl.rollout.gateway.progress import ProgressReceiver, ReplyProgress, ReplyStart, TextDelta
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Answering(Response):
         self,
         dialect: Dialect,
         call: Call,
-        answer: Callable[[Watch], Coroutine[object, object, ChatReply]],
+        answer: Callable[[ProgressReceiver], Coroutine[object, object, ChatReply]],
         missed: Callable[[ChatReply], Coroutine[object, object, None]],
     ) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Answering(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = _Stream()
-        answer = asyncio.create_task(self._answer(stream.watch))
+        answer = asyncio.create_task(self._answer(stream.follow))
         left = asyncio.create_task(_disconnection(receive))
         try:
             if self._call.request.stream:
@@ -157,8 +157,8 @@ class _Stream:
         self._progress: ReplyProgress | None = None
         self._num_taken = 0
 
-    def watch(self, progress: ReplyProgress) -> None:
-        """Follow the progress of the reply; a Watch."""
+    def follow(self, progress: ReplyProgress) -> None:
+        """Follow the progress of the reply; a ProgressReceiver."""
         self._progress = progress
         progress.changed.append(self.wake.set)
         self.wake.set()

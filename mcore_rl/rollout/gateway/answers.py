@@ -16,14 +16,14 @@ from mcore_rl.data.chat.messages import text_of
 from mcore_rl.errors import DataError
 from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError
-from mcore_rl.rollout.episodes.sampling import Watch
+from mcore_rl.rollout.episodes.sampling import ReportOf
 from mcore_rl.rollout.episodes.session import Sampled, Session
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, RefusedError, Reward, answer_message, choice_of
-from mcore_rl.rollout.gateway.progress import Progress, ReplyStart
+from mcore_rl.rollout.gateway.progress import ReplyStart, TextReceiver
 from mcore_rl.rollout.gateway.reading import read_choice, stop_of
 from mcore_rl.rollout.gateway.reply_stream import ReplyStream, choice_stream
 from mcore_rl.rollout.gateway.turns import Turn, TurnTree
-from mcore_rl.rollout.watched_requests import Report
+from mcore_rl.rollout.reported_requests import Report
 from mcore_rl.types import GenerationRequest
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 
@@ -81,14 +81,14 @@ class Answers:
     """Turns of prompts without messages, with the stop string that ended them, by the length and the digest of prompt
     and reply."""
 
-    async def answer(self, request: ChatRequest, progress: Progress | None = None) -> ChatReply:
-        """Sample the replies to a request. Cancelling the call aborts them. `progress` receives their texts meanwhile.
+    async def answer(self, request: ChatRequest, receiver: TextReceiver | None = None) -> ChatReply:
+        """Sample the replies to a request. Cancelling the call aborts them. `receiver` receives their texts meanwhile.
 
         Raises: RefusedError for a request that cannot be answered; errors of the engine.
         """
         self.counts.requests += 1
         try:
-            return await self._answer(request, progress)
+            return await self._answer(request, receiver)
         except EpisodeLimitError as limit:
             self.counts.refused += 1
             if limit.reason == "length":
@@ -154,7 +154,7 @@ class Answers:
         if self.last is not None:
             self.session.messages = self.last.conversation()
 
-    async def _answer(self, request: ChatRequest, progress: Progress | None) -> ChatReply:
+    async def _answer(self, request: ChatRequest, receiver: TextReceiver | None) -> ChatReply:
         context = self.context_of(request.tools)
         await self.session.images.read_messages(request.messages)
         ids, is_rewritten = self._prompt_ids(request, context)
@@ -165,9 +165,9 @@ class Answers:
         def start_of(first: GenerationRequest) -> ReplyStart:
             return ReplyStart(_reply_id(first.request_id, ids), len(ids), created)
 
-        stream = None if progress is None else ReplyStream(progress, start_of)
+        stream = None if receiver is None else ReplyStream(receiver, start_of)
         try:
-            found = await self._sampled(ids, sampling, request, self._watches(request, context, ids, stream))
+            found = await self._sampled(ids, sampling, request, self._reports_of(request, context, ids, stream))
         finally:
             if stream is not None:
                 stream.close()
@@ -186,22 +186,24 @@ class Answers:
             choices.append(choice)
         return ChatReply(reply_id, choices, len(ids), created, _tokens_digest(found))
 
-    def _watches(
+    def _reports_of(
         self, request: ChatRequest, context: EpisodeContext, ids: list[int], stream: ReplyStream | None
-    ) -> list[Watch | None]:
-        """Return the watches of a request's choices, which send their texts to `stream`."""
+    ) -> list[ReportOf | None]:
+        """Return the receivers of the tokens of a request's choices, which send their texts to `stream`."""
         if stream is None:
             return [None] * request.num_choices
         before = None if request.prompt is not None else self.session.text_before(ids)
         has_logps = request.top_logprobs is not None
 
-        def watch(number: int, sampled: GenerationRequest) -> Report | None:
-            return stream.watch(choice_stream(context, sampled, before, number=number, has_logps=has_logps), sampled)
+        def report_of(number: int, sampled: GenerationRequest) -> Report | None:
+            return stream.begin_choice(
+                choice_stream(context, sampled, before, number=number, has_logps=has_logps), sampled
+            )
 
-        return [functools.partial(watch, number) for number in range(request.num_choices)]
+        return [functools.partial(report_of, number) for number in range(request.num_choices)]
 
     async def _sampled(
-        self, ids: list[int], sampling: dict[str, object], request: ChatRequest, watches: Sequence[Watch | None]
+        self, ids: list[int], sampling: dict[str, object], request: ChatRequest, reports_of: Sequence[ReportOf | None]
     ) -> list[Sampled]:
         """Sample the continuations of a request. If one fails or the call is cancelled, the others are aborted."""
         session, count = self.session, request.num_choices
@@ -210,7 +212,8 @@ class Answers:
             raise RefusedError(400, f"{count} replies were requested, and rollout.max_turns leaves {left}")
         # Started in this order, which gives equal requests the same seeds if the session is played again.
         tasks = [
-            asyncio.create_task(session.generate(ids, sampling, role=request.role, watch=watch)) for watch in watches
+            asyncio.create_task(session.generate(ids, sampling, role=request.role, report_of=report_of))
+            for report_of in reports_of
         ]
         try:
             return await asyncio.gather(*tasks)

@@ -42,7 +42,7 @@ from mcore_rl.rollout.gateway.exchange import (
     Sessions,
 )
 from mcore_rl.rollout.gateway.histories import Histories
-from mcore_rl.rollout.gateway.progress import Watch
+from mcore_rl.rollout.gateway.progress import ProgressReceiver
 from mcore_rl.types.json import JsonObject
 
 DIALECTS = (chat_completions.DIALECT, completions.DIALECT, responses.DIALECT, messages.DIALECT)
@@ -92,7 +92,7 @@ def application(
 class Ask(Protocol):
     """Answers a request; see Sessions.answer."""
 
-    def __call__(self, request: ChatRequest, *, watch: Watch) -> Awaitable[ChatReply]: ...
+    def __call__(self, request: ChatRequest, *, receiver: ProgressReceiver) -> Awaitable[ChatReply]: ...
 
 
 class _Server:
@@ -151,8 +151,8 @@ class _Server:
     async def _answering(self, dialect: Dialect, request: Request, session: str, ask: Ask) -> Response:
         call = await self._call(dialect, request, session)
 
-        async def answer(watch: Watch) -> ChatReply:
-            reply = await ask(call.request, watch=watch)
+        async def answer(receiver: ProgressReceiver) -> ChatReply:
+            reply = await ask(call.request, receiver=receiver)
             if conversation := call.conversation(reply):
                 self._histories.keep(session, reply.id, conversation)
             return reply

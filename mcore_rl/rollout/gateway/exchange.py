@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from mcore_rl.rollout.gateway.progress import Watch
+from mcore_rl.rollout.gateway.progress import ProgressReceiver
 from mcore_rl.types.chat import ChatCall, ChatMessage, ToolSchema
 
 MAX_REWARD = 1e30
@@ -142,12 +142,12 @@ class Sessions(Protocol):
     """Sessions behind the server. Every method raises RefusedError."""
 
     async def answer(
-        self, session: str, request: ChatRequest, *, retried: bool = False, watch: Watch | None = None
+        self, session: str, request: ChatRequest, *, retried: bool = False, receiver: ProgressReceiver | None = None
     ) -> ChatReply:
         """Answer a request of a session. Cancelling the call aborts the sampling, or marks the reply as missed.
 
         A request that equals one whose client left gets its reply, and with `retried` any equal one that is among the
-        last of the session. `watch` receives the progress of a reply that is streamed.
+        last of the session. `receiver` receives the progress of a reply that is streamed.
         """
 
     async def missed(self, session: str, reply: str) -> None:
@@ -156,7 +156,7 @@ class Sessions(Protocol):
     async def count(self, session: str | None, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt in a session; None: without a session."""
 
-    async def serve(self, request: ChatRequest, *, watch: Watch | None = None) -> ChatReply:
+    async def serve(self, request: ChatRequest, *, receiver: ProgressReceiver | None = None) -> ChatReply:
         """Answer a request without a session. Cancelling the call aborts the sampling."""
 
     async def reward(self, session: str, reward: Reward) -> None:

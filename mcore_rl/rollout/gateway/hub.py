@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from mcore_rl.processes import frames
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, OpenedSession, RefusedError, Reward
-from mcore_rl.rollout.gateway.progress import ReplyProgress, ReplyStart, TextDelta, Watch
+from mcore_rl.rollout.gateway.progress import ProgressReceiver, ReplyProgress, ReplyStart, TextDelta
 from mcore_rl.rollout.gateway.sessions import (
     AskedRequest,
     EngineConnection,
@@ -64,7 +64,7 @@ class Hub:
         self._freed = asyncio.Condition()
 
     async def answer(
-        self, session: str, request: ChatRequest, *, retried: bool = False, watch: Watch | None = None
+        self, session: str, request: ChatRequest, *, retried: bool = False, receiver: ProgressReceiver | None = None
     ) -> ChatReply:
         """Same as Sessions.answer."""
         found = self._live(session)
@@ -75,30 +75,32 @@ class Hub:
         try:
             while (earlier := found.earlier(asked.digest, retried=retried)) is not None:
                 if earlier.num_clients or earlier.reply is not None:
-                    return await self._joined(found, earlier, watch)
+                    return await self._joined(found, earlier, receiver)
                 await earlier.replied.wait()  # it is aborted, unless its reply is already complete
                 self._live(session)
             found.history.append(asked)
             found.open.append(asked)
             if found.engine is not None:
                 found.engine.call(found, asked)
-            return await self._awaited(found, asked, watch)
+            return await self._awaited(found, asked, receiver)
         finally:
             found.num_open -= 1
             found.open = [each for each in found.open if not each.answer.done()]
 
-    async def _joined(self, session: OpenSession, asked: AskedRequest, watch: Watch | None) -> ChatReply:
+    async def _joined(self, session: OpenSession, asked: AskedRequest, receiver: ProgressReceiver | None) -> ChatReply:
         """Wait for the reply to an earlier request of the same client."""
         asked.num_clients += 1
         if not asked.is_seen:
             self._mark(session, asked, is_seen=True)
-        return await self._awaited(session, asked, watch)
+        return await self._awaited(session, asked, receiver)
 
-    async def _awaited(self, session: OpenSession | None, asked: AskedRequest, watch: Watch | None = None) -> ChatReply:
+    async def _awaited(
+        self, session: OpenSession | None, asked: AskedRequest, receiver: ProgressReceiver | None = None
+    ) -> ChatReply:
         if asked.reply is not None:
             return asked.reply
-        if watch is not None and asked.progress is not None:
-            watch(asked.progress)
+        if receiver is not None and asked.progress is not None:
+            receiver(asked.progress)
         try:
             return await asyncio.shield(asked.answer)
         except asyncio.CancelledError:
@@ -132,19 +134,19 @@ class Hub:
         if found is not None and reply in found.answered:
             self._leave(found, found.answered[reply])
 
-    async def serve(self, request: ChatRequest, *, watch: Watch | None = None) -> ChatReply:
+    async def serve(self, request: ChatRequest, *, receiver: ProgressReceiver | None = None) -> ChatReply:
         """Same as Sessions.serve. The engine with the fewest open requests answers."""
         name, seed = f"serve.{secrets.token_hex(8)}", secrets.randbelow(MAX_SEED)
-        return await self._served(request, wire.ServedCall(name, seed), watch)
+        return await self._served(request, wire.ServedCall(name, seed), receiver)
 
     async def _served(
-        self, request: ChatRequest, call: wire.ServedCall | None, watch: Watch | None = None
+        self, request: ChatRequest, call: wire.ServedCall | None, receiver: ProgressReceiver | None = None
     ) -> ChatReply:
         answer: asyncio.Future[ChatReply] = asyncio.get_running_loop().create_future()
         progress = ReplyProgress() if request.stream else None
         asked = ServedRequest(request, b"", answer, progress=progress, call=call)
         self._assign(asked)
-        return await self._awaited(None, asked, watch)
+        return await self._awaited(None, asked, receiver)
 
     def _assign(self, asked: ServedRequest) -> None:
         """Send a request without a session to an engine, or let it wait for one. Counts need no room."""
@@ -302,7 +304,7 @@ class Hub:
     def _progressed(
         self, engine: EngineConnection, key: int, start: ReplyStart, deltas: Sequence[TextDelta] | None
     ) -> None:
-        """Handle new texts of a reply. Those of a reply that is complete may arrive late. None: see Progress."""
+        """Handle new texts of a reply. Those of a reply that is complete may arrive late. None: see TextReceiver."""
         session, asked = engine.asked.get(key, (None, None))
         if asked is None or asked.progress is None or (deltas is not None and asked.progress.add(start, deltas)):
             return

@@ -65,7 +65,7 @@ class GatewayLink:
         self._counts: dict[int, asyncio.Task[None]] = {}
         """Running counts of tokens: the processing of their images must not hold up other sessions."""
         self._texts: list[tuple[int, ReplyStart, Sequence[TextDelta] | None]] = []
-        """New texts of streamed replies, which are sent together. None: see Progress."""
+        """New texts of streamed replies, which are sent together. None: see TextReceiver."""
         self._lost: Exception | None = None
         self._task = asyncio.create_task(self._receive())
 
@@ -247,7 +247,7 @@ class GatewayLink:
             frames.write(self._writer, (wire.REPLY, key, reply))
 
     def _progressed(self, key: int, start: ReplyStart, deltas: Sequence[TextDelta] | None) -> None:
-        """Send new texts of a reply, together with texts of other replies; a Progress."""
+        """Send new texts of a reply, together with texts of other replies; a TextReceiver."""
         if not self._texts:
             asyncio.get_running_loop().call_soon(self._send_texts)
         self._texts.append((key, start, deltas))

@@ -51,7 +51,7 @@ class TextDelta:
         return replace(self, start=start, text=text, first_token=first, tokens=tokens)
 
 
-Progress = Callable[[ReplyStart, Sequence[TextDelta] | None], None]
+TextReceiver = Callable[[ReplyStart, Sequence[TextDelta] | None], None]
 """Receiver of the new texts of a reply. None: tokens of earlier texts were sampled again and differ, so that the reply
 will be another one."""
 
@@ -109,7 +109,7 @@ def _repeats(delta: TextDelta, known: Sequence[TextDelta]) -> bool:
     return True
 
 
-Watch = Callable[[ReplyProgress], None]
+ProgressReceiver = Callable[[ReplyProgress], None]
 """Called with the progress of the reply to a streamed request, when it is known."""
 
 

@@ -13,11 +13,11 @@ from typing import Protocol
 
 from mcore_rl.data.tokenizer import PLAIN, byte_token_ids, changes_spaces
 from mcore_rl.rollout.episodes.context import EpisodeContext
-from mcore_rl.rollout.gateway.progress import Progress, ReplyStart, TextDelta, TokenLogp, joined
+from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta, TextReceiver, TokenLogp, joined
 from mcore_rl.rollout.gateway.settled_text import SettledText, StopGate
+from mcore_rl.rollout.reported_requests import Report
 from mcore_rl.rollout.tools.parsers import text_reader
 from mcore_rl.rollout.tools.turn_reader import Kind, Part
-from mcore_rl.rollout.watched_requests import Report
 from mcore_rl.types import Delta, GenerationRequest
 
 
@@ -112,18 +112,18 @@ class ChoiceStream:
 
 
 class ReplyStream:
-    """Text of the choices of one request, which `progress` receives.
+    """Text of the choices of one request, which `receiver` receives.
 
     start_of: ReplyStart for the first choice's request.
     """
 
-    def __init__(self, progress: Progress, start_of: Callable[[GenerationRequest], ReplyStart]) -> None:
-        self._progress, self._start_of = progress, start_of
+    def __init__(self, receiver: TextReceiver, start_of: Callable[[GenerationRequest], ReplyStart]) -> None:
+        self._receiver, self._start_of = receiver, start_of
         self._start: ReplyStart | None = None
         self._choices: list[ChoiceStream] = []
         self._is_scheduled = self._is_closed = False
 
-    def watch(self, stream: ChoiceStream | None, request: GenerationRequest) -> Report | None:
+    def begin_choice(self, stream: ChoiceStream | None, request: GenerationRequest) -> Report | None:
         """Begin a choice; the first one begins first. `stream`: None if its text is not certain before its end."""
         if self._start is None:
             self._start = self._start_of(request)
@@ -149,7 +149,7 @@ class ReplyStream:
         """End the texts: the reply will be another one."""
         assert self._start is not None
         if not self._is_closed:
-            self._progress(self._start, None)
+            self._receiver(self._start, None)
         self.close()
 
     def _send(self) -> None:
@@ -157,7 +157,7 @@ class ReplyStream:
         assert self._start is not None
         deltas = [] if self._is_closed else [delta for stream in self._choices for delta in joined(stream.take())]
         if deltas:
-            self._progress(self._start, deltas)
+            self._receiver(self._start, deltas)
 
 
 def choice_stream(

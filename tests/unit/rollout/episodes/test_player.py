@@ -32,14 +32,14 @@ async def one_turn(session: Session, prompt: EpisodePrompt) -> None:
     await session.generate(prompt.token_ids)
 
 
-def test_a_watch_gets_the_tokens_of_a_lost_engine_and_the_new_ones(stage: SetUp) -> None:
+def test_a_report_has_the_tokens_of_a_lost_engine_and_the_new_ones(stage: SetUp) -> None:
     found, whole = list[tuple[int, list[int]]](), list[int]()
 
     async def episode(session: Session, prompt: EpisodePrompt) -> float:
         def report(position: int, delta: Delta) -> None:
             found.append((position, delta.token_ids))
 
-        sampled = await session.generate(prompt.token_ids, watch=lambda request: report)
+        sampled = await session.generate(prompt.token_ids, report_of=lambda request: report)
         whole[:] = sampled.token_ids
         async with asyncio.timeout(20):
             while sum(len(ids) for _, ids in found) < len(whole):  # reports may follow the completion

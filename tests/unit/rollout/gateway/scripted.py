@@ -19,7 +19,7 @@ from mcore_rl.rollout.gateway.exchange import (
     RefusedError,
     Reward,
 )
-from mcore_rl.rollout.gateway.progress import ReplyProgress, ReplyStart, TextDelta, Watch
+from mcore_rl.rollout.gateway.progress import ProgressReceiver, ReplyProgress, ReplyStart, TextDelta
 from mcore_rl.types.chat import ChatCall
 from tests.http_server import serving_application
 
@@ -65,10 +65,10 @@ def choice(
     )
 
 
-async def _stream(reply: ChatReply, watch: Watch) -> None:
+async def _stream(reply: ChatReply, receiver: ProgressReceiver) -> None:
     """Send the words of the choices in turn, except for the last word."""
     progress = ReplyProgress()
-    watch(progress)
+    receiver(progress)
     start = ReplyStart(reply.id, reply.num_prompt_tokens, reply.created)
     for number, choice in enumerate(reply.choices):
         sent = length = 0
@@ -110,7 +110,7 @@ class ScriptedSessions:
     keys: dict[str, str] = field(default_factory=lambda: {"s1": KEY, "s2": "key-of-s2"})
 
     async def answer(
-        self, session: str, request: ChatRequest, *, retried: bool = False, watch: Watch | None = None
+        self, session: str, request: ChatRequest, *, retried: bool = False, receiver: ProgressReceiver | None = None
     ) -> ChatReply:
         self.requests.append(request)
         self.retried.append(retried)
@@ -123,8 +123,8 @@ class ScriptedSessions:
             raise self.refusal or self.failure or AssertionError
         choices = [self._choice(request) for _ in range(request.num_choices)]
         reply = ChatReply(f"reply-{len(self.requests)}", choices, num_prompt_tokens=11, created=1_700_000_000)
-        if watch is not None and request.stream:
-            await _stream(reply, watch)
+        if receiver is not None and request.stream:
+            await _stream(reply, receiver)
             if self.breaks:
                 await asyncio.sleep(0.05)
                 raise self.breaks
@@ -169,8 +169,8 @@ class ScriptedSessions:
         await asyncio.sleep(min(seconds, 0.01))
         return any(ended == session for ended, _ in self.ends)
 
-    async def serve(self, request: ChatRequest, *, watch: Watch | None = None) -> ChatReply:
-        return await self.answer("", request, watch=watch)
+    async def serve(self, request: ChatRequest, *, receiver: ProgressReceiver | None = None) -> ChatReply:
+        return await self.answer("", request, receiver=receiver)
 
     def owner_key_of(self, session: str) -> str | None:
         return None if session not in self.keys else f"owner-{self.keys[session]}"

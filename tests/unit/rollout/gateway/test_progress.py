@@ -14,7 +14,7 @@ from mcore_rl.rollout.gateway import answering, wire
 from mcore_rl.rollout.gateway.answering import Answering
 from mcore_rl.rollout.gateway.dialects import completions, messages
 from mcore_rl.rollout.gateway.exchange import ChatReply, Choice, RefusedError
-from mcore_rl.rollout.gateway.progress import ReplyProgress, ReplyStart, TextDelta, Watch
+from mcore_rl.rollout.gateway.progress import ProgressReceiver, ReplyProgress, ReplyStart, TextDelta
 from tests.unit.rollout.counted_text import CountedText
 from tests.unit.rollout.gateway.test_hub import ROW, Site, request, with_site
 
@@ -73,7 +73,7 @@ def test_a_reply_that_goes_on_with_the_other_kind_is_not_added() -> None:
     assert progress.add(START, [reasoning, content])
     assert progress.add(START, [reasoning, replace(content, text="Go")])
     assert not progress.add(START, [replace(reasoning, text="Hm. Hm.")])
-    assert not progress.add(START, [replace(reasoning, start=3)])
+    assert not progress.add(START, [replace(content, kind="reasoning")])
     assert texts(progress) == ["Hm.", "Good"]
 
 
@@ -85,7 +85,7 @@ def test_a_resampled_reply_ends_its_stream_and_not_its_session(tmp_path: Path, i
         engine, found = await site.engine(), list[ReplyProgress]()
         engine.send(wire.OPEN, "a", ROW)
         await site.taken()
-        asked = asyncio.create_task(site.hub.answer("a", replace(request("one"), stream=True), watch=found.append))
+        asked = asyncio.create_task(site.hub.answer("a", replace(request("one"), stream=True), receiver=found.append))
         key = (await engine.next())[1]
         engine.send(wire.PROGRESS, [(key, START, [at(0, "Goo")]), (key, START, None), (key, START, [at(3, "s")])])
         with pytest.raises(RefusedError, match="sampled the reply again") as caught:
@@ -131,7 +131,7 @@ def test_a_stream_continues_on_another_engine_or_ends(tmp_path: Path, again: str
         engine, found = await site.engine(), list[ReplyProgress]()
         engine.send(wire.OPEN, "a", ROW)
         await site.taken()
-        asked = asyncio.create_task(site.hub.answer("a", replace(request("one"), stream=True), watch=found.append))
+        asked = asyncio.create_task(site.hub.answer("a", replace(request("one"), stream=True), receiver=found.append))
         key = (await engine.next())[1]
         engine.send(wire.PROGRESS, [(key, START, [at(0, "Goo")]), (99, START, [at(0, "late")])])
         await engine.lose()
@@ -157,11 +157,11 @@ def test_a_retry_gets_the_text_of_its_first_attempt(tmp_path: Path) -> None:
         engine.send(wire.OPEN, "a", ROW)
         await site.taken()
         streamed = replace(request("one"), stream=True)
-        first = asyncio.create_task(site.hub.answer("a", streamed, watch=found.append))
+        first = asyncio.create_task(site.hub.answer("a", streamed, receiver=found.append))
         key = (await engine.next())[1]
         engine.send(wire.PROGRESS, [(key, START, [at(0, "Goo")])])
         await asyncio.sleep(0.05)
-        retried = asyncio.create_task(site.hub.answer("a", streamed, retried=True, watch=found.append))
+        retried = asyncio.create_task(site.hub.answer("a", streamed, retried=True, receiver=found.append))
         await asyncio.sleep(0)
         first.cancel()
         engine.send(wire.PROGRESS, [(key, START, [at(3, "d")])])
@@ -200,9 +200,9 @@ def test_a_slow_reader_gets_few_large_events(leaves: bool) -> None:
     async def test() -> None:
         connection, ended, missed = Connection(), list[str](), list[ChatReply]()
 
-        async def answer(watch: Watch) -> ChatReply:
+        async def answer(receiver: ProgressReceiver) -> ChatReply:
             progress = ReplyProgress()
-            watch(progress)
+            receiver(progress)
             for number in range(1000):
                 assert progress.add(START, [at(number, "z")])
                 await asyncio.sleep(0)
@@ -241,9 +241,9 @@ def test_reasoning_that_a_client_does_not_get_keeps_it_connected(monkeypatch: py
         connection = Connection()
         connection.reads.set()
 
-        async def answer(watch: Watch) -> ChatReply:
+        async def answer(receiver: ProgressReceiver) -> ChatReply:
             progress = ReplyProgress()
-            watch(progress)
+            receiver(progress)
             for number in range(500):
                 assert progress.add(START, [TextDelta(0, "reasoning", number, "z")])
                 await asyncio.sleep(0.01)
@@ -268,9 +268,9 @@ def test_a_reply_that_differs_from_its_stream_is_missed() -> None:
         connection, missed = Connection(), list[ChatReply]()
         connection.reads.set()
 
-        async def answer(watch: Watch) -> ChatReply:
+        async def answer(receiver: ProgressReceiver) -> ChatReply:
             progress = ReplyProgress()
-            watch(progress)
+            receiver(progress)
             assert progress.add(START, [at(0, "x")])
             while b'"x"' not in b"".join(connection.sent):
                 await asyncio.sleep(0)
@@ -292,9 +292,9 @@ def test_a_client_that_leaves_amid_its_stream_cancels_the_request() -> None:
         connection, cancelled = Connection(), list[bool]()
         connection.reads.set()
 
-        async def answer(watch: Watch) -> ChatReply:
+        async def answer(receiver: ProgressReceiver) -> ChatReply:
             progress = ReplyProgress()
-            watch(progress)
+            receiver(progress)
             assert progress.add(START, [at(0, "x")])
             try:
                 await asyncio.sleep(60)

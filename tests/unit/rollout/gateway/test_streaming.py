@@ -204,7 +204,7 @@ def test_a_stream_ends_when_its_tokens_are_sampled_again(
             engine.abort([running.request_id])
             engine._say = lambda _: f"Grand{END}"
             engine.submit([running])
-            loop._watched.resume([running])
+            loop._reported.resume([running])
 
         def read() -> None:
             for text in client(model):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mcore_rl.rollout.watched_requests import WatchedRequests
+from mcore_rl.rollout.reported_requests import ReportedRequests
 from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
 
 
@@ -17,16 +17,16 @@ def request(name: str, num_partial: int = 0) -> GenerationRequest:
     return replace(made, partial=partial)
 
 
-def test_tokens_of_watched_requests_are_reported_with_their_position() -> None:
-    watched, found = WatchedRequests(), list[tuple[str, int, list[int]]]()
+def test_tokens_of_reported_requests_are_reported_with_their_position() -> None:
+    reported, found = ReportedRequests(), list[tuple[str, int, list[int]]]()
 
     def report(position: int, delta: Delta) -> None:
         found.append((delta.request_id, position, delta.token_ids))
 
-    watched.add([request("a"), request("b", 2)], report)
+    reported.add([request("a"), request("b", 2)], report)
     step = [Delta("a", [5, 6], [0.0, 0.0], 0), Delta("b", [7], [0.0], 0), Delta("other", [8], [0.0], 0)]
-    watched.report(step)
-    watched.resume([request("a", 1)])  # an abort has lost a token, which is sampled again
-    watched.remove(["b"])
-    watched.report(step)
+    reported.report(step)
+    reported.resume([request("a", 1)])  # an abort has lost a token, which is sampled again
+    reported.remove(["b"])
+    reported.report(step)
     assert found == [("a", 0, [5, 6]), ("b", 2, [7]), ("a", 1, [5, 6])]
