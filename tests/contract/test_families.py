@@ -113,8 +113,13 @@ NOT_ON_SGLANG = ("qwen2_moe",)
 """Rejected on CPU by config.rules.engine_support."""
 SAME_CLASSES = ("kimi_k2", "glm4_moe, whole heads rotate")
 """Models of classes that another case tests; on demand."""
+LIKE_OTHERS = ("llama", "qwen3", "mixtral", "seed_oss", "deepseek_v2", "glm4_moe_lite", "gemma3_text")
+"""Families whose tensors are arranged as in another case; on demand."""
 ENGINE_CASES = [
-    pytest.param(*case.values, marks=case.marks if case.values[1] not in SAME_CLASSES else [*case.marks, *ON_DEMAND])
+    pytest.param(
+        *case.values,
+        marks=case.marks if case.values[1] not in (*SAME_CLASSES, *LIKE_OTHERS) else [*case.marks, *ON_DEMAND],
+    )
     for case in families_of_engines(CASES, WITH_SGLANG_ALWAYS)
     if case.values[0] not in FAMILIES[CASES[str(case.values[1])][0]].refused_by_engines
     and (case.values[0] != "sglang" or case.values[1] not in NOT_ON_SGLANG)

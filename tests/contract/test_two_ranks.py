@@ -171,9 +171,9 @@ def test_vllm_silent_rank_raises_in_time_and_disables_engine(vllm_ranks: Any) ->
 @pytest.mark.parametrize(
     ("family", "whole_experts"),
     [
-        ("qwen3_next", True),
-        # test_families.py updates this family on one rank.
-        pytest.param("qwen3_5_moe_text", False, marks=on_demand_unless(False)),
+        # test_families.py updates these families on one rank.
+        pytest.param("qwen3_next", True, marks=on_demand_unless(False)),
+        ("qwen3_5_moe_text", False),
     ],
 )
 def test_update_delta_nets_on_two_ranks_are_close(family: str, whole_experts: bool, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.distributed.gradient_oracle import (
     check_gradients,
     launch_cases,
 )
+from tests.selection import usual_cases
 from tests.tiny_models import GROUPS, VOCABULARY, YARN, write_tiny_model
 
 TIGHT = 16
@@ -34,7 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 moe": ("qwen2_moe", {"mlp_only_layers": [1], "head_dim": 8}),
     "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
 }
-CASES: dict[int, dict[str, tuple[Any, ...]]] = {
+EVERY_CASE: dict[int, dict[str, tuple[Any, ...]]] = {
     1: {
         "dense": ("qwen3", {}, ONE_MICROBATCH),
         "dense tight": ("qwen3", {}, TIGHT),
@@ -70,6 +71,23 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "moe dp2 cp2 ep4": ("qwen3_moe", {"cp": 2, "ep": 4}, SMALL),
     },
 }
+USUAL = {
+    "dense tight",
+    "v3 split",
+    "dense tp2 without sp",
+    "dense pp2 vpp2",
+    "odd tp2",
+    "moe ep2",
+    "qwen2 moe tp2",
+    "moe tp2 allgather",
+    "moe pp2 vpp3 layout",
+    "yarn cp2",
+    "moe cp2 ep2",
+    "v3 tp2",
+    "moe dp2 cp2 ep4",
+}
+"""Cases that are always tested: each axis, and each special part of a model, once."""
+CASES = usual_cases(EVERY_CASE, USUAL)
 
 
 @pytest.fixture(scope="module")

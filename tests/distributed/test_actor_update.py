@@ -18,11 +18,12 @@ from tests.distributed.gradient_oracle import case_parameters
 from tests.distributed.launch import launch
 from tests.distributed.two_steps import OVERLAPPED
 from tests.distributed.two_updates import join, make_actor, make_config, reference, train
+from tests.selection import usual_cases
 from tests.tiny_models import write_tiny_model
 
 REPLICATED = {"distributed_optimizer": False}
 GRADIENTS = {"overlap_grad_reduce": True}
-CASES: dict[int, dict[str, tuple[Any, ...]]] = {
+EVERY_CASE: dict[int, dict[str, tuple[Any, ...]]] = {
     1: {"moe": ("qwen3_moe", {})},
     2: {
         "dense dp2": ("qwen3", {}),
@@ -42,6 +43,17 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "dense dp2 pp2 vpp2 overlapped": ("qwen3", {"pp": 2, "vpp": 2}, OVERLAPPED),
     },
 }
+USUAL = {
+    "moe",
+    "v3 fsdp2",
+    "dense tp2",
+    "moe ep2 replicated",
+    "moe ep2 overlapped",
+    "moe cp2",
+    "dense dp2 pp2 vpp2 overlapped",
+}
+"""Cases that are always tested: each axis, and each special part of a model, once."""
+CASES = usual_cases(EVERY_CASE, USUAL)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from benchmarks.sizes import SMALLEST
 from tests.distributed import converting
 from tests.distributed.launch import fork_children
 from tests.readme import ROOT
+from tests.selection import on_demand_unless
 
 GROUPS = {
     "engines": ("engine_loop", "episodes"),
@@ -80,7 +81,9 @@ def _run_for_gpus() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORKED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=on_demand_unless(name not in ("driver", "async_driver"))) for name in FORKED]
+)
 def test_benchmark_at_smallest_size_returns_rows(name: str) -> None:
     found = converting.alone(_run, name)
     assert PEERS[name] in found if isinstance(found, str) else found > 0

@@ -20,6 +20,7 @@ from model_converters.families.parts.hf_config import read_hf_config
 from model_converters.hf.io import HFCheckpoint
 from tests.distributed import converting, policy_batch
 from tests.distributed.launch import launch
+from tests.selection import EVERY_TEST
 from tests.tiny_models import add_mtp_layer, write_tiny_model
 
 Sizes = dict[str, Any]
@@ -268,6 +269,10 @@ def test_converted_checkpoint_loads_in_other_layouts(
     _check_loaded(hf, tmp_path / "mcore", loaded)
 
 
+LOGITS = ("deepseek_v3", "gemma3_text", "glm4_moe", "glm_moe_dsa", "gpt_oss", "qwen2_moe", "qwen3_next", "qwen3_vl")
+"""Families whose logits are always compared: each kind of layer once."""
+
+
 def _logit_differences(pairs: dict[str, tuple[Path, Path]]) -> dict[str, float]:
     from model_converters.dcp.convert import verify
 
@@ -278,12 +283,12 @@ def _logit_differences(pairs: dict[str, tuple[Path, Path]]) -> dict[str, float]:
 def test_converted_families_match_transformers_logits(source: Any, tmp_path: Path) -> None:
     """Tolerance: 2e-5 in float32, for logits with a spread above 1; delta nets solve triangular systems: 2e-4."""
     pairs = {}
-    for family in sorted(FAMILIES):
+    for family in sorted(FAMILIES) if EVERY_TEST else LOGITS:
         pairs[family] = source(family), tmp_path / family
         sizes = TP2_EP2 if "experts" in str(read_hf_config(pairs[family][0])) else TP2
         converting.to_mcore(*pairs[family], sizes)
     found = converting.alone(_logit_differences, pairs)
-    assert len(found) >= 9
+    assert len(found) == len(pairs)
     nets = {name for name in found if name.startswith(("qwen3_next", "qwen3_5"))}
     allowed = {name: 2e-4 if name in nets else 2e-5 for name in found}
     assert {name: difference for name, difference in found.items() if not 0 <= difference < allowed[name]} == {}

@@ -18,6 +18,7 @@ from mcore_rl.types import merge_metrics
 from tests.distributed import policy_batch
 from tests.distributed.gradient_oracle import ONE_MICROBATCH, SMALL, case_parameters, check_gradients, launch_cases
 from tests.distributed.launch import launch
+from tests.selection import usual_cases
 from tests.tiny_models import checkpoint_tensors, tiny_config, tiny_model, write_tiny_model
 
 # Float32 compared with float64, with a different summation order in each layout. A wrongly replicated head, a value of
@@ -26,7 +27,7 @@ VALUE_TOLERANCE = 1e-5  # values are of size 1
 WEIGHT_TOLERANCE = 4e-6  # weights are of size 1 and move by about 1e-3
 CLIP_RANGE, LR, SEED = 0.25, 4e-3, 11
 Case = tuple[str, dict[str, Any], int]
-CASES: dict[int, dict[str, Case]] = {
+EVERY_CASE: dict[int, dict[str, Case]] = {
     1: {"dense": ("dense", {}, ONE_MICROBATCH), "moe": ("moe", {}, ONE_MICROBATCH), "dense cut": ("dense", {}, SMALL)},
     2: {
         "dense dp2": ("dense", {}, SMALL),
@@ -42,6 +43,19 @@ CASES: dict[int, dict[str, Case]] = {
         "moe pp2": ("moe", {"pp": 2}, SMALL),
     },
 }
+USUAL = {
+    "dense",
+    "moe",
+    "dense cut",
+    "dense fsdp2",
+    "dense sharded",
+    "dense tp2 without sp",
+    "dense pp2",
+    "dense cp2",
+    "moe ep2",
+}
+"""Cases that are always tested: each axis, and each special part of a model, once."""
+CASES = usual_cases(EVERY_CASE, USUAL)
 SAVED, RESUMED = "dense fsdp2", "dense pp2"
 SAMPLES = sorted(s for update in policy_batch.UPDATES for s in update)
 

@@ -3,9 +3,9 @@ entropies of all tokens, the gradients, and the parameters after two optimizer s
 
 The model has experts and latent attention; one layout of a second model has sinks, windows and biases of experts, whose
 gradients megatron-core sums or counts twice, and one of a third has two rotations and context parallelism. Layouts: on
-2 ranks data parallelism alone, and a choice that uses every axis; on 4 a choice that combines every two axes; on 8 one
-layout that uses every axis; on 2 and 4 one with sharded parameters. MCORE_RL_EVERY_TEST=1 runs all layouts on up to 4
-ranks, also with sharded parameters, and a choice on 8 ranks for three models. With simulated TransformerEngine, without
+2 ranks data parallelism alone, and a choice that uses every axis; on 8 one layout that uses every axis; on 2 and 4 one
+with sharded parameters. MCORE_RL_EVERY_TEST=1 runs all layouts on up to 4 ranks, also with sharded parameters, and a
+choice on 8 ranks. With simulated TransformerEngine, without
 that variable: the layouts in which its layers differ, tensor parallelism and whole experts, on 2 ranks.
 
 test_actor_gradients compares with transformers.
@@ -76,7 +76,8 @@ def cover(choices: Sequence[dict[str, int]]) -> list[dict[str, int]]:
 
 def _cases(num_ranks: int) -> list[Case]:
     cases = []
-    for model in MODELS if EVERY_TEST else USUAL:
+    # Usually, the layout on 8 ranks combines what the layouts on 4 combine in pairs.
+    for model in MODELS if EVERY_TEST else USUAL if num_ranks != 4 else ():
         kind, changes = MODELS[model]
         every = layouts(num_ranks, tiny_fields(kind, **changes))
         all_of_them = num_ranks <= 4 and (EVERY_TEST or SIMULATED)

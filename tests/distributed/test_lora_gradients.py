@@ -20,8 +20,9 @@ from tests.distributed.gradient_oracle import (
     check_gradients,
     launch_cases,
 )
+from tests.selection import usual_cases
 
-CASES: dict[int, dict[str, tuple[Any, ...]]] = {
+EVERY_CASE: dict[int, dict[str, tuple[Any, ...]]] = {
     1: {
         "dense split": ("dense", {}, SMALL),
         "biased split": ("biased", {}, SMALL),
@@ -61,12 +62,29 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "v3 tp2 ep4": ("v3", {"tp": 2, "ep": 4}, SMALL),
     },
 }
+USUAL = {
+    "dense split",
+    "v3 recomputed",
+    "biased fsdp2 recomputed",
+    "dense dp2",
+    "dense pp2 layout",
+    "some sharded",
+    "v3 fsdp2 recomputed",
+    "odd tp2 without sp",
+    "linear attention tp2 without sp",
+    "moe ep2",
+    "v3 cp2",
+    "some tp2",
+}
+"""Cases that are always tested: each axis, and each special part of a model, once."""
+CASES = usual_cases(EVERY_CASE, USUAL)
 ROUTED = MoeConfig(load_balancing="seq_aux_loss", aux_loss_coefficient=0.5, z_loss_coefficient=0.1)
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return lora.write_models(tmp_path_factory.mktemp("models"))
+    used = {case[0] for of_size in CASES.values() for case in of_size.values()} | {"moe"}
+    return lora.write_models(tmp_path_factory.mktemp("models"), sorted(used))
 
 
 @pytest.fixture(scope="module")

@@ -16,22 +16,26 @@ from safetensors.torch import load_file
 from tests.distributed import converting, lora, policy_batch
 from tests.distributed.launch import launch
 from tests.distributed.lora_ranks import SETTINGS, SMALL, Case, Layout, describe, refusals, resume, train, with_settings
+from tests.selection import EVERY_TEST, on_demand_unless
 
 FSDP2 = {"strategy": "fsdp2"}
-CASES = [
+USUAL = [
     Case("dense", (1, {}), ((2, {"tp": 2}), (2, {"pp": 2}), (2, {}), (2, FSDP2))),
-    Case("dense", (2, {"tp": 2}), ((1, {}), (2, {"pp": 2, "vpp": 2}))),
-    Case("some", (2, {}), ((2, {"tp": 2}), (1, FSDP2))),
     Case("moe", (2, {"ep": 2}), ((1, {}), (2, {"cp": 2}))),
     Case("v3", (2, {"tp": 2, "ep": 2}), ((1, {}), (2, {"pp": 2}))),
     Case("dense", (2, {"tp": 2}), ((2, {}),), dtype="bfloat16"),
     Case("v3", (2, {"ep": 2, "shard_parameters": True}), ((1, {}), (2, FSDP2))),
+    Case("v3", (2, FSDP2), ((2, {"ep": 2}),)),
+]
+ON_DEMAND = [
+    Case("dense", (2, {"tp": 2}), ((1, {}), (2, {"pp": 2, "vpp": 2}))),
+    Case("some", (2, {}), ((2, {"tp": 2}), (1, FSDP2))),
     Case("dense", (2, FSDP2), ((2, {"tp": 2}), (1, FSDP2))),
     Case("some", (1, FSDP2), ((2, {}),)),
     Case("dense", (2, FSDP2), ((2, {}),), dtype="bfloat16"),
-    Case("v3", (2, FSDP2), ((2, {"ep": 2}),)),
     Case("moe", (2, FSDP2), ((2, {"ep": 2}),), dtype="bfloat16"),
 ]
+CASES = [*USUAL, *(ON_DEMAND if EVERY_TEST else [])]
 EMBEDDING_APART = Case("dense", (2, {"pp": 2, "pipeline_layout": "E|ttttL"}))
 ALL_CASES = [pytest.param(case, id=str(case)) for case in CASES]
 RESUMED = [pytest.param(case, into, id=f"{case} to {describe(into)}") for case in CASES for into in case.into]
@@ -114,7 +118,9 @@ def test_lora_updates_change_adapters_only(case: Case, saved: Any) -> None:
         assert not torch.equal(tensor, before[name]), name
 
 
-@pytest.mark.parametrize("model", ["dense", "some", "v3"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=on_demand_unless(name == "v3")) for name in ("dense", "some", "v3")]
+)
 def test_lora_updates_of_transformers_model_equal_megatron(model: str, saved: Any) -> None:
     """Compare after two updates, on other numbers of ranks. Megatron's projections fuse the adapted modules."""
     cases = [case for case in CASES if (case.model, case.dtype) == (model, "float32")]

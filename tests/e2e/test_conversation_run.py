@@ -96,6 +96,7 @@ def test_sft_run_validation_loss_equals_cross_entropy(conversations: Path, whole
             assert rows[step][f"val/loss/{name}"] == pytest.approx(part / tokens, rel=1e-5)
 
 
+@pytest.mark.on_demand  # test_dpo_run resumes too
 def test_sft_run_resumes_to_the_same_loss(conversations: Path, whole: Path, tmp_path: Path) -> None:
     """The resumed steps reach the next epoch: 40 conversations are 5 steps."""
     parts = shutil.copytree(whole, tmp_path / "parts")

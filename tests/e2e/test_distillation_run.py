@@ -50,6 +50,7 @@ def test_teacher_on_engines_equal_to_the_policy_gives_no_signal(task: Path) -> N
     assert row["actor/grad_norm"] < 1e-4
 
 
+@pytest.mark.on_demand  # tests/distributed/test_teacher.py
 def test_policy_approaches_a_teacher_of_another_family_without_rewards(task: Path, other: Path) -> None:
     run = task.parent / "distilled"
     train(task, run, *KEYS, f"teacher.hf_path={other}", "algorithm.old_logp=rollout")
@@ -61,6 +62,7 @@ def test_policy_approaches_a_teacher_of_another_family_without_rewards(task: Pat
     assert all(row["reward/mean"] == 0 for step, row in rows.items() if step)
 
 
+@pytest.mark.on_demand  # tests/distributed/test_self_distillation.py
 def test_policy_learns_from_its_own_average_after_hints(task: Path) -> None:
     run = task.parent / "own"
     hints = ("data.hint_key=answer", "data.hint_template='{hint}{hint}{prompt}'", "data.max_hinted_tokens=18")

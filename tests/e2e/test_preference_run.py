@@ -80,6 +80,7 @@ def test_dpo_run_learns_held_out_pairs_and_resumes_exactly(pairs: Path, tmp_path
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=2e-3)
 
 
+@pytest.mark.on_demand  # tests/distributed/test_reward_training.py, test_dpo_run
 def test_reward_model_run_exports_a_classifier_with_the_same_scores(pairs: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

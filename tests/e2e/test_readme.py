@@ -43,6 +43,7 @@ CASES = {
         where={"DIR": "mine"},
         needs=("mine",),
         says="run directory: .*runs/mine",
+        on_demand=True,  # `make demo` is a run too, and other cases check this configuration with --dry-run
     ),
     "make demo": Case(add=f"{ONE_STEP} {NO_FILTER}", needs=("work3",), says="run directory  runs/demo"),
     "python scripts/demo.py --task think2": Case(

@@ -47,6 +47,7 @@ def write_job(directory: Path, task: Path, run_dir: Path, bad: str, *overrides: 
     return script
 
 
+@pytest.mark.on_demand  # the next test submits a job too; test_failures.py resumes runs
 def test_preempted_job_excludes_bad_node_and_ends_with_equal_results(
     slurm: Slurm, task: Path, whole_run: Path, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def test_term_to_the_whole_group_in_start_up_ends_it(task: Path, tmp_path: Path)
         assert_stopped(run, 143, FROM_THE_BEGINNING)
 
 
+@pytest.mark.on_demand  # tests/unit/runtime; the first test stops a run
 def test_usr2_writes_stacks_of_all_processes_then_second_int_ends_run(task: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_REWARD.format(metrics=str(tmp_path / "run" / "metrics.jsonl")))
     long_step = (f"reward.function={tmp_path / 'slow.py'}:slow", "reward.timeout_seconds=600", *ONE_RANK)
