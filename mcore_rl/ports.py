@@ -15,6 +15,7 @@ from mcore_rl.types import (
     Delta,
     GenerationRequest,
     Groups,
+    JsonFormat,
     LogpGap,
     Metric,
     Prompt,
@@ -50,6 +51,12 @@ class Engine(Protocol):
     @property
     def num_running(self) -> int:
         """Number of submitted requests that have neither finished nor been aborted."""
+
+    def prepare_format(self, form: JsonFormat) -> None:
+        """Compile a format before requests with it are submitted. May be called from any thread, also during a step.
+
+        Raises: DataError if the engine cannot enforce it, or not compile it in time.
+        """
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Add requests in this order; they start with the next step.

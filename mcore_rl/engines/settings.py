@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mcore_rl.config.roles import ROLLOUT, KeyNames
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.stop_strings import Decode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class EngineSettings:
     float32_head, float32_router: the model's keys of these names.
     decode: required for requests with stop strings.
     names: names of configuration keys, for messages.
+    tokenizer: required for formats of responses.
     """
 
     model_dir: str | Path
@@ -71,3 +76,4 @@ class EngineSettings:
     hosts: EngineHosts = ONE_HOST
     decode: Decode | None = None
     names: KeyNames = ROLLOUT
+    tokenizer: PreTrainedTokenizerBase | None = None

@@ -18,7 +18,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stop_strings import Decode, StopScanner
 from mcore_rl.errors import ConfigError, DataError, McoreRLError, WeightSyncError
-from mcore_rl.types import Completion, Delta, GenerationRequest, TokenSets
+from mcore_rl.types import Completion, Delta, GenerationRequest, JsonFormat, TokenSets
 
 FINISHED = ("stop", "length")
 
@@ -126,6 +126,10 @@ class SteppedEngine(ABC):
         wanted: (position in the sequence of prompt and response of the first token, number of tokens) by request.
         ended: requests to forget, finished in this step.
         """
+
+    def prepare_format(self, form: JsonFormat) -> None:
+        """Implement ports.Engine.prepare_format."""
+        raise DataError(f"rollout.engine={self._config.engine} does not enforce formats of replies; set it to vllm")
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Implement ports.Engine.submit."""
@@ -276,6 +280,8 @@ class SteppedEngine(ABC):
             )
         if not 0 <= request.token_ids.min() <= request.token_ids.max() < self.vocab_size:
             raise DataError(f"prompt {name}: a token id is outside the model's vocabulary of {self.vocab_size}")
+        if request.sampling.format is not None:
+            self.prepare_format(request.sampling.format)
         limit = self._config.max_response_tokens
         if not 0 < wanted <= limit:
             raise ConfigError(f"{wanted} response tokens requested, rollout.max_response_tokens is {limit}")

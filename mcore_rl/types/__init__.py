@@ -18,6 +18,7 @@ from mcore_rl.types.data import (
 )
 from mcore_rl.types.device import DeviceMemory
 from mcore_rl.types.drafts import DraftCounts
+from mcore_rl.types.json_format import JsonFormat
 from mcore_rl.types.metrics import (
     Correlation,
     Deviation,

@@ -23,6 +23,7 @@ import numpy as np
 
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 from mcore_rl.types.json import JsonValue
+from mcore_rl.types.json_format import JsonFormat
 from mcore_rl.types.token_sets import TokenSets
 from mcore_rl.types.vision import ImageSource, PromptImages
 
@@ -70,7 +71,10 @@ class Prompt:
 class SamplingOptions:
     """Sampling parameters. temperature 0 is greedy. A response ends with the token that completes one of the `stop`
     strings. `repetition_penalty` is neutral for trained responses. Truncation (top_p, top_k, min_p) is neutral for
-    them, too, unless `keep_mask` is set: completions then contain the set that each token was sampled from."""
+    them, too, unless `keep_mask` is set: completions then contain the set that each token was sampled from.
+
+    format: tokens that would leave the format have no probability, before truncation; None: any text. Trained responses
+    have a format only with `keep_mask`."""
 
     max_response_tokens: int
     temperature: float = 1.0
@@ -80,6 +84,7 @@ class SamplingOptions:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     keep_mask: bool = False
+    format: JsonFormat | None = None
 
     @property
     def keeps_sets(self) -> bool:

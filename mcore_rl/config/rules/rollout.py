@@ -218,7 +218,8 @@ def truncates(rollout: RolloutConfig) -> bool:
 
 
 def _check_mask(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
-    if not truncates(rollout):
+    has_formats = episode_of(rollout) == GATEWAY and rollout.engine == "vllm"
+    if not truncates(rollout) and not has_formats:  # a format of replies leaves a set, too
         raise ConfigError(
             f"{_KEEP_MASK} has no effect on sampling from all tokens; set rollout.top_p below 1, rollout.top_k or "
             "rollout.min_p above 0, or rollout.keep_sampling_mask=false"

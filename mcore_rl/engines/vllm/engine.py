@@ -7,12 +7,14 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from mcore_rl.config.sampling import NO_DRAFTS
+from mcore_rl.engines.grammars.compiler import FormatCompiler
 from mcore_rl.engines.rank_engine import RankEngine
 from mcore_rl.engines.settings import EngineSettings
 from mcore_rl.engines.step_output import StepOutput
@@ -27,6 +29,7 @@ from mcore_rl.processes.large_imports import first_import
 from mcore_rl.types import (
     DraftCounts,
     GenerationRequest,
+    JsonFormat,
     SamplingOptions,
     TokenScores,
     TokenSequence,
@@ -35,6 +38,7 @@ from mcore_rl.types import (
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
 
@@ -75,6 +79,9 @@ class VllmEngine(RankEngine):
             self._ranks.call("start_set_capture")
         self._routed_layers = self._ranks.call("routed_layers")[0] if settings.capture_routing else None
         self.vocab_size = self._engine.model_config.get_vocab_size()
+        self._formats = FormatCompiler(settings.tokenizer, self.vocab_size, settings.eos_token_ids)
+        # vLLM's manager masks the logits and advances the grammars; it would create its own grammars with a tokenizer.
+        self._core.engine_core.structured_output_manager.backend = MaskMemory(self.vocab_size)
         vision = getattr(self._engine.model_config.hf_config, "vision_config", None)
         self._merge_size: int | None = None if vision is None else vision.spatial_merge_size
 
@@ -150,6 +157,10 @@ class VllmEngine(RankEngine):
             self._core.reset_encoder_cache()
         return emptied
 
+    def prepare_format(self, form: JsonFormat) -> None:
+        """Implement ports.Engine.prepare_format."""
+        self._formats.prepare(form)
+
     def _add(self, added: Mapping[str, ActiveRequest]) -> None:
         from vllm.v1.engine import EngineCoreRequest
 
@@ -161,20 +172,31 @@ class VllmEngine(RankEngine):
             # A seed makes vLLM create a generator, which greedy requests do not need.
             if request.sampling.temperature > 0:
                 sampling_params.seed = request.seed
-            self._core.add_request(
-                EngineCoreRequest(
-                    request_id=engine_id,
-                    prompt_token_ids=request.token_ids.tolist() + entry.token_ids,
-                    mm_features=self._image_features(request),
-                    sampling_params=sampling_params,
-                    pooling_params=None,
-                    # Equal times: the scheduler then keeps the order of submission.
-                    arrival_time=0.0,
-                    lora_request=None,
-                    cache_salt=f"version {self.weight_version}",
-                    data_parallel_rank=None,
-                )
+            core_request = EngineCoreRequest(
+                request_id=engine_id,
+                prompt_token_ids=request.token_ids.tolist() + entry.token_ids,
+                mm_features=self._image_features(request),
+                sampling_params=sampling_params,
+                pooling_params=None,
+                # Equal times: the scheduler then keeps the order of submission.
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=f"version {self.weight_version}",
+                data_parallel_rank=None,
             )
+            if request.sampling.format is None:
+                self._core.add_request(core_request)
+            else:
+                self._add_with_format(core_request, request.sampling.format, entry.token_ids)
+
+    def _add_with_format(self, core_request: EngineCoreRequest, form: JsonFormat, begun: Sequence[int]) -> None:
+        """Add a request whose format is prepared. `begun`: tokens that its response has."""
+        from vllm.v1.structured_output.request import StructuredOutputRequest
+
+        core = self._core.engine_core
+        added, wave = core.preprocess_add_request(core_request)
+        added.structured_output_request = StructuredOutputRequest(None, self._formats.matcher(form, begun))
+        core.add_request(added, wave)
 
     def _image_features(self, request: GenerationRequest) -> list[MultiModalFeatureSpec] | None:
         if request.images is None:
@@ -234,6 +256,21 @@ class VllmEngine(RankEngine):
     ) -> Mapping[str, Sequence[np.ndarray]]:
         sets: dict[str, list[np.ndarray]] = self._ranks.call("sets_of_requests", dict(wanted), list(ended))[0]
         return sets
+
+
+@dataclass(frozen=True)
+class MaskMemory:
+    """Part of vLLM's StructuredOutputBackend that its manager calls for grammars that are created elsewhere."""
+
+    vocab_size: int
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        from mcore_rl.engines.grammars.matcher import allocate
+
+        return allocate(max_num_seqs, self.vocab_size)
+
+    def destroy(self) -> None:
+        """Do nothing: the masks are freed with their manager."""
 
 
 def _start(settings: EngineSettings) -> LLMEngine:

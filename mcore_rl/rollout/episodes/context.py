@@ -7,10 +7,17 @@ from dataclasses import dataclass, field, replace
 
 from mcore_rl.data.chat.conversation import Conversation
 from mcore_rl.data.transcripts import TextDecoder
+from mcore_rl.errors import DataError
 from mcore_rl.rollout.episodes.images import ToolImages
 from mcore_rl.rollout.tools.parsers import ToolCallParser
 from mcore_rl.rollout.tools.toolbox import ToolBox
 from mcore_rl.types.chat import ToolSchema
+from mcore_rl.types.json_format import JsonFormat
+
+
+def no_formats(form: JsonFormat) -> None:
+    """Refuse a format, for episodes without an engine that enforces formats."""
+    raise DataError("this engine does not enforce formats of replies; leave out the format")
 
 
 @dataclass
@@ -26,6 +33,8 @@ class EpisodeContext:
     parser_of: Callable[[Sequence[ToolSchema]], ToolCallParser] | None = None
     """Function that builds a parser for the calls of tools; None if the run has no tools."""
     images: ToolImages = field(default_factory=ToolImages)
+    prepare_format: Callable[[JsonFormat], None] = no_formats
+    """Engine.prepare_format of the engine."""
     parser: ToolCallParser | None = field(init=False)
     """Parser for the conversation's tools. Without tools, a turn that looks like a call is text."""
 

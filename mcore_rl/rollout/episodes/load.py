@@ -118,6 +118,7 @@ def start_episodes(
         frozenset(stop_ids),
         parser_of=parser,
         images=tool_images(conversation, images, without_images),
+        prepare_format=loop.engine.prepare_format,
     )
     return player
 

@@ -26,7 +26,7 @@ from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.history import turn_message
 from mcore_rl.rollout.episodes.images import EpisodeImages, image_digests
 from mcore_rl.rollout.episodes.limits import EpisodeLimits
-from mcore_rl.rollout.episodes.sampling import ReportOf, Sample
+from mcore_rl.rollout.episodes.sampling import ReportOf, Sample, with_format
 from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.episodes.trace import EpisodeTrace
@@ -34,6 +34,7 @@ from mcore_rl.rollout.tools.interface import ToolResult
 from mcore_rl.rollout.tools.parsers import ParsedMessage
 from mcore_rl.types import GenerationRequest, Prompt, PromptImages, SamplingOptions
 from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_function
+from mcore_rl.types.json_format import JsonFormat
 
 GENERATING, TOOL_CALLING = "generating", "tool_calling"
 THOUGHT = "<think>"
@@ -139,21 +140,24 @@ class Session:
         *,
         role: str = "",
         report_of: ReportOf | None = None,
+        form: JsonFormat | None = None,
     ) -> Sampled:
         """Sample the continuation of `token_ids`, the whole sequence so far. `sampling` overrides the run's options;
         max_response_tokens applies to this turn. `role` names the agent that speaks, in episodes with several; agents
-        do not share sequences. `report_of` is called with the request before it is sampled.
+        do not share sequences. `report_of` is called with the request before it is sampled. `form`: format of the turn,
+        which the engine must have prepared (EpisodeContext.prepare_format).
 
-        Raises: EpisodeLimitError if no turn or token is left (this ends the episode normally); DataError for invalid
-        sampling options, if the row has images and the tokens do not begin with its prompt, or for images of tools at
-        another place than where they were rendered.
+        Raises: EpisodeLimitError if no turn or token is left (this ends the episode normally); DataError for options or
+        a format that cannot be trained, if the row has images and the tokens do not begin with its prompt, or for
+        images of tools at another place than where they were rendered.
         """
         ids = np.asarray(token_ids, np.int32)
         sequence = self.book.find(ids, role)
         # The limit counts from the prompt of the sequence; other tokens than its own start a new one.
         num_prompt = len(ids) if sequence is None else sequence.num_prompt
         room = self.limits.room(self.num_turns, num_prompt, len(ids))
-        request = self._request_of(ids, self._options(sampling, room))
+        options = with_format(self._options(sampling, room), form, trained=self._trained)
+        request = self._request_of(ids, options)
         self.num_turns += 1
         self._calls_of_turn = 0
         try:

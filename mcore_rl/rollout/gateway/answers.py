@@ -19,6 +19,7 @@ from mcore_rl.rollout.episodes.limits import EpisodeLimitError
 from mcore_rl.rollout.episodes.sampling import ReportOf
 from mcore_rl.rollout.episodes.session import Sampled, Session
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, RefusedError, Reward, answer_message, choice_of
+from mcore_rl.rollout.gateway.formats.texts import format_of
 from mcore_rl.rollout.gateway.progress import ReplyStart, TextReceiver
 from mcore_rl.rollout.gateway.reading import read_choice, stop_of
 from mcore_rl.rollout.gateway.reply_stream import ReplyStream, choice_stream
@@ -26,6 +27,7 @@ from mcore_rl.rollout.gateway.turns import Turn, TurnTree
 from mcore_rl.rollout.reported_requests import Report
 from mcore_rl.types import GenerationRequest
 from mcore_rl.types.chat import ChatMessage, ToolSchema
+from mcore_rl.types.json_format import JsonFormat
 
 OBEYED = ("max_response_tokens", "stop")
 """Options of a request that are always obeyed: they do not change the distribution of a token."""
@@ -159,7 +161,7 @@ class Answers:
         await self.session.images.read_messages(request.messages)
         ids, is_rewritten = self._prompt_ids(request, context)
         self.counts.rewritten += is_rewritten
-        sampling = self._sampling(request.sampling)
+        sampling, form = self._sampling(request.sampling), await self._format(request, context, ids)
         created = int(time.time())
 
         def start_of(first: GenerationRequest) -> ReplyStart:
@@ -167,7 +169,8 @@ class Answers:
 
         stream = None if receiver is None else ReplyStream(receiver, start_of)
         try:
-            found = await self._sampled(ids, sampling, request, self._reports_of(request, context, ids, stream))
+            reports_of = self._reports_of(request, context, ids, stream)
+            found = await self._sampled(ids, sampling, request, reports_of, form)
         finally:
             if stream is not None:
                 stream.close()
@@ -176,7 +179,7 @@ class Answers:
         reply_id = _reply_id(found[0].request_id, ids)
         choices = []
         for number, sampled in enumerate(found):
-            choice = read_choice(self.session, request, context, sampled, f"{reply_id}{number}")
+            choice = read_choice(self.session, request, context, sampled, f"{reply_id}{number}", form)
             message = answer_message(choice)
             turn = Turn(sampled, message)
             self._keep(request, context.conversation.tools, turn, choice.content)
@@ -202,8 +205,25 @@ class Answers:
 
         return [functools.partial(report_of, number) for number in range(request.num_choices)]
 
+    async def _format(self, request: ChatRequest, context: EpisodeContext, ids: list[int]) -> JsonFormat | None:
+        """Return the format of a request, which the engine has prepared.
+
+        Raises: RefusedError, DataError for a format that the engine does not support.
+        """
+        if request.schema is None:
+            return None
+        before = None if request.prompt is not None else self.session.text_before(ids)
+        form = format_of(request.schema, context, before)
+        await asyncio.to_thread(context.prepare_format, form)  # compiling takes up to seconds
+        return form
+
     async def _sampled(
-        self, ids: list[int], sampling: dict[str, object], request: ChatRequest, reports_of: Sequence[ReportOf | None]
+        self,
+        ids: list[int],
+        sampling: dict[str, object],
+        request: ChatRequest,
+        reports_of: Sequence[ReportOf | None],
+        form: JsonFormat | None,
     ) -> list[Sampled]:
         """Sample the continuations of a request. If one fails or the call is cancelled, the others are aborted."""
         session, count = self.session, request.num_choices
@@ -212,7 +232,7 @@ class Answers:
             raise RefusedError(400, f"{count} replies were requested, and rollout.max_turns leaves {left}")
         # Started in this order, which gives equal requests the same seeds if the session is played again.
         tasks = [
-            asyncio.create_task(session.generate(ids, sampling, role=request.role, report_of=report_of))
+            asyncio.create_task(session.generate(ids, sampling, role=request.role, report_of=report_of, form=form))
             for report_of in reports_of
         ]
         try:

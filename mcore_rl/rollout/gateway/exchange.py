@@ -27,6 +27,7 @@ class ChatRequest:
     top_logprobs: None: log-probabilities are not returned; 0: of the sampled tokens.
     role: agent of the program that sends the request; see Session.generate.
     stream: send the text while it is sampled.
+    schema: JSON schema of the content in the form for engines (formats.schemas); None: any text.
     """
 
     messages: Sequence[ChatMessage] = ()
@@ -37,6 +38,7 @@ class ChatRequest:
     top_logprobs: int | None = None
     role: str = ""
     stream: bool = False
+    schema: str | None = None
 
 
 @dataclass(frozen=True)

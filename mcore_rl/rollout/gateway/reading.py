@@ -10,14 +10,29 @@ from mcore_rl.data.transcripts import text_before_stop
 from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.session import Sampled, Session
 from mcore_rl.rollout.gateway.exchange import ChatRequest, Choice, FinishReason
+from mcore_rl.rollout.gateway.formats.texts import split_format
 from mcore_rl.rollout.tools.parsers import MalformedCall, ParsedMessage, ToolCallParser, split_reasoning
 from mcore_rl.types.chat import ChatCall
+from mcore_rl.types.json_format import JsonFormat
 
 
-def read_choice(session: Session, request: ChatRequest, context: EpisodeContext, sampled: Sampled, name: str) -> Choice:
-    """Return a sampled turn as a choice. `name`: prefix of the ids of calls without an id."""
+def read_choice(
+    session: Session,
+    request: ChatRequest,
+    context: EpisodeContext,
+    sampled: Sampled,
+    name: str,
+    form: JsonFormat | None = None,
+) -> Choice:
+    """Return a sampled turn as a choice.
+
+    name: prefix of the ids of calls without an id. form: the format.
+    """
     content, reasoning, calls = sampled.text, "", list[ChatCall]()
-    if request.prompt is None:
+    if form is not None:
+        kept = text_before_stop(context.decoder, sampled.token_ids, sampled.stops)
+        content, reasoning = split_format(session.written(sampled) if kept is None else kept, form)
+    elif request.prompt is None:
         content, reasoning, calls = _read(session, context, sampled)
     pieces = list[str]()
     if request.top_logprobs is not None:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from mcore_rl.data.tokenizer import PLAIN, byte_token_ids, changes_spaces
 from mcore_rl.rollout.episodes.context import EpisodeContext
+from mcore_rl.rollout.gateway.formats.texts import FormatReader
 from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta, TextReceiver, TokenLogp, joined
 from mcore_rl.rollout.gateway.settled_text import SettledText, StopGate
 from mcore_rl.rollout.reported_requests import Report
@@ -173,9 +174,12 @@ def choice_stream(
     tokenizer = context.conversation.tokenizer
     if changes_spaces(tokenizer):
         return None
-    skips = context.parser is None or before is None
+    form = request.sampling.format
+    skips = form is None and (context.parser is None or before is None)
     reader: Reader | None
-    if before is None:
+    if form is not None:
+        reader = FormatReader(form)
+    elif before is None:
         reader = _Content()
     else:
         reader = text_reader(before) if context.parser is None else context.parser.reader(before)

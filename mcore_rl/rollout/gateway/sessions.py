@@ -167,6 +167,7 @@ class OpenSession:
         if request.tools is not None:
             tools = self._keep(self.tools, request.tools, canonical(list(request.tools)))
         options = [request.prompt, dict(request.sampling), request.num_choices, request.top_logprobs, request.role]
+        options.append(request.schema)
         digest = hashed(b"".join([*digests, b"|", tools or b"", canonical(options)]))
         messages = [self.messages[each] for each in digests]
         stored = replace(request, messages=messages, tools=None if tools is None else self.tools[tools])

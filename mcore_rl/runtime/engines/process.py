@@ -375,12 +375,9 @@ def build_engine(
 ) -> RankEngine:
     """Build an engine for model.hf_path. Without `load_weights`, its weights are random until the first publish, which
     delivers every tensor. `name` is the name of the process in messages."""
-    settings = replace(
-        _settings(config, hosts, load_weights=load_weights),
-        name=name,
-        eos_token_ids=eos_token_ids(tokenizer, config.model.hf_path),
-        decode=plain_decoder(tokenizer),
-    )
+    settings = _settings(config, hosts, load_weights=load_weights)
+    stops, decode = eos_token_ids(tokenizer, config.model.hf_path), plain_decoder(tokenizer)
+    settings = replace(settings, name=name, eos_token_ids=stops, decode=decode, tokenizer=tokenizer)
     return engine_class(config.rollout.engine)(settings)
 
 

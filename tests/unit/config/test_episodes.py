@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
-from mcore_rl.config.rules.rollout import check_episodes, episode_of, has_turns
+from mcore_rl.config.rules.rollout import check_episodes, check_sampling_keys, episode_of, has_turns
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 
@@ -73,3 +73,13 @@ def test_check_episodes_supervised_run_passes() -> None:
     config = Config(rollout=RolloutConfig(tools="t.yaml", episode="single_turn"))
     config.algorithm = AlgorithmConfig(policy_loss=PolicyLossConfig(name="sft"))
     check_episodes(config.rollout, config.algorithm)
+
+
+@pytest.mark.parametrize(("engine", "accepted"), [("vllm", True), ("sglang", False)])
+def test_sampling_mask_without_truncation_needs_formats_of_replies(engine: str, accepted: bool) -> None:
+    rollout = RolloutConfig(engine=engine, episode="gateway", harness="h.py:run", keep_sampling_mask=True)
+    if accepted:
+        check_sampling_keys(rollout, AlgorithmConfig())
+        return
+    with pytest.raises(ConfigError, match="has no effect on sampling from all tokens"):
+        check_sampling_keys(rollout, AlgorithmConfig())

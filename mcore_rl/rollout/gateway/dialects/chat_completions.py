@@ -10,6 +10,7 @@ from mcore_rl.rollout.gateway.dialects import replies, requests
 from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
 from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event, ReplyEvents
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.rollout.gateway.formats.requests import requested_schema
 from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta, TokenLogp
 from mcore_rl.types.chat import ToolSchema
 from mcore_rl.types.json import JsonObject, JsonValue
@@ -17,7 +18,7 @@ from mcore_rl.types.json import JsonObject, JsonValue
 FIELDS = FieldTable(
     read=requests.COMMON_FIELDS
     | set("messages tools tool_choice n stop max_tokens max_completion_tokens".split())
-    | set("logprobs top_logprobs stream stream_options".split()),
+    | set("logprobs top_logprobs stream stream_options response_format".split()),
     # `seed`: every sample has a seed of the run, so that the run can be repeated. `reasoning_effort`, `verbosity` and
     # `prediction` are for OpenAI's models. The others concern accounts, storage and caches.
     ignored=frozenset(
@@ -26,7 +27,6 @@ FIELDS = FieldTable(
     ),
     refused={
         **requests.REFUSED_SAMPLING,
-        "response_format": Refused(({"type": "text"},), requests.NO_FORMATS),
         "modalities": Refused((["text"],), "only text can be sampled"),
         "functions": Refused(([],), "send `tools`"),
         "function_call": Refused(("auto", "none"), "send `tools` and `tool_choice`"),
@@ -126,14 +126,16 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> ChatCom
     FIELDS.check(body)
     fields = Fields(body)
     options = fields.mapping("stream_options")
+    tools = _tools(fields)
     request = ChatRequest(
         messages=requests.messages_of([_message(each) for each in fields.objects("messages")], "messages"),
-        tools=_tools(fields),
+        tools=tools,
         sampling=requests.sampling(fields, limits=("max_completion_tokens", "max_tokens"), stop="stop"),
         num_choices=fields.integer("n", 1, requests.MAX_CHOICES) or 1,
         top_logprobs=0 if _wants_logps(fields) else None,
         role=requests.role(fields),
         stream=fields.flag("stream", False),
+        schema=requested_schema(fields.mapping("response_format"), nested=True, has_tools=bool(tools)),
     )
     usage = options is not None and options.flag("include_usage", False)
     return ChatCompletionsCall(model, request, usage)

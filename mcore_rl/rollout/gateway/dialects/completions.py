@@ -10,18 +10,19 @@ from mcore_rl.rollout.gateway.dialects import chat_completions, replies, request
 from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
 from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event, ReplyEvents
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.rollout.gateway.formats.requests import requested_schema
 from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta, TokenLogp
 from mcore_rl.types.json import JsonObject, JsonValue
 
 FIELDS = FieldTable(
-    read=requests.COMMON_FIELDS | set("prompt n stop max_tokens logprobs stream stream_options best_of".split()),
+    read=requests.COMMON_FIELDS
+    | set("prompt n stop max_tokens logprobs stream stream_options best_of response_format".split()),
     # `seed`: every sample has a seed of the run, so that the run can be repeated.
     ignored=frozenset("model seed user".split()),
     refused={
         **requests.REFUSED_SAMPLING,
         "echo": Refused((False,), "the prompt has no log-probabilities here"),
         "suffix": Refused(("",), "texts can be continued, not completed in the middle"),
-        "response_format": Refused(({"type": "text"},), requests.NO_FORMATS),
         "prompt_embeds": Refused(),
     },
 )
@@ -117,6 +118,7 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> Complet
         top_logprobs=None if fields.get("logprobs") is None else 0,
         role=requests.role(fields),
         stream=fields.flag("stream", False),
+        schema=requested_schema(fields.mapping("response_format"), nested=True, has_tools=False),
     )
     options = fields.mapping("stream_options")
     usage = options is not None and options.flag("include_usage", False)

@@ -11,6 +11,7 @@ from mcore_rl.rollout.gateway.dialects.fields import Fields, FieldTable, Refused
 from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, Event, ReplyEvents
 from mcore_rl.rollout.gateway.dialects.messages_input import input_messages
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError
+from mcore_rl.rollout.gateway.formats.requests import requested_schema
 from mcore_rl.rollout.gateway.progress import ReplyStart, TextDelta, TokenLogp
 from mcore_rl.rollout.tools.turn_reader import Kind
 from mcore_rl.types.chat import ToolSchema
@@ -32,7 +33,7 @@ FIELDS = FieldTable(
         "context_management": Refused(({}, {"edits": []}), "shorten the messages yourself"),
         "compaction": Refused((), "shorten the messages yourself"),
         "thread": Refused((), "send all messages"),
-        "output_format": Refused((), requests.NO_FORMATS),
+        "output_format": Refused((), "send `output_config.format`"),
         "fallbacks": Refused(([],)),
     },
 )
@@ -168,15 +169,15 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> Message
     """Read a request. Raises: RefusedError."""
     FIELDS.check(body)
     fields = Fields(body)
-    output = fields.mapping("output_config")
-    if output is not None and output.get("format") is not None:
-        raise RefusedError(400, f"`output_config.format` is not supported here; {requests.NO_FORMATS}")
+    output, tools = fields.mapping("output_config"), _tools(fields)
+    form = None if output is None else output.mapping("format")
     request = ChatRequest(
         messages=requests.messages_of(input_messages(fields), "messages"),
-        tools=_tools(fields),
+        tools=tools,
         sampling=requests.sampling(fields, limits=("max_tokens",), stop="stop_sequences"),
         role=requests.role(fields),
         stream=fields.flag("stream", False),
+        schema=requested_schema(form, nested=False, has_tools=bool(tools)),
     )
     thinking = fields.mapping("thinking")
     shows = thinking is not None and thinking.text("type") != "disabled" and thinking.text("display", "") != "omitted"

@@ -17,11 +17,6 @@ from mcore_rl.types.chat import ChatMessage, ContentPart, ToolSchema
 from mcore_rl.types.json import JsonObject, JsonValue
 
 IMAGE = "image"
-NO_FORMATS = (
-    "formats other than text cannot be enforced, because the engines sample without grammars: leave it out, and "
-    "describe the format in a message"
-)
-"""Remedy in errors for JSON formats."""
 MAX_CHOICES = 128
 MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 2.0
@@ -38,7 +33,8 @@ REFUSED_SAMPLING: Mapping[str, Refused] = {
     **dict.fromkeys(("bad_words", "stop_token_ids", "allowed_token_ids"), Refused(([],))),
     **dict.fromkeys(("ignore_eos", "use_beam_search"), Refused((False,))),
     **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), Refused()
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        Refused(remedy="leave it out, or send `response_format`"),
     ),
 }
 """Sampling parameters of inference engines that change the distribution or cannot be trained on."""

@@ -11,6 +11,7 @@ from mcore_rl.rollout.gateway.dialects.interface import Call, Dialect, Earlier, 
 from mcore_rl.rollout.gateway.dialects.responses_events import ResponseEvents
 from mcore_rl.rollout.gateway.dialects.responses_input import function_tools, input_messages
 from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, Choice, RefusedError, answer_message
+from mcore_rl.rollout.gateway.formats.requests import requested_schema
 from mcore_rl.rollout.gateway.progress import ReplyStart, TokenLogp
 from mcore_rl.types.chat import ChatMessage
 from mcore_rl.types.json import JsonObject, JsonValue
@@ -21,7 +22,7 @@ LOGPS = "message.output_text.logprobs"
 FIELDS = FieldTable(
     read=requests.COMMON_FIELDS
     | set("input instructions tools tool_choice max_output_tokens top_logprobs include stream store".split())
-    | {"previous_response_id"},
+    | {"previous_response_id", "text"},
     # `reasoning` and `text.verbosity` are for OpenAI's models, `max_tool_calls` limits tools that its servers run. The
     # others concern accounts and caches.
     ignored=frozenset(
@@ -31,7 +32,6 @@ FIELDS = FieldTable(
     ),
     refused={
         **requests.REFUSED_SAMPLING,
-        "text": Refused((), requests.NO_FORMATS),
         "truncation": Refused(("disabled",), "set it to disabled: messages are never removed"),
         "background": Refused((False,), "a reply is sent on the connection of its request"),
         "conversation": Refused((), "send previous_response_id or the whole input"),
@@ -91,7 +91,6 @@ class ResponsesCall(Call):
             "error": None,
             "incomplete_details": None,
             "model": self.model,
-            "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "parallel_tool_calls": True,
             "background": False,
@@ -143,7 +142,7 @@ class ResponsesCall(Call):
 
 def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> ResponsesCall:
     """Read a request. Raises: RefusedError."""
-    FIELDS.check({**body, "text": _text_format(Fields(body))})
+    FIELDS.check(body)
     fields = Fields(body)
     if fields.get("input") is None:
         raise fields.wrong("input", "a text or a list of items")
@@ -153,15 +152,20 @@ def read(body: Mapping[str, JsonValue], model: str, earlier: Earlier) -> Respons
     history = [*_earlier(fields, earlier), *requests.messages_of(input_messages(fields), "input")]
     instructions = fields.text("instructions", "")
     system: list[ChatMessage] = [{"role": "system", "content": instructions}] if instructions else []
+    offered = [] if choice == "none" else None if fields.get("tools") is None else schemas
+    text = fields.mapping("text")
+    form = None if text is None else text.mapping("format")
     request = ChatRequest(
         messages=[*system, *history],
-        tools=[] if choice == "none" else None if fields.get("tools") is None else schemas,
+        tools=offered,
         sampling=requests.sampling(fields, limits=("max_output_tokens",), stop=None),
         top_logprobs=0 if _wants_logps(fields) else None,
         role=requests.role(fields),
         stream=fields.flag("stream", False),
+        schema=requested_schema(form, nested=False, has_tools=bool(offered)),
     )
     settings: dict[str, JsonValue] = {
+        "text": {"format": {"type": "text"} if text is None or form is None else text.get("format")},
         "tools": tools,
         "tool_choice": choice or "auto",
         **{name: fields.get(name) for name in _REPEATED},
@@ -180,13 +184,6 @@ def _earlier(fields: Fields, earlier: Earlier) -> Sequence[ChatMessage]:
         text = f"previous_response_id {previous[:80]!r} is not kept any more or unknown; send the whole input"
         raise RefusedError(400, text, "previous_response_not_found")
     return found
-
-
-def _text_format(fields: Fields) -> JsonValue:
-    """Return `text` if it asks for another format than text, otherwise None."""
-    text = fields.mapping("text")
-    asked = text.mapping("format") if text is not None else None
-    return None if asked is None or asked.text("type") == "text" else fields.get("text")
 
 
 def _wants_logps(fields: Fields) -> bool:

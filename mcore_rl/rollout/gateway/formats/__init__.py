@@ -1,0 +1,1 @@
+"""Replies in the format of a JSON schema."""

@@ -1,0 +1,54 @@
+"""Regular expressions in JSON schemas, as far as the engines enforce them exactly.
+
+The engines match a whole string with a pattern, also one without anchors. They ignore lookaheads and anchors inside of
+a pattern, and of a large automaton they forget that quotes must be escaped (xgrammar 0.2.8).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+MAX_SIZE = 100
+"""Maximum number of characters and character classes of a pattern with its repetitions written out: from 200 on, the
+automaton is too large."""
+_PARTS = re.compile(
+    r"""(?P<atom>\\. | \[\^?\]?(?:\\.|[^\]\\])*\]) | (?P<group>\(\?:|\(\?|\() | (?P<end>\)) | (?P<or>\|)
+    | (?P<often>[*+?]\??) | \{(?P<low>\d+)(?:,(?P<high>\d*))?\}\?? | (?P<first>\^) | (?P<last>\$) | (?P<plain>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def pattern_fault(pattern: str) -> str | None:
+    """Return the reason why engines would not enforce a pattern exactly; None if they do."""
+    parts = list(_PARTS.finditer(pattern))
+    if any(part["group"] == "(?" for part in parts):
+        return "has a group that begins with (?, and only (?:...) and (...) are supported"
+    if any(part["first"] and part.start() for part in parts):
+        return "has ^ behind its beginning"
+    if any(part["last"] and part.end() < len(pattern) for part in parts):
+        return "has $ before its end"
+    if _size(parts) > MAX_SIZE:
+        return f"has more than {MAX_SIZE} characters with its repetitions written out"
+    return None
+
+
+def _size(parts: Iterable[re.Match[str]]) -> int:
+    """Return the number of characters and classes with all repetitions written out. Parentheses that do not match are
+    left to the compiler."""
+    sizes, last = [0], 0
+    """Sizes of the open groups, and of the last part."""
+    for part in parts:
+        if part["group"]:
+            sizes.append(0)
+        elif part["end"] and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif part["low"]:
+            often = max(int(part["low"]), int(part["high"] or 0), 1)
+            sizes[-1] += last * (often - 1)
+            last *= often
+        elif part["atom"] or part["plain"]:
+            last = 1
+            sizes[-1] += 1
+    return sum(sizes)
