@@ -14,6 +14,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.tokenizer import plain_decoder
 from mcore_rl.types import Completion, GenerationRequest
 from tests.selection import on_demand_unless
 
@@ -118,6 +119,7 @@ class RemoteEngine:
         capture_routing: bool = False,
         float32_head: bool = False,
         float32_router: bool = False,
+        tokenizer: Any = None,
         **rollout: Any,
     ) -> RemoteEngine:
         """Start an engine with a small KV cache; token 1 is the end of sequence. Another engine in the same process is
@@ -139,7 +141,8 @@ class RemoteEngine:
             "capture_routing": capture_routing,
             "float32_head": float32_head,
             "float32_router": float32_router,
-            "decode": one_character_per_token,
+            "decode": one_character_per_token if tokenizer is None else plain_decoder(tokenizer),
+            "tokenizer": tokenizer,
         }
         self.call("start", str(directory), settings)
         self.directory, self.settings = directory, settings

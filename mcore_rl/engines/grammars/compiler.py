@@ -73,7 +73,7 @@ class FormatCompiler:
         except TimeoutError:
             raise DataError(
                 f"the format was not compiled within {self._max_seconds:g} s; simplify its schema, mainly "
-                "`pattern` and large bounds"
+                "patterns and large bounds"
             ) from None
 
     def matcher(self, form: JsonFormat, begun: Sequence[int]) -> FormatMatcher:
