@@ -68,6 +68,7 @@ ONE_DOOR = {
     "ray": ["mcore_rl/runtime/*"],
     "vllm": ["mcore_rl/engines/vllm/*"],
     "sglang": ["mcore_rl/engines/sglang/*"],
+    "xgrammar": ["mcore_rl/engines/grammars/*"],
     "mcp": ["mcore_rl/rollout/tools/kinds/mcp_servers.py"],
     "openai": ["mcore_rl/rewards/judge/server.py", "mcore_rl/serving.py", "mcore_rl/rollout/connectors/client.py"],
     "verifiers": ["mcore_rl/rollout/connectors/verifiers.py"],

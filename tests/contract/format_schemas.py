@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from typing import Any
@@ -63,7 +64,8 @@ class AllowedTokens:
         self.vocab_size, self.texts = vocab_size, [bytes(text) for text in info.decoded_vocab]
         self._special = [*tokenizer.all_special_ids, *tokenizer.convert_tokens_to_ids(["<tool>"])]
 
-    def sets(self, form: JsonFormat, token_ids: list[int]) -> np.ndarray:
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
+    def sets(self, form: JsonFormat, token_ids: tuple[int, ...]) -> np.ndarray:
         """Return the allowed tokens before each token of a response. Shapes: bool [T, V]."""
         import xgrammar
 
@@ -76,18 +78,27 @@ class AllowedTokens:
             row = xgrammar.allocate_token_bitmask(1, self.vocab_size)
             matcher.fill_next_token_bitmask(row, 0)
             bits = np.unpackbits(row.numpy().view(np.uint8), bitorder="little")[: self.vocab_size].astype(bool)
+            tail = incomplete(written)
             for each in np.flatnonzero(bits):
-                bits[each] = each == EOS or (each not in self._special and begins_utf8(written + self.texts[each]))
+                bits[each] = each == EOS or (each not in self._special and begins_utf8(tail, self.texts[each]))
             found[place] = bits
             assert matcher.accept_token(token)
             written += self.texts[token] if token != EOS else b""
         return found
 
 
-def begins_utf8(text: bytes) -> bool:
-    """Return whether bytes can begin a text of UTF-8."""
-    tail = text[-64:].lstrip(bytes(range(0x80, 0xC0)))
-    return any(_is_whole(tail + rest) for rest in RESTS)
+@functools.lru_cache(maxsize=1 << 16)
+def begins_utf8(tail: bytes, text: bytes) -> bool:
+    """Return whether a text of UTF-8 can continue with `text` behind an incomplete character."""
+    return any(_is_whole(tail + text + rest) for rest in RESTS)
+
+
+def incomplete(text: bytes) -> bytes:
+    """Return the bytes of an incomplete character at the end of a text."""
+    tail = text[-3:].lstrip(bytes(range(0x80, 0xC0)))
+    return next(
+        (tail[place:] for place in range(len(tail)) if not _is_whole(tail[place:]) and tail[place] >= 0xC0), b""
+    )
 
 
 RESTS = tuple(bytes(rest) for count in range(4) for rest in itertools.product((0x80, 0x90, 0xA0), repeat=count))

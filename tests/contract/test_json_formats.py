@@ -60,7 +60,7 @@ FORMATTED = {name: request for name, request in REQUESTS.items() if request.samp
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("qwen3", seed=3, vocab_size=VOCAB_SIZE)
+    return tiny_model("qwen3", seed=3, vocab_size=VOCAB_SIZE, head_dim=32, intermediate_size=64)
 
 
 @pytest.fixture(
@@ -125,7 +125,7 @@ def test_recorded_sets_equal_those_computed_apart(done: dict[str, Completion], a
         completion, form = done[name], request.sampling.format
         assert completion.kept is not None
         assert form is not None
-        expected, found = allowed.sets(form, completion.token_ids.tolist()), members(completion.kept)
+        expected, found = allowed.sets(form, tuple(completion.token_ids.tolist())), members(completion.kept)
         if " full " in name:
             np.testing.assert_array_equal(found, expected, err_msg=f"{name}: {text_of(completion.token_ids)!r}")
         else:
@@ -144,7 +144,7 @@ def test_logp_equals_that_of_transformers_over_the_sets(
         assert completion.kept is not None
         sets = members(completion.kept)
         if form is not None and " full " in name:
-            sets = allowed.sets(form, completion.token_ids.tolist())
+            sets = allowed.sets(form, tuple(completion.token_ids.tolist()))
         np.testing.assert_allclose(completion.logp, logp_of({0: model}, request, completion, sets), atol=TOLERANCE)
         assert not completion.logp[sets.sum(1) == 1].any()
         # The control: over all tokens, the masked part is missing.
@@ -321,6 +321,6 @@ def test_responses_keep_their_format_over_an_update(
         request = REQUESTS[completion.request_id]
         assert request.sampling.format is not None
         assert completion.kept is not None
-        sets = allowed.sets(request.sampling.format, completion.token_ids.tolist())
+        sets = allowed.sets(request.sampling.format, tuple(completion.token_ids.tolist()))
         np.testing.assert_array_equal(members(completion.kept), sets)
         np.testing.assert_allclose(completion.logp, logp_of(models, request, completion, sets), atol=TOLERANCE)
