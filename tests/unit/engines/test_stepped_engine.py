@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from mcore_rl.engines.step_output import StepOutput
-from mcore_rl.types import GenerationRequest, SamplingOptions
+from mcore_rl.errors import DataError
+from mcore_rl.types import GenerationRequest, JsonFormat, SamplingOptions
 from tests.unit.rollout.fake_engine import FakeEngine
 
 
@@ -35,3 +39,10 @@ def test_step_runs_one_pass_while_a_request_has_stop_strings() -> None:
     engine.submit([request("again", "<2>")])
     assert [len(engine.step(4)[1]) for _ in range(3)] == [0, 1, 0]
     assert engine.limits[5:] == [1, 1, 4]
+
+
+def test_engine_without_formats_refuses_a_request_with_one() -> None:
+    engine, plain = LimitedEngine(), request("formatted")
+    with pytest.raises(DataError, match="does not enforce formats of replies; set it to vllm"):
+        engine.submit([replace(plain, sampling=replace(plain.sampling, format=JsonFormat()))])
+    assert engine.num_running == 0

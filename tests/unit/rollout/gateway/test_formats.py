@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import pickle
+from dataclasses import replace
 from types import ModuleType
 from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
 
+from mcore_rl.errors import DataError
+from mcore_rl.rollout.episodes.sampling import with_format
 from mcore_rl.rollout.gateway.dialects import chat_completions, completions, messages, responses
 from mcore_rl.rollout.gateway.exchange import ChatReply, RefusedError
 from mcore_rl.rollout.gateway.formats.texts import FormatReader, format_of, split_format
-from mcore_rl.types import JsonFormat
+from mcore_rl.rollout.gateway.sessions import OpenSession
+from mcore_rl.types import JsonFormat, SamplingOptions
 from tests.unit.rollout.gateway.scripted import ADD, choice
 from tests.unit.rollout.gateway.test_dialects import BODIES, read, refusal
 
@@ -136,3 +142,29 @@ def test_streamed_parts_begin_the_texts_of_the_reply(
     for kind, part in reader.end():
         found[kind] += part
     assert (found["content"], found["reasoning"]) == expected
+
+
+def test_requests_with_other_schemas_are_not_repetitions() -> None:
+    async def digests() -> list[bytes]:
+        session, request = OpenSession("s", "k", "o", {}, None, None), read(chat_completions).request
+        schemas = (None, '{"type": "object"}', "{}", "{}")
+        return [session.asked(replace(request, schema=schema)).digest for schema in schemas]
+
+    first, second, third, again = asyncio.run(digests())
+    assert len({first, second, third}) == 3
+    assert again == third
+
+
+def test_options_with_a_format_cross_processes_unchanged() -> None:
+    options = SamplingOptions(5, keep_mask=True, format=JsonFormat("{}", TAGS, in_thought=True))
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert hash(pickle.loads(pickle.dumps(options))) == hash(options)
+
+
+def test_format_is_trained_only_with_recorded_sets() -> None:
+    plain, form = SamplingOptions(5), JsonFormat()
+    assert with_format(plain, None, trained=True) is plain
+    assert with_format(plain, form, trained=False).format == form
+    assert with_format(replace(plain, keep_mask=True), form, trained=True).format == form
+    with pytest.raises(DataError, match="keep_sampling_mask=true; set it, or leave out the format"):
+        with_format(plain, form, trained=True)
