@@ -16,7 +16,7 @@ from mcore_rl.megatron.step.kept_tokens import KeptTokens
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.types import Completion, GenerationRequest, JsonFormat, SamplingOptions, TokenSets
 from tests.byte_tokenizer import EOS, byte_tokenizer
-from tests.contract.engines import RemoteEngine, start_engine
+from tests.contract.engines import ON_DEMAND, RemoteEngine, start_engine
 from tests.contract.format_schemas import SCHEMAS, AllowedTokens, conforms, form_of
 from tests.contract.format_session import FormatSession, play, play_thinking, play_unrecorded
 from tests.contract.hf_trainer import HFTrainer
@@ -63,9 +63,11 @@ def model() -> Any:
     return tiny_model("qwen3", seed=3, vocab_size=VOCAB_SIZE, head_dim=32, intermediate_size=64)
 
 
-@pytest.fixture(
-    scope="module", params=[{}, {"draft": "ngram", "draft_tokens": 2, "draft_below": 8}], ids=["", "drafts"]
-)
+DRAFTS = {"draft": "ngram", "draft_tokens": 2, "draft_below": 8}
+ENGINES = [pytest.param({}, id="plain"), pytest.param(DRAFTS, id="drafts", marks=ON_DEMAND)]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(
     request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RemoteEngine]:
