@@ -106,6 +106,18 @@ def test_drafts_are_cut_where_they_leave_the_format(compiler: FormatCompiler) ->
     assert next_tokens(matcher) == next_tokens(compiler.matcher(JsonFormat('{"enum": ["ab"]}'), []))
 
 
+def test_place_where_nothing_may_follow_ends_the_response(compiler: FormatCompiler) -> None:
+    """Otherwise the sampler would get a row without tokens, and all requests of the pass would fail."""
+    form = JsonFormat(r'{"type": "string", "pattern": "^a[^\\s\\S]$"}')
+    matcher = compiler.matcher(form, TOKENIZER.encode('"a'))
+    assert next_tokens(matcher) == [EOS]
+    assert matcher.validate_tokens([EOS]) == [EOS]
+    assert not matcher.is_terminated()
+    assert matcher.accept_tokens("", [EOS])
+    assert matcher.is_terminated()
+    assert not compiler.matcher(form, TOKENIZER.encode('"')).accept_tokens("", [EOS])
+
+
 def test_special_tokens_are_never_allowed(compiler: FormatCompiler) -> None:
     string = compiler.matcher(JsonFormat('{"type": "string"}', TAGS, in_thought=True), [])
     special = {0, 2}

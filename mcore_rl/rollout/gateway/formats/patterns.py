@@ -17,6 +17,8 @@ _PARTS = re.compile(
     | (?P<often>[*+?]\??) | \{(?P<low>\d+)(?:,(?P<high>\d*))?\}\?? | (?P<first>\^) | (?P<last>\$) | (?P<plain>.)""",
     re.VERBOSE | re.DOTALL,
 )
+_ESCAPES = re.compile(r"[\0-\x1f\ud800-\udfff]|(?<!\\)(?:\\\\)*\\[^\W_dwsDWS]")
+"""Control characters, which the engines would write into JSON as they are, and escapes that may mean some."""
 
 
 def pattern_fault(pattern: str) -> str | None:
@@ -24,6 +26,8 @@ def pattern_fault(pattern: str) -> str | None:
     parts = list(_PARTS.finditer(pattern))
     if any(part["group"] == "(?" for part in parts):
         return "has a group that begins with (?, and only (?:...) and (...) are supported"
+    if _ESCAPES.search(pattern):
+        return r"has an escape or a control character; escapes may be \d, \w, \s, their negations, and punctuation"
     if any(part["first"] and part.start() for part in parts):
         return "has ^ behind its beginning"
     if any(part["last"] and part.end() < len(pattern) for part in parts):
