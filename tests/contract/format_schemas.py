@@ -29,7 +29,6 @@ SCHEMAS: dict[str, Any] = {
     "number": {"type": "number", "minimum": -1.5, "maximum": 17.25},
     "pair": {"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}], "minItems": 2, "items": False},
     "date": {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}, "required": ["day"]},
-    "blank": {"type": "string", "pattern": r"^\s[ -~]\S[^a]$"},
     "code": {"type": "string", "pattern": "^[a-c]{2,3}-\\d+$"},
     "union": {"anyOf": [{"type": "integer", "minimum": 990}, {"type": "null"}]},
     "tree": {
@@ -46,6 +45,7 @@ SCHEMAS: dict[str, Any] = {
         "maxItems": 3,
         "items": {"type": "string", "minLength": 1, "maxLength": 3},
     },
+    "blank": {"type": "string", "pattern": r"^\s[ -~]\S[^a]$"},
 }
 
 

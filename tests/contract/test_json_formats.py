@@ -118,7 +118,7 @@ def test_complete_responses_conform_to_their_schemas(done: dict[str, Completion]
             assert conforms(schema, text_of(done[name].token_ids)), text_of(done[name].token_ids)
             complete[schema] += 1
     assert sum(complete.values()) > len(FORMATTED) / 2
-    assert sum(count > 0 for count in complete.values()) >= len(SCHEMAS) - 1, complete
+    assert sum(count > 0 for count in complete.values()) >= len(SCHEMAS) - 2, complete
 
 
 def test_recorded_sets_equal_those_computed_apart(done: dict[str, Completion], allowed: AllowedTokens) -> None:
