@@ -134,7 +134,7 @@ def test_validate_critic_in_float16_names_its_own_keys(base: str) -> None:
         validate_critic(config)
 
 
-def test_check_float16_of_a_teacher_with_a_data_type_of_its_own_names_its_key() -> None:
+def test_check_float16_of_a_teacher_names_its_own_key() -> None:
     section = TeacherConfig(dtype="float16", moe=TeacherMoeConfig(dispatcher="deepep"), num_ranks=1)
     role = ModelRole.teacher_ranks(
         section, TeacherSourceConfig("all", "z"), ActorConfig(), ModelConfig("y", dtype="bfloat16")
