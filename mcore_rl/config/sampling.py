@@ -29,8 +29,7 @@ class SamplingConfig:
     """Record the set of tokens that truncation (top_p, top_k, min_p) or the format of a reply left for each sampled
     token, and normalize the trainer's softmax over the same set in every pass: policy, old policy and reference;
     entropies cover this set too (keep sampling mask, DeepSeek-V3.2). A set takes 4 bytes for each of its tokens, at
-    most 1/8 byte for each token of the vocabulary. Responses of a lost engine are then sampled again, not continued.
-    Needs rollout.engine=vllm."""
+    most 1/8 byte for each token of the vocabulary."""
     repetition_penalty: float = setting(1.0, above=0, maximum=2)
     """Repetition penalty of sampling for training. Must be 1 (none), since the trainer computes the softmax without it.
     rollout.validation_repetition_penalty may differ."""

@@ -251,7 +251,7 @@ def _sampling(rollout: RolloutConfig, logit_bytes: int) -> tuple[int, int]:
         beside = 14 * penalized + 2 * rollout.keep_sampling_mask
         return profiled * each, max(most - profiled, 0) * each + most * beside
     truncated = rollout.validation_top_p < 1 or rollout.validation_top_k > 0 or rollout.validation_min_p > 0
-    truncated |= rollout.keep_sampling_mask  # which needs truncation
+    truncated |= rollout.keep_sampling_mask  # formats of replies are masks too
     masks = (2 + rollout.overlap_schedule) * rollout.keep_sampling_mask
     # A smaller batch needs more memory per row.
     sorting = max(48 * min(rows, SORTED_TWICE - 1), 36 * rows)
