@@ -199,10 +199,11 @@ def test_a_stream_ends_when_its_tokens_are_sampled_again(
         engine, loop, texts = model.stage.engine, model.stage.player.client.loop, list[str]()
 
         def sample_again() -> None:
+            assert model._go.wait(30)  # it may be set after this call has begun
             model._go.clear()
             [running] = [entry.request for entry in engine._running.values()]
             engine.abort([running.request_id])
-            engine._say = lambda _: f"Grand{END}"
+            engine._say = lambda _: f"Bad day{END}"  # the client has at least one character of the other text
             engine.submit([running])
             loop._reported.resume([running])
 
@@ -210,7 +211,7 @@ def test_a_stream_ends_when_its_tokens_are_sampled_again(
             for text in client(model):
                 texts.append(text)
                 if text and len("".join(texts)) == len(text):
-                    model._permits.release(4)  # for "Gran"
+                    model._permits.release(4)  # for "Bad "
                     loop._enqueue(sample_again)
                     model.go_on()  # until sample_again
 
