@@ -47,15 +47,17 @@ class SettledText:
         self._window += new
         if all(token_id in self._byte_ids for token_id in new):
             return ""
-        attempts = 0
+        attempts, whole = 0, ""
         for count in range(len(self._window), self._settled, -1):
             if self._window[count - 1] in self._byte_ids:
                 continue
             text = self._decode(self._window[:count])
-            attempts += 1
-            # The last three tokens may begin a character. Bytes before them that are no character never become one.
-            if not text.endswith(INCOMPLETE) or attempts == _CHARACTER_TOKENS:
-                return self._settle(count, text)
+            if not text.endswith(INCOMPLETE):
+                return self._settle(count, text, is_cut=False)
+            attempts, whole = attempts + 1, whole or text
+            if attempts == _CHARACTER_TOKENS:
+                # The other three tokens end the last character, unless its bytes are no character. They may begin one.
+                return self._settle(count, text, is_cut=not whole.startswith(text))
         return ""
 
     def _has_text(self, token_id: int) -> bool:
@@ -66,12 +68,17 @@ class SettledText:
             self._is_empty[token_id] = not self._decode([token_id] * _CONTEXT_TOKENS)
         return not self._is_empty[token_id]
 
-    def _settle(self, count: int, text: str) -> str:
-        """Settle the first `count` tokens of the window, which have this text, and return the new part of it."""
-        new, before = text[len(self._context) :], max(0, count - _CONTEXT_TOKENS)
+    def _settle(self, count: int, text: str, *, is_cut: bool) -> str:
+        """Settle the first `count` tokens of the window, which have this text, and return the new part of it.
+
+        is_cut: the last character ends in later tokens, so it is not returned yet.
+        """
+        kept = len(text) - is_cut
+        new, before = text[len(self._context) : kept], max(0, count - _CONTEXT_TOKENS)
         del self._window[:before]
         self._settled = count - before
-        self._context = self._decode(self._window[: self._settled]) if before else text
+        context = self._decode(self._window[: self._settled]) if before else text
+        self._context = context[: len(context) - is_cut]
         return new
 
 

@@ -68,7 +68,9 @@ class FormatReader:
         self._form = form
         self._state = "thought" if form.in_thought else "start" if form.thought else "content"
         self._text = ""
-        """Text that was not returned yet."""
+        """Text that may be the beginning of a tag."""
+        self._space: list[str] = []
+        """White space before it, which belongs to the reasoning if other text follows."""
         self._has_text = False
         """True once the current part has text other than white space."""
 
@@ -86,23 +88,23 @@ class FormatReader:
 
     def end(self) -> list[Part]:
         """Return the rest of a reply that has ended."""
-        rest = self._text.rstrip() if self._state == "thought" else self._text
-        return [("reasoning" if self._state == "thought" else "content", rest)] if rest else []
+        if self._state != "thought":
+            return [("content", self._text)] if self._text else []
+        rest = self._text.rstrip()
+        return [("reasoning", "".join(self._space) + rest if self._has_text else rest)] if rest else []
 
     def _begin(self) -> None:
         """Decide whether the reply begins with reasoning."""
         assert self._form.thought is not None
-        opening, seen = self._form.thought[0], self._text.lstrip()
-        if seen.startswith(opening):
-            self._state, self._text = "thought", seen[len(opening) :]
-        elif not opening.startswith(seen):
+        opening, self._text = self._form.thought[0], self._text.lstrip()
+        if self._text.startswith(opening):
+            self._state, self._text = "thought", self._text[len(opening) :]
+        elif not opening.startswith(self._text):
             self._state = "content"
 
     def _thought(self) -> list[Part]:
         assert self._form.thought is not None
         close = self._form.thought[1]
-        if not self._has_text:
-            self._text = self._text.lstrip()
         place = self._text.find(close)
         ended = place >= 0
         if not ended:
@@ -110,13 +112,15 @@ class FormatReader:
             most = min(len(close) - 1, len(self._text))
             kept = next((size for size in range(most, 0, -1) if close.startswith(self._text[-size:])), 0)
             place = len(self._text) - kept
-        certain = self._text[:place].rstrip()
-        self._text = self._text[place + len(close) if ended else len(certain) :]
+        part, self._text = self._text[:place], self._text[place + len(close) if ended else place :]
+        certain, parts = part.rstrip(), list[Part]()
+        if certain:
+            parts.append(("reasoning", "".join(self._space) + certain if self._has_text else certain.lstrip()))
+            self._space, self._has_text = [], True
+        self._space.append(part[len(certain) :])
         if ended:
             self._state, self._has_text = "content", False
-        else:
-            self._has_text = self._has_text or bool(certain)
-        return [("reasoning", certain)] if certain else []
+        return parts
 
     def _content(self) -> list[Part]:
         if self._form.thought is not None and not self._has_text:

@@ -72,6 +72,32 @@ def test_pieces_concatenate_to_the_text_of_all_tokens(
     assert whole == found or not whole[-4:].isascii(), "only the last character may be incomplete"
 
 
+@settings(max_examples=1000, deadline=None)
+@given(
+    text=st.lists(st.sampled_from(["a", "é", "€", "😀"]), max_size=16),
+    sizes=st.lists(st.integers(1, 5), min_size=16, max_size=64),
+    wrong=st.none() | st.integers(0, 40),
+)
+def test_tokens_may_end_one_character_and_begin_the_next(text: list[str], sizes: list[int], wrong: int | None) -> None:
+    """wrong: place of a byte that is left out."""
+    rest, pieces = bytearray("".join(text).encode()), list[bytes]()
+    if wrong is not None:
+        del rest[wrong : wrong + 1]
+    for size in sizes:
+        pieces.append(bytes(rest[:size]))
+        del rest[:size]
+    pieces = [piece for piece in [*pieces, bytes(rest)] if piece]
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return b"".join(pieces[token] for token in token_ids).decode(errors="replace")
+
+    settled_text = SettledText(decode)
+    found = "".join(settled_text.add([token]) for token in range(len(pieces)))
+    assert decode(range(len(pieces))).startswith(found)
+    # The last three tokens may begin a character.
+    assert found.startswith(decode(range(len(pieces) - 3)).rstrip("\ufffd"))
+
+
 class CountedDecoder:
     """Decoder that counts the tokens that it decodes."""
 
