@@ -45,7 +45,7 @@ SCHEMAS: dict[str, Any] = {
         "maxItems": 3,
         "items": {"type": "string", "minLength": 1, "maxLength": 3},
     },
-    "blank": {"type": "string", "pattern": r"^\s[ -~]\S[^a]$"},
+    "blank": {"type": "string", "pattern": r"^\s[ -~]\w[^a]$"},
 }
 
 

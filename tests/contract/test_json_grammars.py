@@ -173,13 +173,31 @@ def grammar_of() -> Callable[[JsonFormat], Any]:
     return compilers.grammar_of
 
 
+def numbered(number: int) -> JsonFormat:
+    return JsonFormat(json.dumps({"enum": [number]}))
+
+
 def test_last_used_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "MAX_GRAMMARS", 2)
     compiler = FormatCompiler(TOKENIZER, VOCAB_SIZE, [EOS])
-    forms = [JsonFormat(json.dumps({"enum": [number]})) for number in range(3)]
-    kept = compiler.prepare(forms[0])
-    compiler.prepare(forms[1])
-    assert compiler.prepare(forms[0]) is kept
-    compiler.prepare(forms[2])
-    assert compiler.prepare(forms[0]) is kept
-    assert list(compiler._grammars) == [forms[2], forms[0]]
+    kept = compiler.prepare(numbered(0))
+    compiler.prepare(numbered(1))
+    assert compiler.prepare(numbered(0)) is kept
+    for number in (2, 3, 0, 4):
+        compiler.prepare(numbered(number))
+    assert list(compiler._grammars)[-2:] == [numbered(0), numbered(4)]
+    assert len(compiler._grammars) <= 3
+
+
+def test_grammar_of_a_format_in_use_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the engine would compile it between two steps, when it continues a paused response."""
+    monkeypatch.setattr(compilers, "MAX_GRAMMARS", 1)
+    compiler, held = FormatCompiler(TOKENIZER, VOCAB_SIZE, [EOS]), numbered(0)
+    kept = compiler.prepare(held)
+    for number in range(1, 6):
+        compiler.prepare(numbered(number))
+    assert compiler.prepare(replace(held)) is kept
+    del held
+    for number in range(1, 6):
+        compiler.prepare(numbered(number))
+    assert numbered(0) not in compiler._grammars

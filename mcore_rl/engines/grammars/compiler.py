@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import OrderedDict
+import weakref
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mcore_rl.engines.grammars.vocabulary import Vocabulary
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 MAX_SECONDS = 30.0
 """Time limit of a compilation, with the wait for others."""
 MAX_GRAMMARS = 64
-"""Number of grammars that are kept. Each takes up to some MiB."""
+"""Number of grammars that are kept, besides those in use. Most take less than 1 MiB, large ones 50 MiB."""
 MAX_THREADS = 2
 """Number of compilations at the same time. One that exceeds its limit cannot be stopped, and keeps its thread."""
 MAX_SPACES = 32
@@ -34,7 +36,9 @@ _BOUNDED, _ESCAPED = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
 
 
 class FormatCompiler:
-    """Grammars of formats. All methods may be called from any thread; the last used grammars are kept.
+    """Grammars of formats. All methods may be called from any thread. A grammar is kept while a format with which it
+    was prepared exists, so that a request that is paused and continued is never compiled again; the last used ones are
+    kept longer.
 
     tokenizer: None for an engine without one, which refuses all formats.
     """
@@ -48,8 +52,14 @@ class FormatCompiler:
     ) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, stop_ids
         self._max_seconds = max_seconds
+        self._unused: deque[JsonFormat] = deque()
+        """Those that exist no more and are still counted."""
         self._vocabulary: Vocabulary | None = None
         self._grammars: OrderedDict[JsonFormat, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._in_use: Counter[JsonFormat] = Counter()
+        """Number of living formats with which a grammar was prepared."""
+        self._prepared: weakref.WeakValueDictionary[int, JsonFormat] = weakref.WeakValueDictionary()
+        """These formats by their id."""
         self._lock = threading.Lock()
         self._setup = threading.Lock()
         self._threads = threading.BoundedSemaphore(MAX_THREADS)
@@ -62,12 +72,15 @@ class FormatCompiler:
         with self._lock:
             found = self._grammars.get(form)
             if found is None:
-                found = self._grammars[form] = Future()
+                key = replace(form)  # a format of its own, which no request keeps
+                found = self._grammars[key] = Future()
                 # A daemon: a compilation without end must not keep the process alive.
-                threading.Thread(target=self._compile, args=(form, found), name="grammar", daemon=True).start()
+                threading.Thread(target=self._compile, args=(key, found), name="grammar", daemon=True).start()
             self._grammars.move_to_end(form)
-            while len(self._grammars) > MAX_GRAMMARS:
-                self._grammars.popitem(last=False)
+            self._use(form)
+            if len(self._grammars) > MAX_GRAMMARS + len(self._in_use):
+                for old in [key for key in self._grammars if key not in self._in_use][:-MAX_GRAMMARS]:
+                    del self._grammars[old]
         try:
             return found.result(self._max_seconds)
         except TimeoutError:
@@ -84,10 +97,24 @@ class FormatCompiler:
         assert self._vocabulary is not None
         return FormatMatcher(grammar, self._vocabulary, begun)
 
+    def _use(self, form: JsonFormat) -> None:
+        """Count a format as long as it exists. The caller holds the lock."""
+        if self._prepared.get(id(form)) is not form:
+            self._prepared[id(form)] = form
+            key = replace(form)
+            self._in_use[key] += 1
+            weakref.finalize(form, self._unused.append, key).atexit = False
+        while self._unused:  # finalizers take no lock: they may run in any place
+            key = self._unused.popleft()
+            self._in_use[key] -= 1
+            if not self._in_use[key]:
+                del self._in_use[key]
+
     def _compile(self, form: JsonFormat, result: Future[xgrammar.CompiledGrammar]) -> None:
         if not self._threads.acquire(timeout=self._max_seconds):
             with self._lock:  # another request may try again
-                self._grammars.pop(form, None)
+                if self._grammars.get(form) is result:
+                    del self._grammars[form]
             result.set_exception(DataError("other formats are being compiled; send the request again later"))
             return
         try:

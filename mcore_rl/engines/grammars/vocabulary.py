@@ -52,19 +52,24 @@ class Vocabulary:
                 "the tokenizer does not have a token for every byte (byte-level or byte fallback), so formats of "
                 "replies cannot be enforced; leave out the format"
             )
+        self._infos: dict[frozenset[str], xgrammar.TokenizerInfo] = {}
         self._refused = {first: self._bits_outside(first) for first in SECOND_BYTES}
 
     def info(self, tags: Collection[str]) -> xgrammar.TokenizerInfo:
         """Return the tokens for a grammar. `tags`: special tokens that may be sampled as text."""
         import xgrammar
 
+        key = frozenset(tags)
+        if key in self._infos:  # grammars share the copy of the vocabulary
+            return self._infos[key]
         texts = list(self.texts)
         for token, text in self._special.items():
             if text.decode() in tags:
                 texts[token] = text
-        return xgrammar.TokenizerInfo(
+        self._infos[key] = xgrammar.TokenizerInfo(
             texts, xgrammar.VocabType.RAW, vocab_size=self.vocab_size, stop_token_ids=self.stop_ids
         )
+        return self._infos[key]
 
     def refused_after(self, token: int) -> np.ndarray | None:
         """Return the tokens that cannot follow a token in UTF-8, as bits like xgrammar's: int32 [words]. None: any."""

@@ -7,17 +7,17 @@ a pattern, and of a large automaton they forget that quotes must be escaped (xgr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
-MAX_SIZE = 100
-"""Maximum number of characters and character classes of a pattern with its repetitions written out: from 200 on, the
-automaton is too large."""
+MAX_SIZE = 40
+"""Maximum number of characters and character classes of a pattern with its repetitions written out. With more, some
+patterns need minutes to compile."""
+MAX_REPETITIONS = 10_000
 _PARTS = re.compile(
     r"""(?P<atom>\\. | \[\^?\]?(?:\\.|[^\]\\])*\]) | (?P<group>\(\?:|\(\?|\() | (?P<end>\)) | (?P<or>\|)
     | (?P<often>[*+?]\??) | \{(?P<low>\d+)(?:,(?P<high>\d*))?\}\?? | (?P<first>\^) | (?P<last>\$) | (?P<plain>.)""",
     re.VERBOSE | re.DOTALL,
 )
-_ESCAPES = re.compile(r"[\0-\x1f\ud800-\udfff]|(?<!\\)(?:\\\\)*\\[^\W_dwsDWS]")
+_ESCAPES = re.compile(r"[\0-\x1f\ud800-\udfff]|(?<!\\)(?:\\\\)*\\[^\W_dws]")
 """Control characters, which the engines would write into JSON as they are, and escapes that may mean some."""
 
 
@@ -27,29 +27,32 @@ def pattern_fault(pattern: str) -> str | None:
     if any(part["group"] == "(?" for part in parts):
         return "has a group that begins with (?, and only (?:...) and (...) are supported"
     if _ESCAPES.search(pattern):
-        return r"has an escape or a control character; escapes may be \d, \w, \s, their negations, and punctuation"
+        return r"has an escape or a control character; escapes may be \d, \w, \s, and punctuation"
+    if any(not part[0].startswith("[^") and ('"' in part[0] or "\\\\" in part[0]) for part in parts):
+        return "has a quote or a backslash, which the engines would write into JSON as they are"
     if any(part["first"] and part.start() for part in parts):
         return "has ^ behind its beginning"
     if any(part["last"] and part.end() < len(pattern) for part in parts):
         return "has $ before its end"
-    if _size(parts) > MAX_SIZE:
+    if pattern_size(pattern) > MAX_SIZE:
         return f"has more than {MAX_SIZE} characters with its repetitions written out"
     return None
 
 
-def _size(parts: Iterable[re.Match[str]]) -> int:
+def pattern_size(pattern: str) -> int:
     """Return the number of characters and classes with all repetitions written out. Parentheses that do not match are
     left to the compiler."""
     sizes, last = [0], 0
     """Sizes of the open groups, and of the last part."""
-    for part in parts:
+    for part in _PARTS.finditer(pattern):
         if part["group"]:
             sizes.append(0)
         elif part["end"] and len(sizes) > 1:
             last = sizes.pop()
             sizes[-1] += last
         elif part["low"]:
-            often = max(int(part["low"]), int(part["high"] or 0), 1)
+            counts = [int(count) if len(count) < 6 else MAX_REPETITIONS for count in (part["low"], part["high"] or "0")]
+            often = max(*counts, 1)
             sizes[-1] += last * (often - 1)
             last *= often
         elif part["atom"] or part["plain"]:

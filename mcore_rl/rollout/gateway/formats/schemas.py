@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from mcore_rl.rollout.gateway.exchange import RefusedError
-from mcore_rl.rollout.gateway.formats.patterns import pattern_fault
+from mcore_rl.rollout.gateway.formats.patterns import pattern_fault, pattern_size
 from mcore_rl.types.json import JsonObject, JsonValue
-
-if TYPE_CHECKING:
-    from jsonschema import Draft202012Validator
 
 MAX_CHARACTERS = 1 << 16
 """Maximum length of a schema as text."""
 MAX_COUNT = 10_000
-"""Maximum of lengths of strings and arrays."""
+"""Maximum of the sum of all bounds of lengths of strings and arrays. The time to compile a grammar grows with it."""
+MAX_SIZES = 100
+"""Maximum of the sum of pattern_size over all patterns."""
+MAX_VALUES = 1000
+"""Maximum number of values of an enum."""
 MAX_DEPTH = 64
 _NOTES = frozenset(
     "title description default examples deprecated readOnly writeOnly $comment $schema $defs definitions".split()
@@ -68,8 +68,10 @@ def _engine_schema(text: str, where: str) -> str:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
         raise RefusedError(400, f"{where} is not a JSON schema: {error.message[:200]}") from None
-    except RecursionError:
-        raise RefusedError(400, f"{where} is nested too deeply; use at most {MAX_DEPTH} levels") from None
+    except (RecursionError, OverflowError, ValueError):  # numbers beyond every bound, and loops of references
+        raise RefusedError(
+            400, f"{where} cannot be checked; use at most {MAX_DEPTH} levels, and numbers of 64 bits"
+        ) from None
     checked = _Checker(schema, where)
     return json.dumps(checked.whole(), ensure_ascii=False)
 
@@ -79,9 +81,12 @@ class _Checker:
 
     def __init__(self, root: JsonObject, where: str) -> None:
         self._root, self._where = root, where
+        self._counts = self._sizes = 0
+        """Sums that MAX_COUNT and MAX_SIZES limit."""
 
     def whole(self) -> JsonValue:
         """Return the form of the whole schema for engines, with its definitions."""
+        self._check_loops()
         made = self._schema(self._root, self._where, 0)
         for name in ("$defs", "definitions"):
             if isinstance(found := self._root.get(name), dict):
@@ -102,24 +107,28 @@ class _Checker:
         if rules.get("uniqueItems") is False:
             del rules["uniqueItems"]
         if "enum" in rules or "const" in rules:
-            return self._values(schema, rules, path)
+            return self._values(rules, path)
         if (alone := next((name for name in _ALONE if name in rules), None)) is not None:
             return self._alone(alone, rules, path, depth)
         return self._typed(rules, path, depth)
 
-    def _values(self, schema: JsonObject, rules: JsonObject, path: str) -> JsonObject:
-        """Return the values of an enum or const that the other keywords allow."""
-        values = rules["enum"] if "enum" in rules else [rules["const"]]
+    def _values(self, rules: JsonObject, path: str) -> JsonObject:
+        """Return the values of an enum or const that are of the given types."""
+        first, *others = [name for name in rules if name != "type"]
+        if others:
+            raise RefusedError(400, f"{path} has `{others[0]}` beside `{first}`; leave out the values that it excludes")
+        values = rules["enum"] if first == "enum" else [rules["const"]]
         assert isinstance(values, list)
-        from referencing.exceptions import Unresolvable
-
-        try:
-            validator = self._validator().evolve(schema=schema)
-            left: list[JsonValue] = [value for value in values if validator.is_valid(value)]
-        except Unresolvable:
-            raise RefusedError(400, f"{path} has a $ref beside its values; remove it") from None
+        if len(values) > MAX_VALUES:
+            raise RefusedError(400, f"{path} has {len(values)} values; an enum may have {MAX_VALUES}")
+        if any(_exceeds_64_bits(value) for value in values):
+            raise RefusedError(
+                400, f"{path} has an integer of more than 64 bits, which engines write as another number"
+            )
+        types = _types(rules, path) if "type" in rules else None
+        left = [value for value in values if types is None or any(_is_of_type(value, kind) for kind in types)]
         if not left:
-            raise RefusedError(400, f"{path} allows no value: its other keywords exclude all values of its enum")
+            raise RefusedError(400, f"{path} allows no value: no value of its enum is of its type")
         return {"enum": left}
 
     def _alone(self, name: str, rules: JsonObject, path: str, depth: int) -> JsonValue:
@@ -139,24 +148,47 @@ class _Checker:
         return branches[0] if name == "allOf" else {"anyOf": branches}
 
     def _check_reference(self, reference: str, path: str) -> None:
-        """Raise RefusedError unless a reference leads to a part of the schema that is no reference."""
-        seen = set[str]()
-        while reference not in seen:
-            seen.add(reference)
-            kind, _, name = reference.removeprefix("#/").partition("/")
-            parts = self._root.get(kind)
-            if reference == "#":
-                target: JsonValue = self._root
-            elif reference.startswith(("#/$defs/", "#/definitions/")) and isinstance(parts, dict) and name in parts:
-                target = parts[name]
-            else:
-                raise RefusedError(
-                    400, f"{path}.$ref is {reference[:80]!r}; references may be # and #/$defs/NAME of this schema"
-                )
-            if not isinstance(target, dict) or "$ref" not in target:
-                return
-            reference = str(target["$ref"])
-        raise RefusedError(400, f"{path}.$ref leads only to itself; refer to a schema with other keywords")
+        """Raise RefusedError unless a reference leads to a part of the schema."""
+        if self._target(reference) is None:
+            raise RefusedError(
+                400,
+                f"{path}.$ref is {reference[:80]!r}; references may be # and #/$defs/NAME of this schema, with names "
+                "without % and ~",
+            )
+
+    def _target(self, reference: str) -> JsonValue:
+        """Return what a reference refers to, None for nothing."""
+        if reference == "#":
+            return self._root
+        kind, _, name = reference.removeprefix("#/").partition("/")
+        parts = self._root.get(kind) if reference.startswith(("#/$defs/", "#/definitions/")) else None
+        return parts.get(name) if isinstance(parts, dict) and not {"%", "~", "/"} & set(name) else None
+
+    def _check_loops(self) -> None:
+        """Raise RefusedError for a reference that leads to itself without an object or array between."""
+        state: dict[str, bool] = {}
+        """References that were followed: True once everything behind them was."""
+        pending: list[tuple[str, bool]] = [(each, False) for each in ["#", *self._names()]]
+        while pending:
+            reference, is_done = pending.pop()
+            if is_done:
+                state[reference] = True
+            elif reference not in state:
+                state[reference] = False
+                pending.append((reference, True))
+                for other in _direct_references(self._target(reference)):
+                    if state.get(other) is False:
+                        raise RefusedError(
+                            400,
+                            f"{self._where} has a $ref to {other[:80]!r} that leads to itself without an object or "
+                            "array between; remove it",
+                        )
+                    pending.append((other, False))
+
+    def _names(self) -> list[str]:
+        """Return the references to all definitions."""
+        found = [(kind, self._root.get(kind)) for kind in ("$defs", "definitions")]
+        return [f"#/{kind}/{name}" for kind, parts in found if isinstance(parts, dict) for name in parts]
 
     def _typed(self, rules: JsonObject, path: str, depth: int) -> JsonObject:
         """Return a schema whose keywords belong to its types."""
@@ -172,16 +204,29 @@ class _Checker:
                     400, f"{path} has `{name}`, which has no effect on type {', '.join(types)}; remove it"
                 )
         made: JsonObject = {**rules, "type": types[0] if len(types) == 1 else types}
-        for name in _COUNTS:
-            if isinstance(count := rules.get(name), int | float) and count > MAX_COUNT:
-                raise RefusedError(400, f"{path}.{name} is {count}; use at most {MAX_COUNT}, or remove it")
-        if "string" in types:
-            _check_string(rules, path)
+        self._check_bounds(rules, path, has_strings="string" in types)
         if "array" in types:
             made |= self._array(rules, path, depth)
         if "object" in types:
             made |= self._object(rules, path, depth)
         return made
+
+    def _check_bounds(self, rules: JsonObject, path: str, *, has_strings: bool) -> None:
+        """Raise RefusedError for keywords of strings that engines ignore, and for bounds that cost too much time."""
+        for name in _COUNTS:
+            if isinstance(count := rules.get(name), int | float):
+                self._counts += int(min(count, MAX_COUNT + 1))
+            if self._counts > MAX_COUNT:
+                raise RefusedError(
+                    400,
+                    f"{path}.{name}: the bounds of lengths of a schema may be {MAX_COUNT} in all; lower them, or "
+                    "remove some",
+                )
+        if has_strings:
+            _check_string(rules, path)
+            self._sizes += pattern_size(str(rules.get("pattern", "")))
+        if self._sizes > MAX_SIZES:
+            raise RefusedError(400, f"{path}.pattern: the patterns of a schema are too long in all; shorten them")
 
     def _array(self, rules: JsonObject, path: str, depth: int) -> JsonObject:
         made: JsonObject = {}
@@ -215,11 +260,37 @@ class _Checker:
         made = {name: self._schema(each, f"{path}.properties.{name}", depth + 1) for name, each in named.items()}
         return {"properties": made, "additionalProperties": False}
 
-    def _validator(self) -> Draft202012Validator:
-        from jsonschema import Draft202012Validator
-        from referencing import Registry
 
-        return Draft202012Validator(self._root, registry=Registry())
+def _direct_references(schema: JsonValue) -> list[str]:
+    """Return the references that apply to the value of a schema itself."""
+    pending, found = [schema], list[str]()
+    while pending:
+        each = pending.pop()
+        if isinstance(each, dict):
+            found += [str(each["$ref"])] if "$ref" in each else []
+            for name in ("anyOf", "allOf"):
+                if isinstance(branches := each.get(name), list):
+                    pending += branches
+    return found
+
+
+def _exceeds_64_bits(value: JsonValue) -> bool:
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, int) and not -(2**63) <= each < 2**63:
+            return True
+        if isinstance(each, dict | list):
+            pending += each.values() if isinstance(each, dict) else each
+    return False
+
+
+def _is_of_type(value: JsonValue, kind: str) -> bool:
+    if isinstance(value, bool) or value is None:
+        return kind == ("null" if value is None else "boolean")
+    if isinstance(value, int | float):
+        return kind == "number" or (kind == "integer" and (isinstance(value, int) or value.is_integer()))
+    return kind == ("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object")
 
 
 def _types(rules: JsonObject, path: str) -> list[str]:
