@@ -20,7 +20,7 @@ from mcore_rl.data.chat.style import opens_thought
 from mcore_rl.data.seeds import turn_seed
 from mcore_rl.data.sources.row_options import changed_options, check_sampling, with_overrides
 from mcore_rl.data.transcripts import response_text
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rollout.episodes import trace as states
 from mcore_rl.rollout.episodes.context import EpisodeContext
 from mcore_rl.rollout.episodes.history import turn_message
@@ -144,8 +144,7 @@ class Session:
     ) -> Sampled:
         """Sample the continuation of `token_ids`, the whole sequence so far. `sampling` overrides the run's options;
         max_response_tokens applies to this turn. `role` names the agent that speaks, in episodes with several; agents
-        do not share sequences. `report_of` is called with the request before it is sampled. `form`: format of the turn,
-        which the engine must have prepared (EpisodeContext.prepare_format).
+        do not share sequences. `report_of` is called with the request before it is sampled. `form`: its format.
 
         Raises: EpisodeLimitError if no turn or token is left (this ends the episode normally); DataError for options or
         a format that cannot be trained, if the row has images and the tokens do not begin with its prompt, or for
@@ -161,9 +160,11 @@ class Session:
         self.num_turns += 1
         self._calls_of_turn = 0
         try:
+            if form is not None:  # counted before: the order of calls must not depend on compilations
+                await asyncio.to_thread(self.context.prepare_format, form)
             with self._spent(GENERATING):
                 completion = await self._sample(request, report=None if report_of is None else report_of(request))
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, DataError):
             self.num_turns -= 1  # nothing of it is in the episode
             raise
         sequence = self.book.add(ids, completion, request.sampling.temperature, request.images, role=role)
@@ -177,11 +178,11 @@ class Session:
         self._turns.append(Sampled(found, logp, versions, reason, text, sequence, end, name, length, stops))
         return self._turns[-1]
 
-    def skip(self, token_ids: Sequence[int]) -> None:
+    def skip(self, token_ids: Sequence[int], form: JsonFormat | None = None) -> None:
         """Count a call of `generate` without making it: equal later calls then get the seeds that they got before, when
         that call was cancelled."""
         ids = np.asarray(token_ids, np.int32)
-        self._requests[self._history_key(ids, self._images_in(ids))] += 1
+        self._requests[self._history_key(ids, self._images_in(ids), form)] += 1
 
     def drop(self, sampled: Sampled) -> None:
         """Remove a turn that nobody has seen: it is not trained. Equal later calls of `generate` get other seeds."""
@@ -358,13 +359,12 @@ class Session:
         """Build the request of a turn. The first turn uses the single-turn request. The id and seed of later turns
         depend on the history: the same history gives the same tokens, a different one (such as another tool result) new
         ones."""
-        images = self._images_in(ids)
         # Counting repetitions gives repeated calls with the same history different seeds.
-        key = self._history_key(ids, images)
+        key = self._history_key(ids, images := self._images_in(ids), options.format)
         again, self._requests[key] = self._requests[key], self._requests[key] + 1
-        if not again and ids.tobytes() == self.prompt_ids.tobytes():  # np.array_equal would take 5 us
-            unchanged = options is self._request.sampling
-            return self._request if unchanged else replace(self._request, sampling=options)
+        if not again and key == self.prompt_ids.tobytes():  # np.array_equal would take 5 us
+            given = self._request
+            return given if options is given.sampling else replace(given, sampling=options)
         digest = zlib.crc32(key)
         name, seed = f"{self.id}/{digest:08x}.{again}", turn_seed(self.seed, digest, again)
         per_version = self._request.tokens_per_version
@@ -373,9 +373,10 @@ class Session:
     def _images_in(self, ids: np.ndarray) -> PromptImages | None:
         return self.images.inside(ids, self.book.sequences)
 
-    def _history_key(self, ids: np.ndarray, images: PromptImages | None) -> bytes:
-        # Other images of equal size have equal tokens.
-        return ids.tobytes() + (b"" if images is self._request.images else image_digests(images))
+    def _history_key(self, ids: np.ndarray, images: PromptImages | None, form: JsonFormat | None) -> bytes:
+        # Other images of equal size have equal tokens, and a response does not continue in another format.
+        other = b"" if images is self._request.images else image_digests(images)
+        return ids.tobytes() + other + (repr(form).encode() if form else b"")
 
     @contextlib.contextmanager
     def _traced_call(self) -> Iterator[None]:

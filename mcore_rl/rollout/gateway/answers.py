@@ -120,10 +120,12 @@ class Answers:
         """Count a request whose client left before the reply, when a session is played again."""
         with contextlib.suppress(DataError, EpisodeLimitError, RefusedError):
             await self.session.images.read_messages(request.messages)
-            ids, is_rewritten = self._prompt_ids(request, self.context_of(request.tools))
+            context = self.context_of(request.tools)
+            ids, is_rewritten = self._prompt_ids(request, context)
             self.counts.rewritten += is_rewritten
+            form = self._format(request, context, ids)
             for _ in range(request.num_choices):
-                self.session.skip(ids)
+                self.session.skip(ids, form)
 
     def reward(self, reward: Reward) -> None:
         """Take a reward. The hub refuses rewards of unknown replies."""
@@ -161,7 +163,7 @@ class Answers:
         await self.session.images.read_messages(request.messages)
         ids, is_rewritten = self._prompt_ids(request, context)
         self.counts.rewritten += is_rewritten
-        sampling, form = self._sampling(request.sampling), await self._format(request, context, ids)
+        sampling, form = self._sampling(request.sampling), self._format(request, context, ids)
         created = int(time.time())
 
         def start_of(first: GenerationRequest) -> ReplyStart:
@@ -205,17 +207,12 @@ class Answers:
 
         return [functools.partial(report_of, number) for number in range(request.num_choices)]
 
-    async def _format(self, request: ChatRequest, context: EpisodeContext, ids: list[int]) -> JsonFormat | None:
-        """Return the format of a request, which the engine has prepared.
-
-        Raises: RefusedError, DataError for a format that the engine does not support.
-        """
+    def _format(self, request: ChatRequest, context: EpisodeContext, ids: list[int]) -> JsonFormat | None:
+        """Return the format of a request. Raises: RefusedError for a chat template that does not support any."""
         if request.schema is None:
             return None
         before = None if request.prompt is not None else self.session.text_before(ids)
-        form = format_of(request.schema, context, before)
-        await asyncio.to_thread(context.prepare_format, form)  # compiling takes up to seconds
-        return form
+        return format_of(request.schema, context, before)
 
     async def _sampled(
         self,

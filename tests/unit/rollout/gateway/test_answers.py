@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from mcore_rl.types import EpisodeOutcome
 from mcore_rl.types.chat import ChatMessage
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.conftest import QUESTION, SetUp, Stage
-from tests.unit.rollout.episodes.scripted import END, Say, call
+from tests.unit.rollout.episodes.scripted import END, Say, ScriptedEngine, call
 
 Client = Callable[[Answers], Awaitable[object]]
 
@@ -371,3 +372,29 @@ def test_a_cancelled_request_leaves_no_turn(played: Play) -> None:
 
     (text,) = played(client).texts()
     assert "slow" not in text
+
+
+def test_ids_of_requests_do_not_depend_on_the_compilation_of_formats(
+    played: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine asks the same requests in the same order, and must continue each with its own tokens."""
+    compiled = threading.Event()
+    monkeypatch.setattr(ScriptedEngine, "prepare_format", lambda self, form: compiled.wait(30), raising=False)
+
+    def submitted(formats: Sequence[str | None]) -> dict[str, int]:
+        async def client(answers: Answers) -> None:
+            session = answers.session
+            session.context.prepare_format = lambda form: bool(compiled.wait(30)) or None
+            session._trained = False
+            compiled.clear()
+            asked = [asyncio.create_task(ask(answers, *QUESTION, schema=schema)) for schema in formats]
+            await asyncio.sleep(0.05)
+            compiled.set()
+            await asyncio.gather(*asked)
+
+        return played(client).stage.engine.submitted
+
+    number, text = '{"type": "integer"}', '{"type": "string"}'
+    found = submitted([number, None, text, number])
+    assert len(found) == 4
+    assert found == submitted([None, number, number, text])
