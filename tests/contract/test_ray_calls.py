@@ -109,9 +109,9 @@ def node() -> Iterator[Any]:
 
 
 @contextmanager
-def started(node: Any, num_ranks: int) -> Iterator[Group]:
+def started(node: Any, num_ranks: int, timeout_seconds: float = 4.0) -> Iterator[Group]:
     ranks = [start(RankActor, node, 1, f"rank {rank}") for rank in range(num_ranks)]
-    watch = Watch(timeout_seconds=4.0)
+    watch = Watch(timeout_seconds=timeout_seconds)
     for rank in ranks:
         watch.add(rank)
     try:
@@ -123,7 +123,7 @@ def started(node: Any, num_ranks: int) -> Iterator[Group]:
 @pytest.fixture(scope="module")
 def living(node: Any) -> Iterator[Group]:
     """Ranks for tests that leave them as they were."""
-    with started(node, len(NODES)) as group:
+    with started(node, len(NODES), timeout_seconds=60) as group:  # on a busy machine, processes start slowly
         yield group
 
 
