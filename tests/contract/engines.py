@@ -16,7 +16,7 @@ from _pytest.mark import ParameterSet
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenizer import plain_decoder
 from mcore_rl.types import Completion, GenerationRequest
-from tests.selection import on_demand_unless
+from tests.selection import needs_package, on_demand_unless
 
 T = TypeVar("T")
 
@@ -25,6 +25,8 @@ SGLANG_IS_READY = SGLANG.parents[1].joinpath(".mcore-rl-ready").exists()
 WITH_SGLANG = pytest.mark.skipif(not SGLANG_IS_READY, reason="needs .venv-sglang: make sglang")
 MARKS = {"vllm": [], "sglang": [WITH_SGLANG]}
 ON_DEMAND = on_demand_unless(False)
+NEEDS_TORCHVISION = needs_package("torchvision", "make setup")
+"""Mark of families whose classes in vLLM import torchvision (Family.vllm_imports)."""
 PASS_TOKENS = 32
 """Maximum tokens of one pass: prompts that are submitted together are computed in pieces."""
 ATTENTION_DP = {"tp": 2, "expert_parallel": True, "data_parallel_attention": True}

@@ -23,6 +23,7 @@ from tests.contract.engines import (
     DIVIDED_BY_TWO,
     EVERY_EXPERT,
     LATENT,
+    NEEDS_TORCHVISION,
     ON_DEMAND,
     WITH_SGLANG,
     RemoteEngine,
@@ -33,7 +34,7 @@ from tests.contract.test_vision_engine import FAMILIES_IN_VLLM
 from tests.contract.update_checks import check_close, check_greedy
 from tests.engine_fields import OTHER_VALUES
 from tests.exported import export_through
-from tests.selection import needs_package, on_demand_unless
+from tests.selection import on_demand_unless
 from tests.tiny_models import GROUPS, LLAMA3, OSS, YARN, write_tiny_model
 
 GREEDY_GROUPS = {"n_group": 4, "topk_group": 2, "topk_method": "greedy", "n_routed_experts": 8}
@@ -93,7 +94,6 @@ CASES: dict[str, tuple[str, Fields, Fields, TrainLayout]] = {
 }  # fmt: skip
 """Family, fields of the model, fields that replace those in the config.json that transformers saves, and the trainer
 layout that exports the engine's first weights."""
-NEEDS_TORCHVISION = needs_package("torchvision", "make setup")
 NET_CASES: dict[str, TrainLayout] = {
     "qwen3_next": TrainLayout(4, tp=2, ep=2),
     "qwen3_5_text": TrainLayout(4, tp=2, pp=2),
@@ -113,7 +113,7 @@ NOT_ON_SGLANG = ("qwen2_moe",)
 """Rejected on CPU by config.rules.engine_support."""
 SAME_CLASSES = ("kimi_k2", "glm4_moe, whole heads rotate")
 """Models of classes that another case tests; on demand."""
-LIKE_OTHERS = ("llama", "qwen3", "mixtral", "seed_oss", "deepseek_v2", "glm4_moe_lite", "gemma3_text")
+LIKE_OTHERS = ("llama", "qwen3", "mixtral", "seed_oss", "glm4_moe_lite", "gemma3_text")
 """Families whose tensors are arranged as in another case; on demand."""
 ENGINE_CASES = [
     pytest.param(

@@ -16,7 +16,15 @@ import pytest
 
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.types import GenerationRequest, SamplingOptions
-from tests.contract.engines import DELTA_NETS, DIVIDED_BY_TWO, EVERY_EXPERT, LATENT, MARKS, start_engine
+from tests.contract.engines import (
+    DELTA_NETS,
+    DIVIDED_BY_TWO,
+    EVERY_EXPERT,
+    LATENT,
+    MARKS,
+    NEEDS_TORCHVISION,
+    start_engine,
+)
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import (
     TINY_BUCKET,
@@ -173,7 +181,7 @@ def test_vllm_silent_rank_raises_in_time_and_disables_engine(vllm_ranks: Any) ->
     [
         # test_families.py updates these families on one rank.
         pytest.param("qwen3_next", True, marks=on_demand_unless(False)),
-        ("qwen3_5_moe_text", False),
+        pytest.param("qwen3_5_moe_text", False, marks=NEEDS_TORCHVISION),
     ],
 )
 def test_update_delta_nets_on_two_ranks_are_close(family: str, whole_experts: bool, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def longer_run(sharded_run: Path, task: Path, tmp_path_factory: pytest.TempPathF
     return longer
 
 
-@pytest.mark.on_demand  # tests/distributed/test_checkpoint.py resumes in other layouts
+@pytest.mark.on_demand  # tests/distributed/test_resharding.py resumes in other layouts
 def test_finished_run_with_more_steps_resumes_in_another_layout(
     sharded_run: Path, task: Path, longer_run: Path
 ) -> None:
@@ -238,7 +238,7 @@ def test_finished_run_with_more_steps_resumes_in_another_layout(
     assert after[5]["rollout/logp_diff_max"] < 1e-4
 
 
-@pytest.mark.on_demand  # needs the run of the test before
+@pytest.mark.on_demand  # tests/unit/runtime/test_profiles.py; this test needs the run of the one before
 def test_profiled_step_has_a_trace_of_the_chosen_rank_only(longer_run: Path) -> None:
     assert f"profiles of step 5: {longer_run / 'profile'}" in (longer_run.parent / "longer.log").read_text()
     (trace,) = (longer_run / "profile").iterdir()

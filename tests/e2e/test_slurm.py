@@ -1,4 +1,5 @@
-"""Jobs on a real SLURM: a bad node is excluded and a preempted run requeued, without any effect on the result."""
+"""Jobs on a real SLURM: a job whose nodes all fail their check ends; on demand, a bad node is excluded and a preempted
+run requeued, without any effect on the result."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def write_job(directory: Path, task: Path, run_dir: Path, bad: str, *overrides: 
     return script
 
 
-@pytest.mark.on_demand  # the next test submits a job too; test_failures.py resumes runs
+@pytest.mark.on_demand  # tests/unit/slurm/test_job.py requeues jobs and excludes nodes, with fakes of SLURM's commands
 def test_preempted_job_excludes_bad_node_and_ends_with_equal_results(
     slurm: Slurm, task: Path, whole_run: Path, tmp_path: Path
 ) -> None:

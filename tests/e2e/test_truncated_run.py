@@ -28,7 +28,6 @@ def test_run_on_truncated_sampling_agrees_with_the_engine(task: Path, tmp_path: 
         assert rows[step]["actor/grad_norm"] > 0
 
 
-@pytest.mark.on_demand  # tests/contract/test_sampling_sets.py
 def test_paused_responses_keep_the_sets_of_their_tokens(task: Path, tmp_path: Path) -> None:
     apart = ("cluster.placement=disaggregated", *ONE_RANK)
     partial = ("rollout.max_staleness=2", "rollout.partial_tokens=4", "rollout.swap=keep")
