@@ -5,8 +5,8 @@ The model has experts and latent attention; one layout of a second model has sin
 gradients megatron-core sums or counts twice, and one of a third has two rotations and context parallelism. Layouts: on
 2 ranks data parallelism alone, and a choice that uses every axis; on 8 one layout that uses every axis; on 2 and 4 one
 with sharded parameters. MCORE_RL_EVERY_TEST=1 runs all layouts on up to 4 ranks, also with sharded parameters, and a
-choice on 8 ranks. With simulated TransformerEngine, without
-that variable: the layouts in which its layers differ, tensor parallelism and whole experts, on 2 ranks.
+choice on 8 ranks. With simulated TransformerEngine, without that variable: the layouts in which its layers differ,
+tensor parallelism and whole experts, on 2 ranks.
 
 test_actor_gradients compares with transformers.
 """
