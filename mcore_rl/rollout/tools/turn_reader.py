@@ -13,13 +13,16 @@ Kind = Literal["reasoning", "content"]
 Part = tuple[Kind, str]
 
 
-_PARTS = regex.compile(r"(?P<said>\S+)|\s*[^\S \t]|[ \t]+")
+_SPACE = r"[\s\x1c-\x1f]"
+"""White space of `re` and `str`, with which whole messages are read: for `regex`, U+001C to U+001F are none."""
+_PARTS = regex.compile(rf"(?P<said>[^\s\x1c-\x1f]+)|{_SPACE}*(?:[^\S \t]|[\x1c-\x1f])|[ \t]+")
 """Parts of a text: no white space; white space up to the last of a run that is no blank; blanks."""
 
 
 @lru_cache(maxsize=64)
 def _compiled(pattern: str) -> regex.Pattern[str]:
-    return regex.compile(pattern)
+    """Compile a pattern of a format, which has no `\\s` inside of brackets."""
+    return regex.compile(pattern.replace(r"\s", _SPACE))
 
 
 class _GrowingText:

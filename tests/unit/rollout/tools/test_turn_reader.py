@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +27,7 @@ CALLS = {
     "llama3": '\n{"name": "look", "parameters": {"q": "a"}}',
 }
 THOUGHTS = ("<think>", "</think>", "[THINK]", "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant")
-WORDS = st.sampled_from([" ", "\n", "\n   ", "\t \r\n  ", "so", "<", "{", '"name"', "to=", *THOUGHTS])
+WORDS = st.sampled_from([" ", "\n", "\n   ", "\t \r\n  ", "\x1c", " \x1f ", "so", "<", "{", '"name"', "to=", *THOUGHTS])
 BEGUN = ("", "so", "{", '{ "name"', "<think>", "<think>so", "<|channel|>analysis", "<|channel|>commentary", "<|end|>")
 
 
@@ -106,6 +105,28 @@ def test_calls_of_a_truncated_message_are_content() -> None:
     assert (found.content, found.reasoning, found.calls) == (f"see {call} {call[:30]}", "a", ())
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3", 'hi\n{SPACE"name": "look", "parameters": {"q": "a"}}'),
+        ("harmony", "hi<|channel|>analysisSPACE<|message|>secret"),
+        ("harmony", 'hi<|channel|>commentarySPACEto=functions.look<|message|>{"q": "a"}<|call|>'),
+        ("harmony", "hi<|channel|>finalSPACE<|message|>"),
+    ],
+)
+@pytest.mark.parametrize("space", ["\x1c", "\x1d", "\x1e", "\x1f", "\x1c\n\x1f", " \x1e "])
+def test_separators_are_white_space_of_calls_and_tags(name: str, text: str, space: str) -> None:
+    """U+001C to U+001F are white space for the parser of whole messages."""
+    parser = ToolCallParser(name, None, [LOOK])
+    text = text.replace("SPACE", space)
+    for sizes in ([1], [len(text)]):
+        reader = parser.reader("")
+        assert reader is not None
+        found, message = streamed(reader, text, sizes), parser.parse(text, "")
+        assert (found["content"], found["reasoning"]) == ("hi", message.reasoning)
+        assert message.content == "hi"
+
+
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", FORMATS)
@@ -117,13 +138,16 @@ def test_parts_do_not_depend_on_the_cuts_of_the_message(name: str, data: st.Data
         assert streamed(cut, text, sizes) == streamed(whole, text, [len(text) + 1])
 
 
+COMPILED = turn_reader._compiled
+
+
 class CountedPattern:
     """Pattern that counts the characters that are searched."""
 
     num_searched = 0
 
     def __init__(self, pattern: str) -> None:
-        self._pattern = regex.compile(pattern)
+        self._pattern = COMPILED(pattern)
 
     def search(self, text: str, place: int, *, partial: bool) -> Any:
         CountedPattern.num_searched += len(text) - place
@@ -135,7 +159,7 @@ def test_a_character_is_read_a_limited_number_of_times(name: str, monkeypatch: p
     monkeypatch.setattr(turn_reader, "_compiled", CountedPattern)
     form = NO_CALLS if name == "none" else FORMATS[name]
     for begun in BEGUN:
-        for unit in (" ", "\n", " \n", "\n ", "a", "<", "{\n", "<think>", "</think> "):
+        for unit in (" ", "\n", " \n", "\n ", "\x1c", "\x1d ", "a", "<", "{\n", "<think>", "</think> "):
             reader, text = TurnReader(form, "", keeps_space=False), begun + unit * (600 // len(unit))
             CountedText.reset()
             CountedPattern.num_searched = 0
