@@ -129,6 +129,8 @@ class EngineRole(KeyNames):
     model: ModelConfig
     tokenizer: str = "model.tokenizer_path"
     """Key of the tokenizer."""
+    dtype_source: str = "model.dtype"
+    """Key whose value `model.dtype` is: `dtype_key`, or model.dtype where it is null."""
 
     @classmethod
     def rollout(cls, rollout: RolloutConfig, model: ModelConfig) -> EngineRole:
@@ -147,7 +149,8 @@ class EngineRole(KeyNames):
             engines, engine="vllm", max_prompt_tokens=rollout.max_prompt_tokens, max_response_tokens=longest
         )
         own = replace(model, hf_path=teacher.directory, dtype=section.dtype or model.dtype, random_init=False)
-        return cls("teacher", teacher.chosen, section=engines, model=own)
+        source = "teacher.dtype" if section.dtype else "model.dtype"
+        return cls("teacher", teacher.chosen, section=engines, model=own, dtype_source=source)
 
     @classmethod
     def judge(cls, judge: JudgeConfig, rollout: RolloutConfig, model: ModelConfig) -> EngineRole:
@@ -171,4 +174,5 @@ class EngineRole(KeyNames):
             section=replace(section, engine=judge.engine or rollout.engine),
             model=own,
             tokenizer="judge.tokenizer_path",
+            dtype_source="judge.dtype" if judge.dtype else "model.dtype",
         )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mcore_rl.config.roles import POLICY
+from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.installed import Installed, dotted, release
 
@@ -112,15 +112,15 @@ pytorch/attention/dot_product_attention/utils.py. Its unfused attention, which s
 the scores of all pairs of tokens and does not support context parallelism."""
 
 
-def pick(installed: Installed, dtype: str, heads: HeadDims, checkpoint_key: str = POLICY.checkpoint) -> Backend:
-    """Return the backend that TransformerEngine will select; `checkpoint_key` names the model in errors.
+def pick(installed: Installed, dtype: str, heads: HeadDims, names: KeyNames = POLICY) -> Backend:
+    """Return the backend that TransformerEngine will select; `names` has the keys of the model for errors.
 
     Raises: ConfigError naming the key, if no backend supports the rows.
     """
     if dtype not in SHORT_DTYPES:
         raise ConfigError(
-            f"model.dtype={dtype}: attention on GPUs takes packed rows in {' or '.join(SHORT_DTYPES)} only; set "
-            "model.dtype=bfloat16"
+            f"{names.dtype_key}={dtype}: attention on GPUs takes packed rows in {' or '.join(SHORT_DTYPES)} only; set "
+            f"{names.dtype_key}=bfloat16"
         )
     lacking = {}
     for backend in BACKENDS:
@@ -129,7 +129,7 @@ def pick(installed: Installed, dtype: str, heads: HeadDims, checkpoint_key: str 
             return backend
     reasons = "; ".join(f"{name}: {reason}" for name, reason in lacking.items())
     raise ConfigError(
-        f"{checkpoint_key}: no attention on this GPU supports packed rows with head size {heads} ({reasons}); "
+        f"{names.checkpoint}: no attention on this GPU supports packed rows with head size {heads} ({reasons}); "
         "install what is missing, use another model, or uninstall transformer-engine: attention is then torch's"
     )
 
@@ -140,17 +140,15 @@ aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
 LARGEST_FLASH_HEAD = 256
 
 
-def check_torch_flash(
-    installed: Installed, dtype: str, heads: HeadDims, reason: str, checkpoint_key: str = POLICY.checkpoint
-) -> None:
+def check_torch_flash(installed: Installed, dtype: str, heads: HeadDims, reason: str, names: KeyNames = POLICY) -> None:
     """Check that torch's flash attention supports a model's rows. reason: why it is needed.
 
     Raises: ConfigError naming the key.
     """
     if dtype not in SHORT_DTYPES:
         raise ConfigError(
-            f"model.dtype={dtype}: {reason}, and torch's flash attention takes {' or '.join(SHORT_DTYPES)} only; set "
-            "model.dtype=bfloat16"
+            f"{names.dtype_key}={dtype}: {reason}, and torch's flash attention takes {' or '.join(SHORT_DTYPES)} only; "
+            f"set {names.dtype_key}=bfloat16"
         )
     capability, head = installed.capability or FLASH_NEEDS, max(heads.keys, heads.values)
     lacks = ""
@@ -160,7 +158,7 @@ def check_torch_flash(
         lacks = f"supports head sizes up to {LARGEST_FLASH_HEAD}, but the model has {heads}"
     if lacks:
         raise ConfigError(
-            f"{checkpoint_key}: {reason}, and torch's flash attention {lacks}; use another GPU or another model"
+            f"{names.checkpoint}: {reason}, and torch's flash attention {lacks}; use another GPU or another model"
         )
 
 

@@ -231,12 +231,12 @@ def _attention(installed: Installed, engine: bool, request: BuildRequest) -> Com
     _check_indexer(request)
     dtype = resolved_dtype(request.role.model.dtype, cuda=True)
     if reason := _needs_flash(engine, request):
-        check_torch_flash(installed, dtype, request.heads, reason, request.role.checkpoint)
+        check_torch_flash(installed, dtype, request.heads, reason, request.role)
         return Component(TORCH_FLASH, reason)
     if not engine:
         return _sdpa(request)
     # TransformerEngine's layers exist on GPUs only, where the dtype auto is bfloat16.
-    backend = pick(installed, dtype, request.heads, request.role.checkpoint)
+    backend = pick(installed, dtype, request.heads, request.role)
     return Component(backend.name, f"TransformerEngine's first choice for packed rows; it needs {backend.needs}")
 
 

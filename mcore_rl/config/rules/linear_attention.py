@@ -31,5 +31,6 @@ def check_linear_attention(role: EngineRole, hf: dict[str, Any], *, cuda: bool) 
             raise ConfigError(f"{role.key(key)}={value}: {reason}; set it to {wanted}")
     if not cuda and resolved_dtype(role.model.dtype, cuda=False) != "bfloat16":
         raise ConfigError(
-            f"{role.dtype_key}={role.model.dtype}: vLLM's CPU kernels of {_NETS} need bfloat16; set it to bfloat16"
+            f"{role.dtype_source}={role.model.dtype}: vLLM's CPU kernels of {_NETS} need bfloat16; set "
+            f"{role.dtype_key}=bfloat16"
         )

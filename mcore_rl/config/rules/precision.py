@@ -19,7 +19,7 @@ NOT_FLOAT16 = ("gemma3_text", "gemma3")
 """Families that vLLM 0.32 refuses in float16 (_FLOAT16_NOT_SUPPORTED_MODELS)."""
 
 
-def overflow_advice(key: str = "model.dtype") -> str:
+def overflow_advice(key: str) -> str:
     """Return the end of errors about values that are not finite in a float16 model. key: of its data type."""
     return f"{key}={FLOAT16} holds no numbers above 65,504: set {key}=bfloat16"
 

@@ -80,7 +80,7 @@ class LossScaler(DynamicGradScaler):
     @property
     def gradient_remedy(self) -> str:
         """Advice for the error that ends a float16 run because gradients overflow although the scale is exhausted."""
-        return f"{overflow_advice()}, or lower {self.key}.minimum={self.settings.minimum:g}"
+        return f"{overflow_advice('model.dtype')}, or lower {self.key}.minimum={self.settings.minimum:g}"
 
     def state(self) -> LossScaleState:
         """Return the state for a checkpoint."""

@@ -137,7 +137,7 @@ class RankModel:
 
         Collective: all ranks.
         """
-        advice = overflow_advice() if self.chunks[0].config.fp16 else ""
+        advice = overflow_advice(self.role.dtype_key) if self.chunks[0].config.fp16 else ""
         require_finite(describe_samples(what, samples, share), self.device, remedy=advice)
 
     def token_weights(self, batches: list[MicroBatch]) -> tuple[float, float]:
@@ -297,7 +297,7 @@ class TrainedModel(RankModel):
         scaler, remedy, problem = self.loss_scaler, "", describe_samples(suspects, bad, share)
         if scaler is not None:
             # No loss scale helps samples, and their gradients are not finite either, possibly on other ranks.
-            require_finite(problem, self.device, remedy=overflow_advice())
+            require_finite(problem, self.device, remedy=overflow_advice(self.role.dtype_key))
             if not scaler.is_exhausted:
                 return reports
             remedy = scaler.gradient_remedy

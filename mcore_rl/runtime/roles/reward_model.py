@@ -74,7 +74,7 @@ class RewardModelGroup(RankGroup[RewardModelProcess]):
 
 def reward_model_role(ranks: RankMap, dtype: str) -> Role:
     """Return the role of the reward model's ranks. dtype: model.dtype, the data type of its parameters."""
-    advice = overflow_advice() if dtype == FLOAT16 else ""
+    advice = overflow_advice("model.dtype") if dtype == FLOAT16 else ""
     return Role(
         name="reward model rank",
         actor=RewardModelActor,

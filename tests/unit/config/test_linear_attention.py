@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.config.models import ModelConfig
 from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.linear_attention import check_linear_attention
 from mcore_rl.config.schema import Config
@@ -36,14 +35,16 @@ def test_check_linear_attention_other_dtype_on_cpu_is_rejected(dtype: str) -> No
     config.model.dtype = dtype
     role = EngineRole.rollout(config.rollout, config.model)
     check_linear_attention(role, HYBRID, cuda=True)
-    with pytest.raises(ConfigError, match=rf"^model\.dtype={dtype}: vLLM's CPU kernels .* set it to bfloat16$"):
+    with pytest.raises(ConfigError, match=rf"^model\.dtype={dtype}: vLLM's CPU kernels .* set model\.dtype=bfloat16$"):
         check_linear_attention(role, HYBRID, cuda=False)
     config.model.dtype = "bfloat16"
     check_linear_attention(role, HYBRID, cuda=False)
 
 
-def test_check_linear_attention_of_a_judge_names_its_data_type() -> None:
+@pytest.mark.parametrize(("own", "set_key"), [("float32", r"judge\.dtype=float32"), (None, r"model\.dtype=auto")])
+def test_check_linear_attention_of_a_judge_names_the_set_key(own: str | None, set_key: str) -> None:
     config = Config()
-    role = EngineRole("judge", section=config.rollout, model=ModelConfig("y", dtype="float32"))
-    with pytest.raises(ConfigError, match=r"^judge\.dtype=float32: vLLM's CPU kernels .* set it to bfloat16$"):
+    config.judge.hf_path, config.judge.dtype = "y", own
+    role = EngineRole.judge(config.judge, config.rollout, config.model)
+    with pytest.raises(ConfigError, match=rf"^{set_key}: vLLM's CPU kernels .* set judge\.dtype=bfloat16$"):
         check_linear_attention(role, HYBRID, cuda=False)

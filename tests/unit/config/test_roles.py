@@ -27,7 +27,7 @@ SHARED = (
     "mcore_rl/weights/engine_config.py",
 )
 """Code that is shared by several roles."""
-OF_A_POLICY = re.compile(r"\b(actor|rollout)\.[a-z]|\bmodel\.(hf_path|tokenizer_path)\b")
+OF_A_POLICY = re.compile(r"\b(actor|rollout)\.[a-z]|\bmodel\.(hf_path|tokenizer_path|dtype)\b")
 
 
 def test_critic_config_actor_keys_with_own_defaults(base: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.config.roles import KeyNames
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.attention import HeadDims, pick
+from mcore_rl.resolved.attention import HeadDims, check_torch_flash, pick
 from mcore_rl.resolved.installed import Installed
 
 HOPPER = Installed(True, (9, 0), "2.11.0")
@@ -57,7 +58,18 @@ def test_pick_float32_is_rejected() -> None:
     ):
         pick(HOPPER, "float32", HeadDims(128, 128))
     with pytest.raises(ConfigError, match=r"critic\.hf_path: no atte"):
-        pick(HOPPER, "bfloat16", HeadDims(4, 4), "critic.hf_path")
+        pick(HOPPER, "bfloat16", HeadDims(4, 4), KeyNames("critic", "critic.hf_path"))
+
+
+def test_float32_teacher_is_rejected_with_its_key() -> None:
+    teacher, remedy = (
+        KeyNames("teacher", "teacher.hf_path"),
+        r"^teacher\.dtype=float32: .*; set teacher\.dtype=bfloat16$",
+    )
+    with pytest.raises(ConfigError, match=remedy):
+        pick(HOPPER, "float32", HeadDims(128, 128), teacher)
+    with pytest.raises(ConfigError, match=remedy):
+        check_torch_flash(HOPPER, "float32", HeadDims(128, 128), "windows", teacher)
 
 
 def test_release_local_build_sorts_after_release() -> None:
