@@ -85,8 +85,8 @@ def divide_in_order(costs: np.ndarray, readers: np.ndarray, num_ranks: int) -> n
     # Count an empty sequence as one token, as in `balance`.
     costs = np.maximum(np.asarray(costs, np.int64)[order], 1)
     ends = np.cumsum(costs)
-    # The middle of a sequence decides, so that the last one is not beyond the last rank.
-    ranks[order] = (ends - costs / 2) * num_ranks // ends[-1:]
+    # The middle of a sequence decides. That of the last one may be rounded to its end, which is beyond the last rank.
+    ranks[order] = np.minimum((ends - costs / 2) * num_ranks // ends[-1:], num_ranks - 1)
     return ranks
 
 

@@ -82,7 +82,8 @@ class TeacherRanks(RankGroup[TeacherRankProcess]):
 
     def scores(self, batch: Batch, samples: np.ndarray) -> list[dict[int, Ref[ScoreColumn]]]:
         """Score samples of a batch, by the data-parallel rank of the actor. Each reporting rank returns one dictionary.
-        Data-parallel ranks of the teacher score about equally much, each for few ranks of the actor.
+        Each data-parallel rank of the teacher scores for few ranks of the actor, and its cost differs from the mean by
+        at most the longest sequence's.
 
         Shapes: samples int64 [b], at least one.
         """

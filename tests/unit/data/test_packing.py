@@ -190,3 +190,9 @@ def test_divide_in_order_gives_each_rank_few_readers(num_readers, num_ranks):
 def test_divide_in_order_of_empty_sequences_uses_all_ranks():
     assert divide_in_order(np.zeros(4, np.int32), np.zeros(4, np.int32), 2).tolist() == [0, 0, 1, 1]
     assert divide_in_order(np.empty(0, np.int32), np.empty(0, np.int32), 2).tolist() == []
+
+
+def test_divide_in_order_after_rounding_has_no_rank_too_many():
+    """A float64 does not distinguish the middle of the last sequence from its end."""
+    ranks = divide_in_order(np.array([2**60, 1]), np.zeros(2, np.int32), 2)
+    assert ranks.max() == 1
