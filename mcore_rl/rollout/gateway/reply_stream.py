@@ -72,6 +72,7 @@ class ChoiceStream:
         Returns False if tokens whose text was returned differ now. If others differ, the reader may hold their text,
         so nothing more is returned.
         """
+        assert position <= len(self._ids), "tokens before these ones were not reported"
         known = self._ids[position : position + len(delta.token_ids)]
         equal = next((place for place, token in enumerate(known) if delta.token_ids[place] != token), None)
         if equal is not None:
@@ -79,7 +80,10 @@ class ChoiceStream:
             del self._ids[position + equal :]
         new = list(zip(delta.token_ids, delta.logp, strict=True))[len(self._ids) - position :]
         self._ids += [token for token, _ in new]
-        self._new = [] if self._is_held else self._new + new
+        if self._is_held:
+            self._new = []
+        else:
+            self._new += new
         return equal is None or position + equal >= self._num_shown
 
     def take(self) -> list[TextDelta]:

@@ -28,7 +28,7 @@ from mcore_rl.types.chat import ChatMessage, ToolSchema
 Part = TypeVar("Part")
 MAX_BYTES = 64 << 20
 """Maximum size of the messages of a session: a conversation of ten million tokens."""
-OTHER_REPLY = "the engine was lost, and another one samples another reply; try again"
+OTHER_REPLY = "the engine was lost or sleeps, and another one samples another reply; try again"
 KEPT_REPLIES = 4
 """Number of replies per session that a repeated request can get. A client repeats a request within seconds."""
 

@@ -21,7 +21,8 @@ class _OpenItem:
 
     def __init__(self, item: JsonObject, part: JsonObject, event: str) -> None:
         self.item, self.part, self.event = item, part, event
-        self.text = ""
+        self.texts: list[str] = []
+        """Deltas of the text."""
         self.logps: list[JsonValue] = []
 
     @property
@@ -30,7 +31,7 @@ class _OpenItem:
 
     def finished_part(self) -> JsonObject:
         """Return the part with its whole text."""
-        return {**self.part, "text": self.text} | ({"logprobs": self.logps} if self.has_logps else {})
+        return {**self.part, "text": "".join(self.texts)} | ({"logprobs": self.logps} if self.has_logps else {})
 
 
 class ResponseEvents(ReplyEvents):
@@ -73,7 +74,7 @@ class ResponseEvents(ReplyEvents):
             yield from self._close("completed")
             yield from self._added(kind)
         assert self._open is not None
-        self._open.text += delta.text
+        self._open.texts.append(delta.text)
         self._tokens += delta.tokens
         yield self._delta(delta.text)
 
@@ -133,7 +134,7 @@ class ResponseEvents(ReplyEvents):
             return
         part = opened.finished_part()
         logps = {"logprobs": part["logprobs"]} if opened.has_logps else {}
-        yield self._event(f"{opened.event}.done", **self._place(), text=opened.text, **logps)
+        yield self._event(f"{opened.event}.done", **self._place(), text=part["text"], **logps)
         yield self._event("content_part.done", **self._place(), part=part)
         self._open = None
         yield self._done({**opened.item, "content": [part], "status": status})
