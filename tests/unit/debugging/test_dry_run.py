@@ -34,7 +34,14 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def prepared(config: Config) -> SimpleNamespace:
         # Only reinforcement learning has prompts.
         data = SimpleNamespace(prompts={"train": None} if config.trainer.objective == "rl" else {})
-        return SimpleNamespace(critic=None, reward_model=None, checkpoint_bytes=0, lines=("1 prompt",), data=data)
+        return SimpleNamespace(
+            critic=None,
+            reward_model=None,
+            checkpoint_bytes=0,
+            lines=("1 prompt",),
+            data=data,
+            layout=SimpleNamespace(dp=1),
+        )
 
     monkeypatch.setattr("mcore_rl.preparation.prepare.prepare", prepared)
     monkeypatch.setattr("mcore_rl.planner.plan.make_plan", lambda config: SimpleNamespace(fits=True))
