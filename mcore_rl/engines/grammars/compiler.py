@@ -52,14 +52,14 @@ class FormatCompiler:
     ) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, stop_ids
         self._max_seconds = max_seconds
-        self._unused: deque[JsonFormat] = deque()
-        """Those that exist no more and are still counted."""
         self._vocabulary: Vocabulary | None = None
         self._grammars: OrderedDict[JsonFormat, Future[xgrammar.CompiledGrammar]] = OrderedDict()
         self._in_use: Counter[JsonFormat] = Counter()
         """Number of living formats with which a grammar was prepared."""
         self._prepared: weakref.WeakValueDictionary[int, JsonFormat] = weakref.WeakValueDictionary()
         """These formats by their id."""
+        self._unused: deque[JsonFormat] = deque()
+        """Equals of formats that no longer exist and are still counted in _in_use."""
         self._lock = threading.Lock()
         self._setup = threading.Lock()
         self._threads = threading.BoundedSemaphore(MAX_THREADS)

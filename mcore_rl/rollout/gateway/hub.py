@@ -59,8 +59,8 @@ class Hub:
         self._free: deque[str] = deque()
         """Sessions that wait for a program."""
         self._waiting: dict[ServedRequest, None] = {}
-        """Requests without a session that wait for an engine: first those of lost engines, then in the order of their
-        arrival."""
+        """Requests without a session that wait for an engine: first requests of lost engines, then the others in the
+        order of their arrival."""
         self._freed = asyncio.Condition()
 
     async def answer(

@@ -80,7 +80,7 @@ class AskedRequest:
             self.answer.exception()  # asyncio warns about errors that nobody has read
 
     def break_off(self, *, is_resampled: bool) -> None:
-        """Refuse a request whose clients have the beginning of another reply than the one that is sampled now.
+        """Refuse a request whose clients have the beginning of another reply than is sampled now.
         is_resampled: by the same engine. Nobody gets the reply, so that it is not trained."""
         self.num_clients = 0
         self.settle(RefusedError(503, RESAMPLED if is_resampled else OTHER_REPLY))

@@ -91,7 +91,7 @@ class _StopString:
         self.num_begun = 0
         """Number of characters at the end of the text that may begin the stop string; all of them at its end."""
         self._shorter = [0, 0]
-        """By `num_begun`: the next shorter end of the text that may begin the stop string."""
+        """The next shorter end of the text that may begin the stop string, by `num_begun`."""
         for character in stop[1:]:
             self._shorter.append(self._longest(self._shorter[-1], character))
 

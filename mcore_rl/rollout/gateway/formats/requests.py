@@ -1,4 +1,4 @@
-"""Formats in requests of OpenAI's interfaces."""
+"""Formats in requests of all dialects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ KINDS = ("text", "json_object", "json_schema")
 def requested_schema(form: Fields | None, *, nested: bool, has_tools: bool) -> str | None:
     """Return the JSON schema that a request's format asks for, None for any text.
 
-    form: `response_format`, or `text.format` of the Responses API. nested: the schema is inside `json_schema`.
+    form: `response_format`, `text.format` of /v1/responses, or `output_config.format` of /v1/messages.
+    nested: the schema is inside `json_schema`.
     `strict` is ignored: every schema is enforced.
 
     Raises: RefusedError, also for tools with a format: a call of a tool would not conform to it.

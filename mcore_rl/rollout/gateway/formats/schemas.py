@@ -42,8 +42,8 @@ _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
 
 
 def engine_schema(schema: JsonValue, where: str) -> str:
-    """Return a schema as JSON text in the form for engines: an enum has only the values that the other keywords allow,
-    and types that follow from keywords are named.
+    """Return a schema as JSON text in the form for engines: an enum has only the values of its type, and types that
+    follow from keywords are named.
 
     where: path of the schema in the request, for messages.
 
