@@ -43,7 +43,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-CONCURRENT, SESSIONS, ROUNDS, OPEN_SESSIONS = size((64, 64, 3, 1000), (4, 4, 1, 8))
+CONCURRENT, SESSIONS, ROUNDS, OPEN_SESSIONS = size((64, 256, 3, 1000), (4, 4, 1, 8))
 TURNS, TURN_TOKENS, PROMPT_TOKENS, RESPONSE_TOKENS = size((3, 96, 96, 400), (2, 8, 96, 100))
 NOT_SERVED: Any = None
 """All requests have sessions."""
@@ -247,12 +247,12 @@ class _Programs:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=2 * OPEN_SESSIONS)
         listening = asyncio.create_task(asyncio.to_thread(self._listen, asyncio.get_running_loop()))
         async with httpx.AsyncClient(base_url=self._address.url, limits=limits, timeout=600) as client:
-            running = set()
             headers = {"Authorization": f"Bearer {self._address.token}"}
-            while not listening.done():
-                answer = await client.post("/sessions", json={"seconds": 30}, headers=headers)
-                if answer.status_code == httpx.codes.OK:
-                    running.add(asyncio.create_task(self._play(client, answer.json())))
+            async with asyncio.TaskGroup() as running:  # a session that fails ends the process, and the benchmark
+                while not listening.done():
+                    answer = await client.post("/sessions", json={"seconds": 30}, headers=headers)
+                    if answer.status_code == httpx.codes.OK:
+                        running.create_task(self._play(client, answer.json()))
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
@@ -279,4 +279,5 @@ class _Programs:
             if self._held == OPEN_SESSIONS:
                 self._connection.send("held")
             await self._release.wait()
-        await client.request("DELETE", base, headers=headers)
+        owner = {"Authorization": f"Bearer {session['owner_key']}"}
+        (await client.delete(base, headers=owner)).raise_for_status()

@@ -152,6 +152,8 @@ def _run(connection: Connection, function: Callable[..., Any], place: _Rank, arg
             world_size=place.num_ranks,
             timeout=timedelta(seconds=place.timeout_seconds),
         )
+        # The function may destroy the group at once, while another rank still connects to this one.
+        dist.barrier()
         connection.send((True, function(place.index, *args)))
         # A rank that exits early could break the last collective of another rank that still reads from it.
         if dist.is_initialized():

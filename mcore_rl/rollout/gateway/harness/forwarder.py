@@ -46,6 +46,7 @@ def main() -> None:
     os.remove(ORDERS)
     threading.stack_size(1 << 18)
     listening = socket.create_server(("127.0.0.1", PORT), backlog=128)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # see server.py
     threading.Thread(target=accept, args=(listening, orders["socket"]), daemon=True).start()
     command = subprocess.Popen(orders["command"], env={**os.environ, **orders["environment"]})
     code = command.wait()
