@@ -69,8 +69,8 @@ def _row(rates: list[dict[str, float]], name: str, ours: str, limit: str, aim: s
 def write_model(directory: str, family: str = "qwen3_moe", *options: str) -> str:
     """Write a tiny random model and return its directory. options: further ones of scripts/tiny_checkpoint.py."""
     model = f"{directory}/{family}"
-    command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), family, model, *options]
-    run_command([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], ROOT)
+    command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), family, model]
+    run_command([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512", *options], ROOT)
     return model
 
 

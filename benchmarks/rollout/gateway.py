@@ -1,12 +1,15 @@
 """Episodes behind the gateway on vLLM, compared with the same turns as coroutines, and memory of open sessions.
 
 The unit is CPU seconds of the engine's process and of the gateway's. The programs send plain HTTP requests from a third
-process, which does not count: their cost depends on their client.
+process, which does not count: their cost depends on their client. The overhead of a call is what the two processes
+compute outside the steps of the engine, compared with coroutines: other arrival times change the batches of the steps,
+which are the same code.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import os
 import statistics
@@ -29,10 +32,11 @@ from benchmarks.sizes import size
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch
 from mcore_rl.rollout.gateway.wire import GatewayAddress
-from mcore_rl.types import EpisodeOutcome, GenerationRequest, Prompt, SamplingOptions
+from mcore_rl.types import Completion, Delta, EpisodeOutcome, GenerationRequest, Prompt, SamplingOptions
 from mcore_rl.types.chat import ChatMessage
 
 if TYPE_CHECKING:
+    from mcore_rl.engines.vllm.engine import VllmEngine
     from mcore_rl.rollout.episodes.builtin import Episode
     from mcore_rl.rollout.episodes.player import EpisodePlayer
     from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
@@ -43,8 +47,9 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-CONCURRENT, SESSIONS, ROUNDS, OPEN_SESSIONS = size((64, 256, 3, 1000), (4, 4, 1, 8))
-TURNS, TURN_TOKENS, PROMPT_TOKENS, RESPONSE_TOKENS = size((3, 96, 96, 400), (2, 8, 96, 100))
+CONCURRENT, SESSIONS, ROUNDS, OPEN_SESSIONS = size((64, 192, 3, 1000), (4, 4, 1, 8))
+# A call costs the same for any number of tokens; turns of agents have some hundreds.
+TURNS, TURN_TOKENS, PROMPT_TOKENS, RESPONSE_TOKENS = size((3, 448, 96, 900), (2, 14, 96, 100))
 NOT_SERVED: Any = None
 """All requests have sessions."""
 HELD_TOKENS = 16
@@ -55,7 +60,8 @@ MIB = 1 << 20
 
 def run() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_gateway_") as directory:
-        return _measure(write_model(directory, "qwen3_moe", "--set", "vocab_size=1280"))
+        sizes = ("vocab_size=1280", "max_position_embeddings=1024")
+        return _measure(write_model(directory, "qwen3_moe", *(part for pair in sizes for part in ("--set", pair))))
 
 
 def _measure(model: str) -> list[Result]:
@@ -75,9 +81,11 @@ def _measure(model: str) -> list[Result]:
         max_turn_tokens=TURN_TOKENS,
         max_turns=TURNS,
         max_concurrent_requests=CONCURRENT,
+        max_episode_seconds=120.0,  # then the episodes of a session that failed end with an error
         kv_cache_gib=0.5,
     )
     engine = VllmEngine(EngineSettings(model, config, dtype="float32", seed=1, timeout_seconds=600))
+    steps = _StepClock(engine)
     loop = EngineLoop(engine)
     # A daemon: the loop never ends, and must not keep the process alive.
     threading.Thread(target=loop.serve, daemon=True).start()
@@ -88,7 +96,7 @@ def _measure(model: str) -> list[Result]:
         episode.link = served.run(GatewayLink.connect(address, NOT_SERVED))
         rounds = []
         for number in range(ROUNDS + 1):
-            pair = [lambda: _cost(alone, None), lambda: _cost(served, gateway)]
+            pair = [lambda: _cost(alone, steps, None), lambda: _cost(served, steps, gateway)]
             found = [way() for way in (pair if number % 2 else reversed(pair))]
             rounds.append(found if number % 2 else found[::-1])
         memory = _memory(served, programs, gateway)
@@ -96,8 +104,9 @@ def _measure(model: str) -> list[Result]:
     # Both values of a round see the same load.
     ratio, rate = statistics.median(b / a for a, b in rates), statistics.median(a for a, _ in rates)
     calls = SESSIONS * TURNS
-    overhead = statistics.median(1000 * (b.seconds - a.seconds) / calls for a, b in rounds[1:])
-    note = f"{SESSIONS} sessions of {TURNS} turns with up to {TURN_TOKENS} tokens, {CONCURRENT} decoded at a time"
+    overhead = statistics.median(1000 * (b.outside - a.outside) / calls for a, b in rounds[1:])
+    lengths = f"{TURN_TOKENS // 7} to {TURN_TOKENS} tokens"
+    note = f"{SESSIONS} sessions of {TURNS} turns with {lengths}, {CONCURRENT} decoded at a time"
     return [
         Result("episodes behind the gateway", ratio * rate, rate, "tok/CPU s", ratio, ">= 0.9", note),
         compare("a call through the gateway", overhead, 3.0, "ms", "<= 1"),
@@ -109,6 +118,23 @@ def _measure(model: str) -> list[Result]:
 class _Cost:
     tokens: int
     seconds: float
+    outside: float
+    """Part of `seconds` outside the steps of the engine."""
+
+
+class _StepClock:
+    """Counts the CPU seconds of the steps of an engine."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.seconds, self._step = 0.0, engine.step
+        engine.step = self._timed  # type: ignore[method-assign]
+
+    def _timed(self, limit: int = 1, max_tokens: float = math.inf) -> tuple[list[Delta], list[Completion]]:
+        began = time.thread_time()
+        try:
+            return self._step(limit, max_tokens)
+        finally:
+            self.seconds += time.thread_time() - began
 
 
 def _player(episode: Episode, loop: EngineLoop, config: RolloutConfig) -> EpisodePlayer:
@@ -131,11 +157,17 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
+def _turn_tokens(row: int, turn: int) -> int:
+    """Return the length of a turn. Turns of equal lengths would end in the same step, and the next ones begin together:
+    then coroutines have batches that no other episodes have."""
+    return TURN_TOKENS // 7 * (1 + (3 * row + 5 * turn) % 7)
+
+
 async def _conversation(session: Session, prompt: EpisodePrompt) -> float:
     """Make the same calls as the programs."""
     ids = prompt.token_ids
     for turn in range(TURNS):
-        await session.generate(ids)
+        await session.generate(ids, {"max_response_tokens": _turn_tokens(prompt.row, turn)})
         if turn + 1 < TURNS:
             ids = session.next_prompt([MORE])
     return 0.0
@@ -155,7 +187,7 @@ def _attempts(count: int) -> list[Attempt]:
     return attempts
 
 
-def _cost(player: EpisodePlayer, gateway: psutil.Process | None) -> _Cost:
+def _cost(player: EpisodePlayer, steps: _StepClock, gateway: psutil.Process | None) -> _Cost:
     """Return tokens and CPU seconds of the engine's and the gateway's process."""
     outcomes: list[EpisodeOutcome] = []
 
@@ -165,11 +197,11 @@ def _cost(player: EpisodePlayer, gateway: psutil.Process | None) -> _Cost:
         outcomes.append(outcome)
 
     attempts = _attempts(SESSIONS)
-    began = time.process_time() + _cpu(gateway)
+    began, in_steps = time.process_time() + _cpu(gateway), steps.seconds
     player.play(AttemptBatch(attempts, lambda: None, end))
     seconds = time.process_time() + _cpu(gateway) - began
     sampled = sum(int((t.versions >= 0).sum()) for outcome in outcomes for t in outcome.trajectories)
-    return _Cost(sampled, seconds)
+    return _Cost(sampled, seconds, seconds - (steps.seconds - in_steps))
 
 
 def _cpu(process: psutil.Process | None) -> float:
@@ -244,15 +276,14 @@ class _Programs:
     async def run(self) -> None:
         import httpx
 
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=2 * OPEN_SESSIONS)
-        listening = asyncio.create_task(asyncio.to_thread(self._listen, asyncio.get_running_loop()))
-        async with httpx.AsyncClient(base_url=self._address.url, limits=limits, timeout=600) as client:
+        threading.Thread(target=self._listen, args=(asyncio.get_running_loop(),), daemon=True).start()
+        async with httpx.AsyncClient(base_url=self._address.url, timeout=600) as client:
             headers = {"Authorization": f"Bearer {self._address.token}"}
-            async with asyncio.TaskGroup() as running:  # a session that fails ends the process, and the benchmark
-                while not listening.done():
+            async with asyncio.TaskGroup() as running:  # a session that fails ends this process
+                while True:
                     answer = await client.post("/sessions", json={"seconds": 30}, headers=headers)
                     if answer.status_code == httpx.codes.OK:
-                        running.create_task(self._play(client, answer.json()))
+                        running.create_task(self._play(answer.json()))
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
@@ -262,14 +293,23 @@ class _Programs:
                 case "release":
                     loop.call_soon_threadsafe(self._release.set)
 
-    async def _play(self, client: Any, session: dict[str, Any]) -> None:
-        headers = {"Authorization": f"Bearer {session['key']}"}
-        base, messages = f"/sessions/{session['id']}", list(session["row"]["messages"])
+    async def _play(self, session: dict[str, Any]) -> None:
+        import httpx
+
+        # Every program has its own client. A shared one looks at all its connections for each request.
+        url = f"{self._address.url}/sessions/{session['id']}"
+        async with httpx.AsyncClient(base_url=url, timeout=600, verify=False) as client:
+            await self._take_turns(client, session)
+            owner = {"Authorization": f"Bearer {session['owner_key']}"}
+            (await client.delete(url, headers=owner)).raise_for_status()
+
+    async def _take_turns(self, client: Any, session: dict[str, Any]) -> None:
+        headers, messages = {"Authorization": f"Bearer {session['key']}"}, list(session["row"]["messages"])
         for turn in range(TURNS):
             # Only the conversations of open sessions take memory, not the time to sample them.
-            limit = {"max_tokens": HELD_TOKENS} if self._holds else {}
-            body = {"model": "policy", "messages": messages, **limit}
-            answer = await client.post(f"{base}/v1/chat/completions", json=body, headers=headers)
+            limit = HELD_TOKENS if self._holds else _turn_tokens(session["row"]["row"], turn)
+            body = {"model": "policy", "messages": messages, "max_tokens": limit}
+            answer = await client.post("/v1/chat/completions", json=body, headers=headers)
             answer.raise_for_status()
             if turn + 1 < TURNS:
                 said = answer.json()["choices"][0]["message"]
@@ -279,5 +319,3 @@ class _Programs:
             if self._held == OPEN_SESSIONS:
                 self._connection.send("held")
             await self._release.wait()
-        owner = {"Authorization": f"Bearer {session['owner_key']}"}
-        (await client.delete(base, headers=owner)).raise_for_status()

@@ -79,6 +79,7 @@ ONE_DOOR = {
     "fastapi": ["mcore_rl/rollout/gateway/*"],
     "starlette": ["mcore_rl/rollout/gateway/*"],
     "uvicorn": ["mcore_rl/rollout/gateway/*"],
+    "uvloop": ["mcore_rl/rollout/gateway/*"],
     "tree_sitter": ["mcore_rl/migration/shell/*"],
     "tensorboard": ["mcore_rl/observe/trackers/tensorboard.py"],
     "wandb": ["mcore_rl/observe/trackers/wandb.py"],
@@ -200,7 +201,7 @@ def test_driver_imports_no_library_that_only_other_processes_need() -> None:
         pending += targets & sources().keys()
         libraries |= {target.split(".")[0] for target in targets}
     assert "ray" in libraries, "nothing was followed"
-    assert not libraries & {"fastapi", "uvicorn", "megatron", "vllm", "sglang", "transformers", "datasets"}
+    assert not libraries & {"fastapi", "uvicorn", "uvloop", "megatron", "vllm", "sglang", "transformers", "datasets"}
 
 
 def test_no_import_cycles() -> None:

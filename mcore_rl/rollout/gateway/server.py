@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 import uvicorn
+import uvloop
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.gateway.app import application
@@ -82,7 +83,7 @@ class GatewayServer:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._serve())
+            uvloop.run(self._serve())
         except BaseException as error:
             self.failure = error
             if not self._ready.done():
@@ -98,6 +99,7 @@ class GatewayServer:
             log_level="warning",
             access_log=False,
             lifespan="off",
+            proxy_headers=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=1,

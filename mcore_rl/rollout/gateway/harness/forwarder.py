@@ -34,6 +34,13 @@ def forward(client: socket.socket, path: str) -> None:
         answering.join()
 
 
+def listen(port: int) -> socket.socket:
+    listening = socket.create_server(("127.0.0.1", port), backlog=128)
+    # Accepted connections inherit it. Otherwise the body of a reply waits until the client has acknowledged its head.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
+
+
 def accept(listening: socket.socket, path: str) -> None:
     while True:
         client, _ = listening.accept()
@@ -45,8 +52,7 @@ def main() -> None:
         orders = json.load(file)
     os.remove(ORDERS)
     threading.stack_size(1 << 18)
-    listening = socket.create_server(("127.0.0.1", PORT), backlog=128)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # see server.py
+    listening = listen(PORT)
     threading.Thread(target=accept, args=(listening, orders["socket"]), daemon=True).start()
     command = subprocess.Popen(orders["command"], env={**os.environ, **orders["environment"]})
     code = command.wait()

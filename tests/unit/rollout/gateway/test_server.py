@@ -11,8 +11,9 @@ import httpx2
 import openai
 import pytest
 
-from mcore_rl.rollout.gateway import answering
+from mcore_rl.rollout.gateway import answering, server
 from mcore_rl.rollout.gateway.exchange import HarnessEnd, RefusedError, Reward
+from mcore_rl.rollout.gateway.harness import forwarder
 from tests.unit.rollout.gateway.scripted import ADMIN, KEY, LIMIT, OWNER_KEY, ScriptedSessions, serving
 
 CHAT = "/sessions/s1/v1/chat/completions"
@@ -36,6 +37,15 @@ def eventually(condition: Callable[[], bool]) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
+
+
+@pytest.mark.parametrize("listen", [lambda: server._listen("127.0.0.1", 0), lambda: forwarder.listen(0)])
+def test_accepted_connections_send_small_packets_at_once(listen: Callable[[], socket.socket]) -> None:
+    """Otherwise the body of each reply is late by the 40 ms of a delayed acknowledgement."""
+    with listen() as listening:
+        listening.listen()
+        with socket.create_connection(listening.getsockname()), listening.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("path", [*INTERFACES, "/sessions/s1/reward"])
