@@ -24,6 +24,7 @@ from model_converters.mapping.layout import TrainLayout
 from tests.distributed import policy_batch
 from tests.distributed.gradient_oracle import ONE_MICROBATCH, SMALL, case_parameters, check_gradients, launch_cases
 from tests.distributed.teacher_oracle import all_logp, distance, outcomes, ppo_loss, reverse_kl
+from tests.selection import usual_cases
 from tests.tiny_models import checkpoint_tensors, write_tiny_model
 
 # Float32 against float64, as in test_reference; a wrong sign, weight or token differs by 1e-2.
@@ -42,7 +43,9 @@ TERMS: dict[str, dict[str, Any]] = {
 TEACHERS_OF = np.array([1, 0, 0, 0, -1, 0, 1, 0, 0], np.int32)
 """Teacher of each sample in the term "sources": the second one is a Megatron checkpoint of the policy, -1 none."""
 Case = tuple[str, dict[str, Any], int]
-CASES: dict[int, dict[str, Case]] = {
+# FSDP2 is data-parallel too, and tensor-parallel ranks of "dense" share what "moe" shares.
+ALWAYS_TESTED = {"moe", "dense tp2", "dense pp2", "dense cp2", "dense fsdp2", "moe ep2"}
+EVERY_CASE: dict[int, dict[str, Case]] = {
     1: {"moe": ("moe", {}, ONE_MICROBATCH)},
     2: {
         "dense dp2": ("dense", {}, SMALL),
@@ -55,6 +58,7 @@ CASES: dict[int, dict[str, Case]] = {
         "moe tp2": ("moe", {"tp": 2}, SMALL),
     },
 }
+CASES = usual_cases(EVERY_CASE, ALWAYS_TESTED)
 SAMPLES = policy_batch.UPDATES[0]
 POLICIES = {"dense": "qwen3", "moe": "qwen3_moe"}
 TEACHERS = {"dense": "qwen3_moe", "moe": "qwen3"}
