@@ -48,7 +48,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 CONCURRENT, SESSIONS, ROUNDS, OPEN_SESSIONS = size((64, 192, 3, 1000), (4, 4, 1, 8))
-# A call costs the same for any number of tokens; turns of agents have some hundreds.
+# Turns of agents have some hundred tokens. The overhead of a call grows with its conversation.
 TURNS, TURN_TOKENS, PROMPT_TOKENS, RESPONSE_TOKENS = size((3, 448, 96, 900), (2, 14, 96, 100))
 NOT_SERVED: Any = None
 """All requests have sessions."""
@@ -60,8 +60,8 @@ MIB = 1 << 20
 
 def run() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_gateway_") as directory:
-        sizes = ("vocab_size=1280", "max_position_embeddings=1024")
-        return _measure(write_model(directory, "qwen3_moe", *(part for pair in sizes for part in ("--set", pair))))
+        options = ("--set", "vocab_size=1280", "--set", "max_position_embeddings=1024")
+        return _measure(write_model(directory, "qwen3_moe", *options))
 
 
 def _measure(model: str) -> list[Result]:
@@ -158,8 +158,8 @@ def _tokenizer() -> Any:
 
 
 def _turn_tokens(row: int, turn: int) -> int:
-    """Return the length of a turn. Turns of equal lengths would end in the same step, and the next ones begin together:
-    then coroutines have batches that no other episodes have."""
+    """Return the length of a turn, which differs between turns. Otherwise all turns of the coroutines would end in the
+    same step of the engine, which programs never reach."""
     return TURN_TOKENS // 7 * (1 + (3 * row + 5 * turn) % 7)
 
 

@@ -43,8 +43,8 @@ TERMS: dict[str, dict[str, Any]] = {
 TEACHERS_OF = np.array([1, 0, 0, 0, -1, 0, 1, 0, 0], np.int32)
 """Teacher of each sample in the term "sources": the second one is a Megatron checkpoint of the policy, -1 none."""
 Case = tuple[str, dict[str, Any], int]
-# FSDP2 is data-parallel too, and tensor-parallel ranks of "dense" share what "moe" shares.
-ALWAYS_TESTED = {"moe", "dense tp2", "dense pp2", "dense cp2", "dense fsdp2", "moe ep2"}
+# FSDP2 is data-parallel too, and "dense tp2" divides the teacher's outputs as "moe tp2" does.
+ALWAYS_TESTED = {"moe", "dense tp2", "dense pp2", "dense cp2", "dense fsdp2", "dense sharded", "moe ep2"}
 EVERY_CASE: dict[int, dict[str, Case]] = {
     1: {"moe": ("moe", {}, ONE_MICROBATCH)},
     2: {

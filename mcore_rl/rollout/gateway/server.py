@@ -99,7 +99,6 @@ class GatewayServer:
             log_level="warning",
             access_log=False,
             lifespan="off",
-            proxy_headers=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=1,
@@ -134,7 +133,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Accepted connections inherit it. Otherwise TCP holds the body of a reply back for 40 ms, until the client has
-    # acknowledged the head. asyncio sets it only for sockets that were made with IPPROTO_TCP.
+    # acknowledged the head. Not every event loop sets it for a socket that it did not make.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listening.bind((host, port))
