@@ -143,6 +143,8 @@ def _listen(host: str, port: int) -> socket.socket:
             f"rollout.gateway_address={host} rollout.gateway_port={port}: the gateway cannot listen there: "
             f"{error.strerror}; set an address of this host and a free port (0: any)"
         ) from None
+    # Before the address is known: the HTTP server listens later, and connections until then wait for it.
+    listening.listen(BACKLOG)
     return listening
 
 
@@ -150,4 +152,5 @@ def _unix_socket(path: Path) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(str(path))
     os.chmod(path, 0o666)
+    listening.listen(BACKLOG)
     return listening

@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx2
 import openai
@@ -42,10 +43,20 @@ def eventually(condition: Callable[[], bool]) -> bool:
 @pytest.mark.parametrize("listen", [lambda: server._listen("127.0.0.1", 0), lambda: forwarder.listen(0)])
 def test_accepted_connections_send_small_packets_at_once(listen: Callable[[], socket.socket]) -> None:
     """Otherwise the body of each reply is late by the 40 ms of a delayed acknowledgement."""
-    with listen() as listening:
-        listening.listen()
-        with socket.create_connection(listening.getsockname()), listening.accept()[0] as accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with (
+        listen() as listening,
+        socket.create_connection(listening.getsockname()),
+        listening.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_programs_connect_as_soon_as_the_address_is_known(tmp_path: Path) -> None:
+    """The HTTP server begins to listen after that; without a queue, their first connections would be refused."""
+    with server._listen("127.0.0.1", 0) as tcp, server._unix_socket(tmp_path / "s") as local:
+        socket.create_connection(tcp.getsockname()).close()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(local.getsockname())
 
 
 @pytest.mark.parametrize("path", [*INTERFACES, "/sessions/s1/reward"])
