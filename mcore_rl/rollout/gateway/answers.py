@@ -23,7 +23,7 @@ from mcore_rl.rollout.gateway.formats.texts import format_of
 from mcore_rl.rollout.gateway.progress import ReplyStart, TextReceiver
 from mcore_rl.rollout.gateway.reading import read_choice, stop_of
 from mcore_rl.rollout.gateway.reply_stream import ReplyStream, choice_stream
-from mcore_rl.rollout.gateway.turns import Turn, TurnTree
+from mcore_rl.rollout.gateway.turns import Path, Turn, TurnTree
 from mcore_rl.rollout.reported_requests import Report
 from mcore_rl.types import GenerationRequest
 from mcore_rl.types.chat import ChatMessage, ToolSchema
@@ -112,7 +112,9 @@ class Answers:
         try:
             await self.session.images.read_messages(request.messages)
             # The prompt is not sampled: its images must not have a place in sequences.
-            return len(self._prompt_ids(request, self.context_of(request.tools), keeps_places=False)[0])
+            context = self.context_of(request.tools)
+            path = self._tree.path(context.conversation.tools, request.messages)
+            return len(self._prompt_ids(request, context, path, keeps_places=False)[0])
         except DataError as error:
             raise RefusedError(400, str(error)) from error
 
@@ -121,7 +123,8 @@ class Answers:
         with contextlib.suppress(DataError, EpisodeLimitError, RefusedError):
             await self.session.images.read_messages(request.messages)
             context = self.context_of(request.tools)
-            ids, is_rewritten = self._prompt_ids(request, context)
+            path = self._tree.path(context.conversation.tools, request.messages)
+            ids, is_rewritten = self._prompt_ids(request, context, path)
             self.counts.rewritten += is_rewritten
             form = self._format(request, context, ids)
             for _ in range(request.num_choices):
@@ -161,7 +164,8 @@ class Answers:
     async def _answer(self, request: ChatRequest, receiver: TextReceiver | None) -> ChatReply:
         context = self.context_of(request.tools)
         await self.session.images.read_messages(request.messages)
-        ids, is_rewritten = self._prompt_ids(request, context)
+        path = self._tree.path(context.conversation.tools, request.messages)
+        ids, is_rewritten = self._prompt_ids(request, context, path)
         self.counts.rewritten += is_rewritten
         sampling, form = self._sampling(request.sampling), self._format(request, context, ids)
         created = int(time.time())
@@ -184,7 +188,7 @@ class Answers:
             choice = read_choice(self.session, request, context, sampled, f"{reply_id}{number}", form)
             message = answer_message(choice)
             turn = Turn(sampled, message)
-            self._keep(request, context.conversation.tools, turn, choice.content)
+            self._keep(request, path, turn, choice.content)
             self.turns.setdefault(reply_id, []).append(turn)
             self.last = turn
             sampled.messages[:] = [message]  # the conversation is complete up to here
@@ -227,6 +231,9 @@ class Answers:
         if count > 1 and session.num_turns + count > session.limits.turns:
             left = max(session.limits.turns - session.num_turns, 0)
             raise RefusedError(400, f"{count} replies were requested, and rollout.max_turns leaves {left}")
+        if count == 1:  # without a task: each pass of the event loop waits for the engine's thread
+            (report_of,) = reports_of
+            return [await session.generate(ids, sampling, role=request.role, report_of=report_of, form=form)]
         # Started in this order, which gives equal requests the same seeds if the session is played again.
         tasks = [
             asyncio.create_task(session.generate(ids, sampling, role=request.role, report_of=report_of, form=form))
@@ -242,17 +249,17 @@ class Answers:
                     session.drop(result)
             raise
 
-    def _keep(self, request: ChatRequest, tools: Sequence[ToolSchema], turn: Turn, text: str) -> None:
+    def _keep(self, request: ChatRequest, path: Path, turn: Turn, text: str) -> None:
         """Keep a turn for requests that continue it."""
         if request.prompt is None:
-            self._tree.add(tools, request.messages, turn)
+            self._tree.add(path, turn)
         elif isinstance(request.prompt, str):
             whole, given = request.prompt + text, request.sampling.get("stop")
             stop = stop_of(self.session.context, turn.sampled, given) if isinstance(given, list | tuple) else None
             self._texts[len(whole), _digest(whole)] = turn, stop
 
     def _prompt_ids(
-        self, request: ChatRequest, context: EpisodeContext, *, keeps_places: bool = True
+        self, request: ChatRequest, context: EpisodeContext, path: Path, *, keeps_places: bool = True
     ) -> tuple[list[int], bool]:
         """Return the tokens of a request: sampled tokens as they were sampled, and new messages rendered. True if it
         has a reply that is not recognized. keeps_places: note the places of images, for session.generate."""
@@ -260,7 +267,7 @@ class Answers:
         self._check_length(request)
         if request.prompt is not None:
             return self._continued(request.prompt), False
-        found = self._tree.find(conversation.tools, messages)
+        found = self._tree.find(path)
         new = messages[found[1] :] if found else messages
         unknown = any(message["role"] == "assistant" for message in new)
         if found is None or unknown or not new or not self.keeps_history:

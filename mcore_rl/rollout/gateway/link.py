@@ -100,7 +100,7 @@ class GatewayLink:
                 task.cancel()
             # Each removes what it has sampled from the episode, whose result follows.
             await asyncio.gather(*tasks, return_exceptions=True)
-            for key in opened.replies:
+            for key in (*opened.running, *opened.replies):  # a task that had not begun is still among the running
                 del self._session_of[key]
             if self._lost is None:
                 frames.write(self._writer, (wire.CLOSE, name))
@@ -138,7 +138,15 @@ class GatewayLink:
                 await self._call(key, _Open(call), request)
             case (wire.COUNT, int(key), str(session), ChatRequest() as request):
                 self._counts[key] = asyncio.create_task(self._count(key, self._sessions.get(session), request))
-                await asyncio.sleep(0)  # a task that is cancelled before it begins would send no reply
+            case _:
+                # The tasks of earlier requests begin first. One that is cancelled before would send no reply, and
+                # another engine counts requests in the order of their arrival.
+                await asyncio.sleep(0)
+                await self._handle_note(message)
+
+    async def _handle_note(self, message: Sequence[object]) -> None:
+        """Handle a message that has no reply."""
+        match message:
             case (wire.CANCEL, int(key)):
                 self._cancel(key)
             case (wire.ENDED, str(session), HarnessEnd() as end, list(keys), list(replies)) if (
@@ -206,10 +214,11 @@ class GatewayLink:
     async def _call(self, key: int, opened: _Open, request: ChatRequest) -> None:
         opened.running[key] = asyncio.create_task(self._answer(key, opened, request))
         self._session_of[key] = opened
-        # The task begins, and then the tasks of its choices: requests are counted in the order of their arrival, also
-        # those that are cancelled at once.
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        if request.num_choices > 1:
+            # The task begins, and then the tasks of its choices, before later requests: they are counted in the order
+            # of their arrival.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
 
     async def _answer(self, key: int, opened: _Open, request: ChatRequest) -> None:
         try:

@@ -63,6 +63,16 @@ class _Node:
     """Turns that end at this node: several if equal messages were sampled from the same conversation."""
 
 
+@dataclass(frozen=True)
+class Path:
+    """A conversation in the tree of a session: digest of its tools, messages, and their keys, which are computed once
+    per request."""
+
+    tools: bytes
+    messages: Sequence[ChatMessage]
+    keys: Sequence[bytes]
+
+
 class TurnTree:
     """Turns of a session, by the conversations that they end."""
 
@@ -70,23 +80,27 @@ class TurnTree:
         self._roots: dict[bytes, _Node] = {}
         self._images = ImageDigests()
 
-    def find(self, tools: Sequence[ToolSchema], messages: Sequence[ChatMessage]) -> tuple[Turn, int] | None:
-        """Return the last sampled turn with which `messages` begin, and the number of messages up to it; None if they
-        begin with no sampled turn. Another set of tools is another conversation, since the prompt shows tools."""
-        node, found = self._roots.get(digest_of(list(tools))), None
-        for number, message in enumerate(messages, start=1):
-            node = None if node is None else node.following.get(key_of(message, self._images))
+    def path(self, tools: Sequence[ToolSchema], messages: Sequence[ChatMessage]) -> Path:
+        """Return the path of a conversation. Another set of tools is another conversation, since the prompt shows
+        tools."""
+        return Path(digest_of(list(tools)), messages, [key_of(message, self._images) for message in messages])
+
+    def find(self, path: Path) -> tuple[Turn, int] | None:
+        """Return the last sampled turn on a path, and the number of messages up to it; None if there is none."""
+        node, found = self._roots.get(path.tools), None
+        for number, (key, message) in enumerate(zip(path.keys, path.messages, strict=True), start=1):
+            node = None if node is None else node.following.get(key)
             if node is None:
                 break
             if turn := _chosen(node.turns, message):
                 found = turn, number
         return found
 
-    def add(self, tools: Sequence[ToolSchema], messages: Sequence[ChatMessage], turn: Turn) -> None:
-        """Add the turn that answered `messages`."""
-        node = self._roots.setdefault(digest_of(list(tools)), _Node())
-        for message in (*messages, turn.message):
-            key = key_of(message, self._images)
+    def add(self, path: Path, turn: Turn) -> None:
+        """Add the turn that answered a conversation."""
+        node = self._roots.setdefault(path.tools, _Node())
+        keys, messages = (*path.keys, key_of(turn.message, self._images)), (*path.messages, turn.message)
+        for key, message in zip(keys, messages, strict=True):
             if key not in node.following:
                 node.following[key] = _Node(node, message)
             node = node.following[key]

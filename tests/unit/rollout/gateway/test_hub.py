@@ -67,18 +67,19 @@ def request(*texts: str) -> ChatRequest:
     return ChatRequest(messages)
 
 
-def with_site(test: Callable[[Site], Awaitable[None]], tmp_path: Path) -> None:
-    @contextlib.asynccontextmanager
-    async def serving() -> AsyncIterator[Site]:
-        site = Site(tmp_path / "s")
-        server = await asyncio.start_unix_server(site.hub.connected, site.path)
-        try:
-            yield site
-        finally:
-            server.close()
+@contextlib.asynccontextmanager
+async def serving(path: Path) -> AsyncIterator[Site]:
+    site = Site(path)
+    server = await asyncio.start_unix_server(site.hub.connected, path)
+    try:
+        yield site
+    finally:
+        server.close()
 
+
+def with_site(test: Callable[[Site], Awaitable[None]], tmp_path: Path) -> None:
     async def run() -> None:
-        async with asyncio.timeout(SECONDS), serving() as site:
+        async with asyncio.timeout(SECONDS), serving(tmp_path / "s") as site:
             await test(site)
 
     asyncio.run(run())

@@ -11,12 +11,16 @@ from typing import cast
 import pytest
 
 from mcore_rl.errors import WorkerDiedError
+from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.gateway import wire
 from mcore_rl.rollout.gateway.answers import Answers
-from mcore_rl.rollout.gateway.exchange import ChatReply, HarnessEnd, RefusedError, Reward
+from mcore_rl.rollout.gateway.exchange import ChatReply, ChatRequest, HarnessEnd, RefusedError, Reward
 from mcore_rl.rollout.gateway.link import GatewayLink
+from mcore_rl.rollout.gateway.sessions import AskedRequest
 from mcore_rl.rollout.gateway.wire import GatewayAddress, ServedCall
-from tests.unit.rollout.gateway.test_hub import ROW, TOKEN, Site, request, with_site
+from tests.unit.rollout.episodes.conftest import QUESTION, SetUp
+from tests.unit.rollout.episodes.scripted import END
+from tests.unit.rollout.gateway.test_hub import ROW, TOKEN, Site, request, serving, with_site
 
 
 class Scripted:
@@ -88,7 +92,7 @@ async def linked(site: Site, served: Served | None = None) -> GatewayLink:
     return await GatewayLink.connect(GatewayAddress(str(site.path), TOKEN, "", ""), served or Served())
 
 
-def playing(link: GatewayLink, name: str, answers: Scripted) -> asyncio.Task[HarnessEnd]:
+def playing(link: GatewayLink, name: str, answers: Scripted | Answers) -> asyncio.Task[HarnessEnd]:
     """Serve a session until its end."""
 
     async def play() -> HarnessEnd:
@@ -237,6 +241,56 @@ def test_a_reply_whose_client_leaves_on_its_way_is_missed(tmp_path: Path) -> Non
         assert not link._session_of
 
     with_site(test, tmp_path)
+
+
+def test_a_request_that_is_aborted_at_once_gets_its_reply(tmp_path: Path) -> None:
+    """It counts as a request, so that another engine that plays the session again gives later ones the same seeds."""
+
+    async def test(site: Site) -> None:
+        link, answers = await linked(site), Scripted()
+        answers.sampling = asyncio.Event()
+        played = playing(link, "a", answers)
+        await site.taken()
+        left = site.ask("a", "one")
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.sleep(0)
+        (session,) = site.hub._sessions.values()
+        (asked,) = (each for each in session.history if isinstance(each, AskedRequest))
+        await asked.replied.wait()
+        assert answers.num_ended == 1
+        assert not link._session_of
+        await site.hub.end("a", HarnessEnd())
+        await played
+
+    with_site(test, tmp_path)
+
+
+@pytest.mark.parametrize("numbers", [(2, 1), (1, 2), (3, 2)])
+def test_choices_are_counted_in_the_order_of_requests(stage: SetUp, tmp_path: Path, numbers: tuple[int, int]) -> None:
+    """The oracle is the same requests one after another, as they are sent when a session is played again."""
+
+    def ids(*, together: bool) -> list[str]:
+        found: list[str] = []
+
+        async def episode(session: Session, prompt: EpisodePrompt) -> float:
+            async with serving(tmp_path / f"{together}") as site:
+                link, answers = await linked(site), Answers(session, session.context.offering, False, True)
+                played = playing(link, "a", answers)
+                await site.taken()
+                calls = [site.hub.answer("a", ChatRequest(QUESTION, num_choices=number)) for number in numbers]
+                replies = await asyncio.gather(*calls) if together else [await call for call in calls]
+                found.extend(each.id for each in replies)
+                await site.hub.end("a", HarnessEnd())
+                await played
+                await link.close()
+                return 1.0
+
+        (outcome,) = stage(lambda text: f"reply{END}", episode).play()
+        assert outcome.error is None, outcome.traceback
+        return found
+
+    assert ids(together=True) == ids(together=False)
 
 
 def test_the_end_of_a_session_waits_for_aborted_requests(tmp_path: Path) -> None:
