@@ -49,7 +49,7 @@ TEMPLATE = (
 )
 CONCURRENT, SESSIONS, ROUNDS, OPEN_SESSIONS = size((64, 192, 3, 1000), (4, 4, 1, 8))
 # Turns of agents have some hundred tokens. The overhead of a call grows with its conversation.
-TURNS, TURN_TOKENS, PROMPT_TOKENS, RESPONSE_TOKENS = size((3, 448, 96, 900), (2, 14, 96, 100))
+TURNS, TURN_TOKENS, PROMPT_TOKENS, RESPONSE_TOKENS = size((3, 448, 96, 1400), (2, 14, 96, 100))
 NOT_SERVED: Any = None
 """All requests have sessions."""
 HELD_TOKENS = 16
@@ -60,7 +60,7 @@ MIB = 1 << 20
 
 def run() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_gateway_") as directory:
-        options = ("--set", "vocab_size=1280", "--set", "max_position_embeddings=1024")
+        options = ("--set", "vocab_size=1280", "--set", "max_position_embeddings=1536")
         return _measure(write_model(directory, "qwen3_moe", *options))
 
 
@@ -158,9 +158,10 @@ def _tokenizer() -> Any:
 
 
 def _turn_tokens(row: int, turn: int) -> int:
-    """Return the length of a turn, which differs between turns. Otherwise all turns of the coroutines would end in the
-    same step of the engine, which programs never reach."""
-    return TURN_TOKENS // 7 * (1 + (3 * row + 5 * turn) % 7)
+    """Return the length of a turn, which differs between turns. Otherwise many turns of the coroutines would end in the
+    same step of the engine, which programs never reach, and share the next prefill and one wake-up of their thread."""
+    shortest = TURN_TOKENS // 7
+    return shortest + (1009 * row + 337 * turn) % (TURN_TOKENS - shortest + 1)
 
 
 async def _conversation(session: Session, prompt: EpisodePrompt) -> float:
