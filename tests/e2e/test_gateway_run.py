@@ -82,11 +82,15 @@ def programs(keys: tuple[str, ...]) -> str:
     return str(Path(path).parent / "mine.py")
 
 
-def kill_driver_amid_programs(run: TrainProcess, step: int, engine: psutil.Process) -> None:
-    """Kill the driver when the checkpoint of `step` is complete and programs of the next step wait for replies."""
+def kill_driver_amid_programs(run: TrainProcess, step: int, engine: psutil.Process, at_latest: int) -> None:
+    """Kill the driver when the checkpoint of `step` is complete and programs of a later step wait for replies.
+
+    Asynchronous runs may have all responses of the next step by then, therefore `at_latest` is the last step that they
+    may be in.
+    """
     run.wait_until((run.run_dir / "checkpoints" / f"step_{step}" / "complete.json").exists)
     suspend_in_midst_of_responses(run, engine, step=1)
-    assert not (run.run_dir / "rollouts" / f"step_{step + 1}.jsonl").exists()
+    assert not (run.run_dir / "rollouts" / f"step_{at_latest}.jsonl").exists()
     run.process.kill()
     run.process.wait()
     engine.resume()
@@ -106,7 +110,7 @@ def gateway_run(task: Path, keys: tuple[str, ...], programs: str, tmp_path_facto
         suspend_in_midst_of_responses(run, engine, step=1)
         engine.kill()
         (other,) = run.wait_until(lambda: [found for found in run.processes(ENGINE) if found.pid != engine.pid])
-        kill_driver_amid_programs(run, 1, other)
+        kill_driver_amid_programs(run, 1, other, at_latest=2)
     train(task, run_dir, *overrides)
     assert not (run_dir / "gateways.json").exists()
     return run_dir
@@ -164,7 +168,7 @@ def test_asynchronous_programs_resume_amid_their_sessions(
     run_dir, native = tmp_path / "run", tmp_path / "native"
     overrides = (*keys, *ahead, "rollout.episode=gateway", f"rollout.harness={programs}:agent")
     with TrainProcess(task, run_dir, overrides) as run:
-        kill_driver_amid_programs(run, 2, engine_of(run))
+        kill_driver_amid_programs(run, 2, engine_of(run), at_latest=4)
     train(task, run_dir, *overrides)
     assert sorted(step for step in metrics(run_dir) if step) == [1, 2, 3, 4]
     if swap == "recompute":
