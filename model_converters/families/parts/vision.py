@@ -74,7 +74,8 @@ def read_vision(config: HFConfig) -> VisionArguments:
             f"config.json: vision_config.deepstack_visual_indexes has {len(indexes)} entries, more than decoder layers"
         )
     return VisionArguments(
-        config=vision,
+        # The hub's files have the name of the whole model, or none, in vision_config.
+        config={**vision, "model_type": f"{config['model_type']}_vision"},
         image_token=integer(config, "image_token_id", minimum=0),
         merge_size=_merge_size(vision),
         patch_values=_patch(vision)[0] * _patch(vision)[1] * _patch(vision)[2] ** 2,

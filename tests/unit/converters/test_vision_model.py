@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
@@ -29,6 +30,25 @@ def test_nested_fields_of_flat_ones_give_the_same_model(kind: str) -> None:
     assert flat_fields(again) == flat
     rows = family_for(flat).rows(flat)
     assert rows == family_for(flat_fields(again)).rows(flat_fields(again))
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("kind", VISION_TYPES)
+def test_tower_does_not_depend_on_model_type_of_vision_config(kind: str, named: bool) -> None:
+    """The hub's files name the whole model in vision_config, or nothing. transformers ignores the name."""
+    fields = tiny_fields(kind)
+    written, vision = family_for(fields).model_arguments(fields).vision, dict(fields["vision_config"])
+    del vision["model_type"]
+    released = {**fields, "vision_config": {**vision, "model_type": kind} if named else vision}
+    found = family_for(released).model_arguments(released).vision
+    assert found == written
+    assert found is not None
+    with torch.device("meta"):
+        tower = AutoModel.from_config(AutoConfig.for_model(**found.config))
+        whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**nested_fields(released)))
+    assert type(tower) is type(whole.model.visual)
+    shapes = {name: weight.shape for name, weight in tower.named_parameters()}
+    assert shapes == {name: weight.shape for name, weight in whole.model.visual.named_parameters()}
 
 
 def test_flat_file_of_qwen2_5_vl_is_read() -> None:
