@@ -297,6 +297,9 @@ def _rope(engine: bool, request: BuildRequest) -> Component:
         return Component("unfused", "fused RoPE needs TransformerEngine's layers")
     if request.sizes.get("mrope_section"):
         return Component("unfused", "fused RoPE of packed rows has one angle per position, not per token (mrope)")
+    if request.sizes.get("rotary_interleaved"):
+        # The same branch passes no `interleaved`.
+        return Component("unfused", "fused RoPE of packed rows rotates halves of a head, not neighbours (interleaved)")
     if request.rotation_factor != 1:
         # megatron-core 0.16.1, rope_utils.apply_rotary_pos_emb: the branch of packed rows passes no mscale.
         return Component(

@@ -164,6 +164,13 @@ def test_choose_factor_on_cosines_selects_unfused_rope() -> None:
     assert chosen.arguments()["apply_rope_fusion"] is False
 
 
+def test_choose_rotation_of_neighbours_selects_unfused_rope() -> None:
+    """Megatron does not tell TransformerEngine's kernel for packed rows to rotate neighbours, as in ERNIE-4.5."""
+    chosen = choose(EVERYTHING, replace(SPREAD, sizes={**SPREAD.sizes, "rotary_interleaved": True}))
+    assert chosen.rope.value == "unfused"
+    assert "not neighbours" in chosen.rope.why
+
+
 @pytest.mark.parametrize(
     ("machine", "dtype", "value"),
     [
