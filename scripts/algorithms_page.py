@@ -1,4 +1,5 @@
-"""Generate docs/algorithms.md from the registry: formula, source, options and cost of every advantage and policy loss.
+"""Generate docs/algorithms.md: formula, source, options and cost of every advantage and policy loss, and formulas of
+corrections and other terms.
 
 python scripts/algorithms_page.py
 """
@@ -10,11 +11,23 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
-from mcore_rl.algorithms import aggregation, configured, entropy_controller, kl, kl_controller, length_penalty, terms
+from mcore_rl.algorithms import (
+    aggregation,
+    configured,
+    corrections,
+    entropy_controller,
+    kl,
+    kl_controller,
+    length_penalty,
+    selection,
+    terms,
+)
 from mcore_rl.algorithms.advantages import user as user_advantage
-from mcore_rl.algorithms.interface import Estimator, PolicyLoss
+from mcore_rl.algorithms.interface import Estimator, Needs, PolicyLoss
 from mcore_rl.algorithms.losses import user as user_loss
-from mcore_rl.algorithms.registry import ADVANTAGES, POLICY_LOSSES
+from mcore_rl.algorithms.registry import ADVANTAGES, POLICY_LOSSES, policy_loss
+from mcore_rl.config.rules import presets
+from mcore_rl.config.rules.presets import PRESETS
 
 Entry = type[Estimator] | type[PolicyLoss]
 PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
@@ -52,7 +65,10 @@ An unsupported option is an error. Instead of a name, `module_or_file.py:functio
 "User-defined advantage" and "User-defined policy loss"). It receives the options that are set, and further ones from
 `algorithm.advantage_kwargs.NAME=VALUE` or `algorithm.policy_loss.kwargs.NAME=VALUE`.
 
-This page is generated from `mcore_rl/algorithms/registry.py` by `python scripts/algorithms_page.py`.
+[Papers](papers.md) lists publications with the keys for each. The formulas of teachers are in
+[Distillation](distillation.md), and the objectives on pairs in [Preference training](preference.md).
+
+This page is generated from `mcore_rl/algorithms` and the presets of corrections by `python scripts/algorithms_page.py`.
 """
 
 
@@ -61,15 +77,18 @@ def page() -> str:
     # The registries' order is the order of the page.
     lines = [HEADER, "## Advantages: `algorithm.advantage`", ""]
     for name, entry in ADVANTAGES.items():
-        lines += _section(name, entry)
+        lines += _section(name, entry, entry.needs)
     lines += ["## Policy losses: `algorithm.policy_loss.name`", ""]
     for name, loss in POLICY_LOSSES.items():
-        lines += _section(name, loss)
+        # Some needs depend on options: with their defaults.
+        lines += _section(name, loss, policy_loss(name).needs)
     rest = {
         "User-defined advantage: `algorithm.advantage`": user_advantage,
         "User-defined policy loss: `algorithm.policy_loss.name`": user_loss,
         "Losses by data source: `algorithm.per_source`": configured,
         "Aggregation: `algorithm.loss_aggregation`": aggregation,
+        "Corrections: `algorithm.correction`, `algorithm.corrections`": corrections,
+        "Tokens that a loss, correction or `algorithm.high_entropy_share` chooses": selection,
         "Length penalty: `algorithm.length_penalty`": length_penalty,
         "KL estimators: `algorithm.kl.loss_kind`, `algorithm.kl.reward_kind`": kl,
         "Terms added to the loss: `algorithm.kl.in_loss`, `algorithm.drift_penalty.coefficient`": terms,
@@ -78,26 +97,45 @@ def page() -> str:
     }
     for title, module in rest.items():
         lines += [f"## {title}", "", *_fenced(module.__doc__ or ""), ""]
+    lines += ["## Presets of corrections: `algorithm.correction_preset`", "", *_fenced(presets.__doc__ or ""), ""]
+    lines += ["| preset | keys |", "|---|---|", *map(_preset_row, PRESETS)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(name: str, entry: Entry) -> Iterator[str]:
+def _preset_row(name: str) -> str:
+    """Format the keys that a preset sets, as a row of a table."""
+    preset = PRESETS[name]
+    entries = (", ".join(f"{key}: {_value(value)}" for key, value in entry.items()) for entry in preset.corrections)
+    keys = [f"algorithm.corrections=[{', '.join(f'{{{entry}}}' for entry in entries)}]"]
+    if preset.old_logp != "trainer":
+        keys.append(f"algorithm.old_logp={preset.old_logp}")
+    if preset.policy_loss is not None:
+        keys.append(f"algorithm.policy_loss.name={preset.policy_loss}")
+    return f"| `{name}` | {' '.join(f'`{key}`' for key in keys)} |"
+
+
+def _value(value: str | float | None) -> str:
+    """Format a value as in YAML, numbers with six digits."""
+    return "null" if value is None else value if isinstance(value, str) else f"{value:.6g}"
+
+
+def _section(name: str, entry: Entry, needs: Needs) -> Iterator[str]:
     yield f"### {name}"
     yield ""
     yield from _fenced(inspect.getdoc(entry) or "")
     yield ""
     options = [f"`{field.name}` = {_default(field)}" for field in fields(entry)]  # type: ignore[arg-type]  # both protocols are dataclasses
     yield f"Options: {', '.join(options) if options else 'none'}."
-    costs = list(_costs(entry))
+    costs = list(_costs(entry, needs))
     yield f"Additional cost: {'; '.join(costs) if costs else 'none'}."
     yield ""
 
 
-def _costs(entry: Entry) -> Iterator[str]:
+def _costs(entry: Entry, needs: Needs) -> Iterator[str]:
     # Policy losses have no such attribute: they always run on the ranks.
     if getattr(entry, "per_response", None) is False:
         yield "computed on the ranks, token by token"
-    yield from (cost for need, cost in COSTS.items() if getattr(entry.needs, need, False))
+    yield from (cost for need, cost in COSTS.items() if getattr(needs, need, False))
 
 
 def _default(field: Field[object]) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from mcore_rl.algorithms.registry import ADVANTAGES, POLICY_LOSSES
+from mcore_rl.config import load_config
 from tests.readme import ROOT
 
 DOCS = ROOT / "docs"
@@ -43,6 +46,23 @@ def test_papers_page_has_every_algorithm() -> None:
     assert [name for name in ADVANTAGES if not re.search(rf"algorithm\.advantage={name}\b", page)] == []
     losses = [name for name in POLICY_LOSSES if not re.search(rf"algorithm\.policy_loss\.name={name}\b", page)]
     assert losses == ["sft"]  # no reinforcement learning
+
+
+def papers() -> dict[str, list[str]]:
+    """Return the keys of every row of papers.md, by paper."""
+    cells = [row.split(" | ") for row in (DOCS / "papers.md").read_text(encoding="utf-8").splitlines()]
+    rows = {row[0].removeprefix("| "): row[1] for row in cells if len(row) > 2}
+    keys = {
+        paper: [key for text in re.findall("`(.*?)`", cell) for key in text.split()] for paper, cell in rows.items()
+    }
+    return {paper: found for paper, found in keys.items() if all("=" in key for key in found)}
+
+
+@pytest.mark.parametrize("paper", papers())
+def test_keys_of_paper_are_a_complete_set(paper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("run: {dir: x}\nmodel: {hf_path: y}\n")
+    load_config("config.yaml", papers()[paper], needs_data=False)
 
 
 def test_make_docs_checks_for_the_packages_of_the_extra() -> None:

@@ -7,9 +7,9 @@ REINFORCE, with the weights of the list.
 SkyRL: the options of off_policy_correction one by one, with the values of its guide, and the combination that it
 recommends.
 
-Source: verl of January 2026, verl/trainer/config/algorithm.py, and of November 2025 (ppo_is_bypass, pg_is, pg_rs);
-SkyRL of August 2026, off_policy_correction.mdx. Both do not count dropped tokens in the denominator of the loss, unlike
-algorithm.corrections.
+Source: verl of January 2026, verl/trainer/config/algorithm.py, of November 2025 (ppo_is_bypass, pg_is, pg_rs) and later
+(IcePop); SkyRL of August 2026, off_policy_correction.mdx. Both do not count dropped tokens in the denominator of the
+loss, unlike algorithm.corrections.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class CorrectionPreset:
 
 
 _TOKEN: Entry = {"kind": "truncate", "level": "token", "high": 2.0}
+_ICEPOP: Entry = {"kind": "mask", "level": "token", "low": 0.5, "high": 5.0}
 _SEQUENCE: Entry = {"kind": "truncate", "level": "sequence", "high": 2.0}
 _SEQUENCE_RS: Entry = {"kind": "reject", "level": "sequence", "low": 0.5, "high": 2.0}
 _GEOMETRIC_RS: Entry = {"kind": "reject", "level": "geometric", "low": 0.999, "high": 1.001}
@@ -58,6 +59,7 @@ def _pg(*entries: Entry) -> CorrectionPreset:
 PRESETS: dict[str, CorrectionPreset] = {
     "disabled": _decoupled(),
     "decoupled_token_is": _decoupled(_TOKEN),
+    "decoupled_token_icepop": _decoupled(_ICEPOP),
     "decoupled_seq_is": _decoupled(_SEQUENCE),
     "decoupled_seq_is_rs": _decoupled(_SEQUENCE, _SEQUENCE_RS),
     "decoupled_geo_rs": _decoupled(_GEOMETRIC_RS),
@@ -70,6 +72,7 @@ PRESETS: dict[str, CorrectionPreset] = {
     "bypass_ppo_clip_geo_rs": _ppo(_GEOMETRIC_RS),
     "bypass_ppo_clip_k3_rs": _ppo(_K3_RS),
     "bypass_pg_is": _pg(_SEQUENCE),
+    "bypass_pg_token_icepop": _pg(_ICEPOP),
     "bypass_pg_geo_rs": _pg(_GEOMETRIC_RS),
     "bypass_pg_geo_rs_seq_tis": _pg(_SEQUENCE, _GEOMETRIC_RS),
     "bypass_pg_geo_rs_token_tis": _pg(_TOKEN, _GEOMETRIC_RS),
