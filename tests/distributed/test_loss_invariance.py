@@ -35,12 +35,14 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dppo_tv mask": {"clip_low": 0.001, "clip_high": 0.002, "mask_anchor": "old"},
     "dppo_kl": {"clip_low": 0.0001, "clip_high": 0.0002},
     "vespo": {"k_pos": 0.2, "lambda_pos": 0.1, "k_neg": 0.3, "lambda_neg": 0.2, "anchor": "old"},
+    "vespo rollout": {"k_pos": 0.2, "lambda_pos": 0.1, "k_neg": 0.3, "lambda_neg": 0.2},
     "dro": {"beta": 0.5},
     "fipo": {"decay_tokens": 2.0, "influence_low": 0.5, "influence_high": 0.6, "safety_ratio": 1.1},
     "real": {"tau": 0.5},
     "decoupled_ppo": {},
     "decoupled_ppo loglinear": {"prox": "loglinear"},
     "reinforce": {},
+    "sft": {},
     "dpo": {},
 }
 AGGREGATIONS = LOSS_AGGREGATIONS
@@ -311,17 +313,21 @@ def measure_old_policies(rank: int, directory: str, checkpoint: str, case: Case)
     ]
 
 
-WITH_PASSES = [Objectives("ppo_clip", estimator="optimal_token_baseline"), Objectives("real")]
-"""Objectives that take a forward pass before the update."""
+ON_MODEL_PARALLEL_RANKS = [
+    Objectives("ppo_clip", estimator="optimal_token_baseline"),
+    *map(Objectives, ("real", "kl_cov", "gspo", "vespo rollout", "dppo_tv", "sft")),
+    OF_LIST,
+]
+"""One objective of each kind: by tokens, by responses, with corrections, with a forward pass before the update."""
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
-def test_passes_on_model_parallel_ranks_equal_one_rank(model: str, layout: dict[str, int]) -> None:
+def test_objectives_on_model_parallel_ranks_equal_one_rank(model: str, layout: dict[str, int]) -> None:
     """Ranks of all pipeline stages take part in a forward pass before the update."""
     files = (model, f"{model}.mcore")
-    (expected,) = launch(measure_with_passes, 1, *files, Case("moe", tokens=ONE_MICROBATCH))
-    ours = launch(measure_with_passes, 2, *files, Case("moe", layout, tokens=SMALL))
-    for i, objective in enumerate(WITH_PASSES):
+    (expected,) = launch(measure_on_model_parallel_ranks, 1, *files, Case("moe", tokens=ONE_MICROBATCH))
+    ours = launch(measure_on_model_parallel_ranks, 2, *files, Case("moe", layout, tokens=SMALL))
+    for i, objective in enumerate(ON_MODEL_PARALLEL_RANKS):
         found, whole = join([rank[i] for rank in ours]), join([expected[i]])
         assert found["loss"] == pytest.approx(whole["loss"], rel=1e-5, abs=1e-6), objective
         for name, tensor in whole["gradients"].items():
@@ -329,7 +335,7 @@ def test_passes_on_model_parallel_ranks_equal_one_rank(model: str, layout: dict[
             assert error <= GRADIENT_TOLERANCE, (objective, name)
 
 
-def measure_with_passes(rank: int, directory: str, checkpoint: str, case: Case) -> list[dict[str, Any]]:
+def measure_on_model_parallel_ranks(rank: int, directory: str, checkpoint: str, case: Case) -> list[dict[str, Any]]:
     actor = build_actor(directory, case)
     load_weights(actor, checkpoint)
     share = policy_batch.shares(actor)[0]
@@ -337,4 +343,4 @@ def measure_with_passes(rank: int, directory: str, checkpoint: str, case: Case) 
         sample: torch.from_numpy(logp + policy_batch.drift(sample)[held])
         for sample, (held, logp, _) in policy_values(actor, share, policy_batch.chunks()).items()
     }
-    return [measure(actor, objective, share, old_logp) for objective in WITH_PASSES]
+    return [measure(actor, objective, share, old_logp) for objective in ON_MODEL_PARALLEL_RANKS]

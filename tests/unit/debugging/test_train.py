@@ -11,9 +11,11 @@ import pytest
 from rich.console import Console
 
 from mcore_rl import cli
+from mcore_rl.config import load_config
 from mcore_rl.debugging.repeated_metrics import compare, recorded_metrics, show_metrics, write_metrics
 from mcore_rl.debugging.train import start_of
 from mcore_rl.errors import ConfigError, DamagedCheckpointError
+from mcore_rl.preparation.prepare import prepare_models
 from mcore_rl.preparation.run_dir import run_lock
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.types import SavedState
@@ -149,3 +151,17 @@ def test_write_metrics_has_all_digits(tmp_path: Path) -> None:
         "overrides": ["a=b"],
         "metrics": {"x": {"recorded": third, "repeated": third + 1e-16}, "y": {"recorded": None, "repeated": None}},
     }
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.baseline=role", r"^algorithm\.baseline=role needs the roles .* set it to prompt"),
+        ("algorithm.baseline=source", r"need the training data, which is not read to repeat an update; remove them"),
+        ("algorithm.per_source=[{source: math, weight: 2}]", r"^algorithm\.per_source, .* need the training data"),
+    ],
+)
+def test_update_whose_estimates_need_the_rows_is_not_repeated(run_dir: Path, override: str, message: str) -> None:
+    config = load_config(str(run_dir / "config.yaml"), [override])
+    with pytest.raises(ConfigError, match=message):
+        prepare_models(config)

@@ -105,6 +105,15 @@ def test_teacher_without_experts_joins_expert_parallel_ranks(tmp_path: Path) -> 
             {"in_loss": 0.1},
             r"teacher\.in_loss=0\.1 compares.*vocab_size 640",
         ),
+        (("qwen3", "qwen3_vl"), {}, {}, {}, r"^teacher\.hf_path=.*: the teacher has a vision tower"),
+        (("qwen3_vl", "qwen3"), {}, {}, {}, r"^teacher\.hf_path=.*: model\.hf_path has a vision tower"),
+        (
+            ("qwen3_moe", "gpt_oss"),
+            {},
+            {"tp": 2},
+            {},
+            r"divided over 1 ranks, .* groups of 2; set actor.parallel.etp=1",
+        ),
         (("qwen3", "qwen3"), {}, {}, {"in_loss": 0.1, "top_k": 9999}, r"^teacher\.top_k=9999 must be below the \d+"),
     ],
 )
