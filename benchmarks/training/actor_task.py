@@ -46,6 +46,7 @@ def actor_config(model: Path, *, tokens_per_microbatch: int, **parallel: int) ->
     config = Config()
     config.model.hf_path = str(model)
     config.model.random_init = True
+    config.observe.token_responses = 0  # there is no run directory
     config.actor.tokens_per_microbatch = tokens_per_microbatch
     config.actor.optimizer.lr = LEARNING_RATE
     for axis, ranks in parallel.items():
