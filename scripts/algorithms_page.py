@@ -74,13 +74,12 @@ This page is generated from `mcore_rl/algorithms` and the presets of corrections
 
 def page() -> str:
     """Render the page."""
-    # The registries' order is the order of the page.
+    # The registries' order is the order of the page. Needs of losses are with default options.
     lines = [HEADER, "## Advantages: `algorithm.advantage`", ""]
     for name, entry in ADVANTAGES.items():
-        lines += _section(name, entry, entry.needs)
+        lines += _section(name, entry, entry.needs)  # type: ignore[arg-type]  # a class attribute of estimators
     lines += ["## Policy losses: `algorithm.policy_loss.name`", ""]
     for name, loss in POLICY_LOSSES.items():
-        # Some needs depend on options: with their defaults.
         lines += _section(name, loss, policy_loss(name).needs)
     rest = {
         "User-defined advantage: `algorithm.advantage`": user_advantage,

@@ -17,6 +17,11 @@
                possible, so that the mean of d_t^2 over the kept tokens is at most high
                negative_only: f = 1 where the advantage (above level token: the sum over the response) is not negative
 
+Metrics of each correction, `correction/NAME`, or `correction/0_NAME` and so on for a list: weight_mean and weight_max
+before bounding; effective_sample_fraction of f; masked_fraction (truncated_fraction), the share out of bounds; kl and
+kl_low_var, the k1 and k3 estimates of KL(engine || trainer), and kl_reverse and kl_reverse_low_var, of KL(trainer ||
+engine), over the tokens with f > 0: what the correction leaves. `rollout/kl` and so on cover all tokens.
+
 The per-token loss is multiplied by f; no gradient flows through f. Several corrections multiply their factors; each is
 computed from all trained tokens, so their order does not change the loss. Dropped tokens still count in the loss's
 denominator.
@@ -41,6 +46,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.interface import PolicyLoss, PolicyLossInputs, PolicyLossResult, check_shapes, masked
+from mcore_rl.algorithms.kl import sums_in_both_directions
 from mcore_rl.algorithms.selection import mean_bound
 from mcore_rl.config.algorithm import CorrectionConfig
 from mcore_rl.types import EffectiveFraction, Max, Mean, Metric
@@ -50,6 +56,9 @@ MAX_LOG_WEIGHT = 20.0
 LARGEST_LOGP = -1e-12
 """Upper bound of log-probabilities in the KL of two outcomes: the probability of the other tokens needs a logarithm."""
 
+DIVERGENCES = ("kl", "kl_low_var", "kl_reverse", "kl_reverse_low_var")
+"""Names of the results of sums_in_both_directions."""
+
 
 @dataclass(frozen=True)
 class CorrectionResult:
@@ -58,7 +67,8 @@ class CorrectionResult:
     weights: factors of the per-token loss, shaped like the mask; 0 where mask is 0.
     metrics: weight_mean and weight_max before bounding (the expected mean of the ratio is 1; at level any_token, of the
     response's largest token); effective_sample_fraction of the factors; truncated_fraction or masked_fraction, the
-    share out of bounds. They count tokens at level token, otherwise responses with at least one trained token.
+    share out of bounds. They count tokens at level token, otherwise responses with at least one trained token. kl,
+    kl_low_var, kl_reverse and kl_reverse_low_var count tokens whose factor is not 0.
     """
 
     weights: Tensor
@@ -133,7 +143,8 @@ class Correction:
                 f"a correction of level {self.config.level} takes one response per row, not {list(trainer.shape)}"
             )
         selected = mask > 0
-        units = self._units(masked(trainer, selected).double(), masked(rollout_logp, selected).double(), selected)
+        policy, engine = masked(trainer, selected).double(), masked(rollout_logp, selected).double()
+        units = self._units(policy, engine, selected)
         if self.config.negative_only and advantages is not None:
             signs = masked(advantages, selected).double()
             units = replace(units, negative=(signs.sum(-1) if self.needs_whole_sequence else signs) < 0)
@@ -142,7 +153,10 @@ class Correction:
             within = squared <= mean_bound(squared[selected], self.config.bounds[1])
         applied, outside = self._bounded(units, within)
         spread = masked(applied[:, None].expand(selected.shape), selected) if self.needs_whole_sequence else applied
-        return CorrectionResult(spread.to(trainer.dtype), self._metrics(units, applied, outside))
+        kept = selected & (spread != 0)
+        left = (masked(policy, kept), masked(engine, kept))  # equal tokens add 0
+        estimates = [*sums_in_both_directions(*left), kept.count_nonzero().double()]
+        return CorrectionResult(spread.to(trainer.dtype), self._metrics(units, applied, outside, estimates))
 
     def _units(self, trainer: Tensor, engine: Tensor, selected: Tensor) -> _Units:
         """Compute the bounded quantity of tokens or responses. Tokens that are not selected have equal values."""
@@ -190,19 +204,23 @@ class Correction:
         kept = units.highest if self.config.kind == "mask" else units.counted.double()
         return kept.masked_fill(outside, 0.0), outside
 
-    def _metrics(self, units: _Units, applied: Tensor, outside: Tensor) -> dict[str, Metric]:
+    def _metrics(
+        self, units: _Units, applied: Tensor, outside: Tensor, estimates: Sequence[Tensor]
+    ) -> dict[str, Metric]:
         weights, counted = units.highest, units.counted
         largest = weights.amax() if weights.numel() else weights.sum()
         sums = [weights.sum(), applied.sum(), applied.square().sum(), largest]
         counts = [outside.count_nonzero().double(), counted.count_nonzero().double()]
         # One device-to-host transfer instead of one per number.
-        total, kept, squares, greatest, beyond, count = torch.stack([*sums, *counts]).tolist()
+        numbers = torch.stack([*sums, *counts, *estimates]).tolist()
+        (total, kept, squares, greatest, beyond, count), (*divergences, num_kept) = numbers[:6], numbers[6:]
         share = "truncated_fraction" if self.config.kind == "truncate" else "masked_fraction"
         return {
             "weight_mean": Mean(total, count),
             "weight_max": Max(greatest),
             "effective_sample_fraction": EffectiveFraction(kept, squares, count),
             share: Mean(beyond, count),
+            **{name: Mean(value, num_kept) for name, value in zip(DIVERGENCES, divergences, strict=True)},
         }
 
 

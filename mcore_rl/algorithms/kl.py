@@ -57,3 +57,16 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "mse": lambda d: d.square() / 2,
     "low_var": _low_var,
 }
+
+
+def sums_in_both_directions(logp: Tensor, engine: Tensor) -> list[Tensor]:
+    """Return the sums of four estimates from tokens that the engine sampled: k1 and k3 of KL(engine || policy), k1 and
+    k3 of KL(policy || engine). The latter have the weights exp(logp - engine), limited to 20 nats, since the tokens are
+    not samples of the policy.
+
+    Shapes: logp, engine of any one shape -> 4 scalars. Units: nats.
+    """
+    weights = (logp - engine).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+    kinds = ("k1", "low_var")
+    forward = [kl_penalty(engine, logp, kind).sum() for kind in kinds]
+    return forward + [(weights * kl_penalty(logp, engine, kind)).sum() for kind in kinds]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mcore_rl.algorithms import kl_penalty
-from mcore_rl.algorithms.losses.surrogate import bounded_exp
+from mcore_rl.algorithms.kl import sums_in_both_directions
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.types import Correlation, LogpGap, Max, Mean, Metric
 
@@ -16,15 +15,13 @@ def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
     """Return the metrics of the difference between the log-probabilities of the policy and of the engine's records.
 
     kl and kl_low_var: k1 and k3 estimates of KL(rollout || policy), for the tokens that the engine sampled.
-    kl_reverse and kl_reverse_low_var: the same for KL(policy || rollout), with the weights exp(logp - rollout_logp),
-    limited to 20 nats, since the tokens are not samples of the policy. logp_diff_fresh_mean: only tokens that were
-    sampled with the current weights. kept_tokens_mean: size of the set that a token was sampled from, if recorded; the
-    means of differences then leave out tokens that were alone in their set, whose difference is always 0.
+    kl_reverse and kl_reverse_low_var: the same for KL(policy || rollout), see sums_in_both_directions.
+    logp_diff_fresh_mean: only tokens that were sampled with the current weights. kept_tokens_mean: size of the set that
+    a token was sampled from, if recorded; the means of differences then leave out tokens that were alone in their set,
+    whose difference is always 0.
     """
     trainer, engine = logp.double(), batch.logp_rollout.double()
     difference = (trainer - engine).abs()
-    weights = bounded_exp(trainer - engine)
-    reverse = [(weights * kl_penalty(trainer, engine, kind)).sum() for kind in ("k1", "low_var")]
     largest = difference.max() if len(difference) else difference.sum()
     uncertain = torch.ones_like(engine) if batch.kept is None else (engine < 0).double()
     fresh = (batch.staleness == 1).double() * uncertain
@@ -33,19 +30,24 @@ def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
         uncertain.sum(),
         difference @ fresh,
         fresh.sum(),
-        kl_penalty(engine, trainer, "low_var").sum(),
         largest,
     ]
-    sums += [*reverse, trainer.sum(), engine.sum(), trainer @ trainer, engine @ engine, trainer @ engine]
+    sums += [
+        *sums_in_both_directions(trainer, engine),
+        trainer.sum(),
+        engine.sum(),
+        trainer @ trainer,
+        engine @ engine,
+        trainer @ engine,
+    ]
     # One device-to-host transfer instead of one per number.
-    total, num_uncertain, fresh_total, num_fresh, low_var, most, reverse_k1, reverse_low_var, *moments = torch.stack(
-        sums
-    ).tolist()
+    total, num_uncertain, fresh_total, num_fresh, most, *rest = torch.stack(sums).tolist()
+    (k1, low_var, reverse_k1, reverse_low_var), moments = rest[:4], rest[4:]
     kept: dict[str, Metric] = {}
     if batch.kept is not None:
         kept["rollout/kept_tokens_mean"] = Mean(batch.kept.num_ids, len(difference))
     return kept | {
-        "rollout/kl": Mean(moments[1] - moments[0], len(difference)),
+        "rollout/kl": Mean(k1, len(difference)),
         "rollout/kl_low_var": Mean(low_var, len(difference)),
         "rollout/kl_reverse": Mean(reverse_k1, len(difference)),
         "rollout/kl_reverse_low_var": Mean(reverse_low_var, len(difference)),

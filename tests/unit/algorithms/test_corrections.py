@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms import Correction
+from mcore_rl.algorithms.corrections import DIVERGENCES
 from mcore_rl.config import load_config
 from mcore_rl.config.algorithm import CorrectionConfig
 from mcore_rl.errors import ConfigError
@@ -73,12 +74,21 @@ def test_correction_matches_loops(kind, level, low, high):
     metrics = result.metrics
     outside = sum(not low <= w <= high for w in raw)
     share = "truncated_fraction" if kind == "truncate" else "masked_fraction"
-    assert metrics.keys() == {"weight_mean", "weight_max", "effective_sample_fraction", share}
+    assert metrics.keys() == {"weight_mean", "weight_max", "effective_sample_fraction", share, *DIVERGENCES}
     assert metrics[share] == Mean(outside, len(raw))
     assert metrics["weight_mean"].value == pytest.approx(sum(raw) / len(raw), rel=1e-5)
     assert metrics["weight_max"].value == pytest.approx(max(raw), rel=1e-5)
     kish = sum(applied) ** 2 / sum(w * w for w in applied) / len(applied) if any(applied) else 0.0
     assert metrics["effective_sample_fraction"].value == pytest.approx(kish, rel=1e-5)
+    gaps = (given["old_logp"] - given["rollout_logp"]).double()[(given["mask"] > 0) & (weights > 0)].tolist()
+    expected = {
+        "kl": [-gap for gap in gaps],
+        "kl_low_var": [math.exp(gap) - 1 - gap for gap in gaps],
+        "kl_reverse": [math.exp(gap) * gap for gap in gaps],
+        "kl_reverse_low_var": [math.exp(gap) * (math.exp(-gap) - 1 + gap) for gap in gaps],
+    }
+    for name, values in expected.items():
+        assert metrics[name].value == pytest.approx(sum(values) / (len(values) or 1), rel=1e-5, abs=1e-7), name
 
 
 @pytest.mark.parametrize("level", LEVELS)
