@@ -1,7 +1,7 @@
-"""TRL's side of test_trl_pairs: loss and gradients of one batch by DPOTrainer and RewardTrainer, in float64. Runs in
-.venv-trl.
+"""TRL's side of test_trl: loss and gradients of one batch by DPOTrainer, RewardTrainer and SFTTrainer, in float64. Runs
+in .venv-trl.
 
-python trl_pairs.py SETTINGS.json
+python trl_peer.py SETTINGS.json
 """
 
 import json
@@ -11,14 +11,20 @@ from pathlib import Path
 from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+TRAINERS = {
+    "dpo": (AutoModelForCausalLM, DPOConfig, DPOTrainer),
+    "reward_model": (AutoModelForSequenceClassification, RewardConfig, RewardTrainer),
+    "sft": (AutoModelForCausalLM, SFTConfig, SFTTrainer),
+}
 
 
 def measure(form: dict[str, object], output: str) -> None:
     """Write loss, gradients and tokens of one form to `output`."""
-    scores = form["reference"] is None
-    load = (AutoModelForSequenceClassification if scores else AutoModelForCausalLM).from_pretrained
-    arguments = (RewardConfig if scores else DPOConfig)(
+    models, config, trainer_of = TRAINERS[form["objective"]]
+    rows = [json.loads(line) for line in Path(form["data"]).read_text().splitlines()]
+    arguments = config(
         output_dir=settings["folder"],
         per_device_train_batch_size=len(rows),
         use_cpu=True,
@@ -29,16 +35,14 @@ def measure(form: dict[str, object], output: str) -> None:
         **form["options"],
     )
     given = {
-        "model": load(form["model"], attn_implementation="eager"),
+        "model": models.from_pretrained(form["model"], attn_implementation="eager"),
         "args": arguments,
         "train_dataset": Dataset.from_list(rows),
         "processing_class": AutoTokenizer.from_pretrained(form["model"]),
     }
-    if scores:
-        trainer = RewardTrainer(**given)
-    else:
-        trainer = DPOTrainer(**given, ref_model=load(form["reference"], attn_implementation="eager"))
-        trainer.ref_model.double()
+    if form["objective"] == "dpo":
+        given["ref_model"] = models.from_pretrained(form["reference"], attn_implementation="eager").double()
+    trainer = trainer_of(**given)
     trainer.model.double()
     batch = next(iter(trainer.get_train_dataloader()))
     loss = trainer.compute_loss(trainer.model, batch)
@@ -48,6 +52,5 @@ def measure(form: dict[str, object], output: str) -> None:
 
 
 settings = json.loads(Path(sys.argv[1]).read_text())
-rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
 for name, form in settings["forms"].items():
     measure(form, f"{settings['folder']}/{name}.safetensors")

@@ -1,5 +1,5 @@
 """Tokens, loss and gradient of a batch of pairs equal TRL's DPOTrainer, which has no label smoothing for DPO, and TRL's
-RewardTrainer."""
+RewardTrainer; of a batch of conversations, its SFTTrainer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from mcore_rl.config.objectives import PreferenceConfig
-from mcore_rl.types import SequenceLogp
+from mcore_rl.types import Mean, SequenceLogp
 from tests.distributed import policy_batch
 from tests.distributed.launch import launch
 from tests.e2e.runs import write_task
@@ -25,7 +26,7 @@ from tests.readme import ROOT
 from tests.tiny_models import write_tiny_classifier, write_tiny_model
 
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-PEER = ROOT / "tests" / "distributed" / "trl_pairs.py"
+PEER = ROOT / "tests" / "distributed" / "trl_peer.py"
 # TRL's float64 against our float32.
 TOLERANCE = 1e-5
 FORMS: dict[str, tuple[dict[str, Any], PreferenceConfig]] = {
@@ -41,15 +42,23 @@ FORMS: dict[str, tuple[dict[str, Any], PreferenceConfig]] = {
         PreferenceConfig(loss="robust", beta=0.3, label_smoothing=0.2),
     ),
     "reward model": ({"center_rewards_coefficient": 0.03}, PreferenceConfig(center_rewards_coefficient=0.03)),
+    "conversations": ({"assistant_only_loss": True}, PreferenceConfig()),
 }
-SCORES = "reward model"
+"""TRL's options and ours, by form."""
+OBJECTIVES = {"reward model": "reward_model", "conversations": "sft"}
+"""Objectives of forms other than DPO's."""
+MODELS = {"dpo": "model", "reward_model": "classifier", "sft": "chat"}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}={% endif %}{% endfor %}"
+)
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-trl: scripts/setup_trl.sh")
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory with a policy and its tokenizer, a reference, and pairs of texts of different lengths."""
+    """Directory with a policy and its tokenizer, a reference, and pairs and conversations of different lengths."""
     directory = tmp_path_factory.mktemp("trl")
     write_task(directory, "qwen3")
     sizes = json.loads((directory / "model" / "config.json").read_text())
@@ -67,8 +76,22 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": text(2, 9) + "=", "chosen": text(1, 8), "rejected": text(1, 8), "margin": number / 4}
         for number in range(6)
     ]
-    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(directory / "pairs.jsonl", rows)
+    shutil.copytree(directory / "model", directory / "chat")
+    (directory / "chat" / "chat_template.jinja").write_text(TEMPLATE)
+    turns = [[text(1, 8) for _ in range(2 * number)] for number in (1, 2, 3, 1)]
+    roles = itertools.cycle(("user", "assistant"))
+    conversations = [[{"role": next(roles), "content": turn} for turn in each] for each in turns]
+    write_rows(directory / "conversations.jsonl", [{"messages": each} for each in conversations])
     return directory
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def data_of(task: str | Path, objective: str) -> str:
+    return f"{task}/{'conversations' if objective == 'sft' else 'pairs'}.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +101,13 @@ def theirs(task: Path) -> dict[str, dict[str, torch.Tensor]]:
 
     folder = task / "trl"
     folder.mkdir()
-    models = {"model": str(task / "model"), "reference": str(task / "reference")}
-    scored = {"model": str(task / "classifier"), "reference": None}
-    forms = {
-        form: (scored if form == SCORES else models) | {"options": options} for form, (options, _) in FORMS.items()
-    }
+    forms = {}
+    for form, (options, _) in FORMS.items():
+        objective = OBJECTIVES.get(form, "dpo")
+        paths = {"data": data_of(task, objective), "model": f"{task}/{MODELS[objective]}"}
+        forms[form] = paths | {"reference": f"{task}/reference", "objective": objective, "options": options}
     settings = folder / "settings.json"
-    settings.write_text(json.dumps({"folder": str(folder), "data": str(task / "pairs.jsonl"), "forms": forms}))
+    settings.write_text(json.dumps({"folder": str(folder), "forms": forms}))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(PYTHON), str(PEER), str(settings)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment | {"HF_HUB_OFFLINE": "1"})
@@ -104,7 +127,8 @@ def measure_all(rank: int, task: str) -> dict[str, dict[str, Any]]:
 
 
 def measure(task: str, form: str) -> dict[str, Any]:
-    """Train on the pairs as a run on one rank does."""
+    """Train on the pairs or conversations as a run on one rank does."""
+    from mcore_rl.algorithms import loss_weights
     from mcore_rl.config.schema import DataConfig, RolloutConfig
     from mcore_rl.data.batching import UpdateSchedule, build_batch, gather
     from mcore_rl.data.supervised.encoder import ResponseEncoder
@@ -114,31 +138,32 @@ def measure(task: str, form: str) -> dict[str, Any]:
     from mcore_rl.preparation.texts import FORMATS
     from mcore_rl.text_objectives import mean_over_pairs
     from mcore_rl.trainer.preference import PairBatch, PairObjective
+    from mcore_rl.trainer.supervised import TargetObjective
 
-    section, scores = FORMS[form][1], form == SCORES
-    objective = "reward_model" if scores else "dpo"
-    encoder = ResponseEncoder(load_tokenizer(f"{task}/model"), DataConfig(template="plain"), stop_ids=(1,))
-    pairs, _ = load_texts(f"{task}/pairs.jsonl", encoder, FORMATS[objective], RolloutConfig())
-    rows = np.arange(len(pairs))
-    buffers, scalars = scored_chunk(pairs, rows, padding_id=0) if scores else text_chunk(pairs, rows)
-    batch = build_batch(
-        [buffers],
-        gather([scalars]),
-        schedule=UpdateSchedule(len(pairs), num_dp_ranks=1),
-        weights_of=mean_over_pairs,
-    )
-    config = policy_batch.config(f"{task}/{'classifier' if scores else 'model'}", {}, 64)
+    section, objective = FORMS[form][1], OBJECTIVES.get(form, "dpo")
+    scores, model = objective == "reward_model", f"{task}/{MODELS[objective]}"
+    template = "chat" if objective == "sft" else "plain"
+    encoder = ResponseEncoder(load_tokenizer(model), DataConfig(template=template), stop_ids=(1,))
+    texts, _ = load_texts(data_of(task, objective), encoder, FORMATS[objective], RolloutConfig())
+    rows = np.arange(len(texts))
+    buffers, scalars = scored_chunk(texts, rows, padding_id=0) if scores else text_chunk(texts, rows)
+    weights_of = partial(loss_weights, "token-mean") if objective == "sft" else mean_over_pairs
+    schedule = UpdateSchedule(len(texts), num_dp_ranks=1)
+    batch = build_batch([buffers], gather([scalars]), schedule=schedule, weights_of=weights_of)
+    config = policy_batch.config(model, {}, 64)
     config.algorithm.entropy_coefficient = 0.0
     config.algorithm.policy_loss = type(config.algorithm.policy_loss)(name=objective)
     config.trainer.objective, config.preference = objective, section
-    config.reference.hf_path = None if scores else f"{task}/reference"
+    config.reference.hf_path = f"{task}/reference" if objective == "dpo" else None
     actor = policy_batch.build_actor(config)
-    trained = _Trained(actor, buffers)
-    pair_batch = PairBatch(batch, pairs.margins)
-    metrics = PairObjective(next_batch=lambda step: pair_batch, section=section, trains_scores=scores).train(
-        trained,  # type: ignore[arg-type]
-        1,
-    )
+    trained: Any = _Trained(actor, buffers)
+    if objective == "sft":
+        metrics = TargetObjective(next_batch=lambda step: batch).train(trained, 1)
+    else:
+        pair_batch = PairBatch(batch, texts.margins)
+        metrics = PairObjective(next_batch=lambda step: pair_batch, section=section, trains_scores=scores).train(
+            trained, 1
+        )
     ends = -1 if scores else None  # a scored text has a dummy token at its end
     sequences = [buffers.tokens[a:b].tolist()[:ends] for a, b in itertools.pairwise(buffers.token_offsets)]
     return {
@@ -167,12 +192,13 @@ class _Trained:
 
     def update(self, batch: Any) -> dict[str, Any]:
         with policy_batch.complete_gradients(self.actor):
-            self.actor.accumulate_gradients(batch, 0)
-        return {}
+            _, reports = self.actor.accumulate_gradients(batch, 0)
+        # PairObjective replaces the loss by its own.
+        return {"actor/loss": Mean(sum(report.loss for report in reports), 1)}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_batch_of_pairs_equals_trl(form: str, ours: Any, theirs: Any) -> None:
+def test_batch_equals_trl(form: str, ours: Any, theirs: Any) -> None:
     found, wanted = ours[form], theirs[form]
     # TRL pads with the tokenizer's padding token, 0, and has all chosen sequences first.
     longest = wanted["input_ids"].shape[1]
