@@ -5,33 +5,41 @@ the gateway's unix socket, starts the command, and ends with its exit code. It r
 removes: command lines are visible to other users of the host. It needs the standard library only.
 """
 
+import asyncio
 import contextlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import threading
 
 ORDERS = ".gateway.json"
 PORT = 8000
+OWN_FILES = 32
+"""Open files of this process besides connections."""
 
 
-def copy(source: socket.socket, target: socket.socket) -> None:
+async def copy(source: socket.socket, target: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
+        while data := await loop.sock_recv(source, 1 << 16):
+            await loop.sock_sendall(target, data)
     with contextlib.suppress(OSError):
         target.shutdown(socket.SHUT_WR)
 
 
-def forward(client: socket.socket, path: str) -> None:
+async def forward(client: socket.socket, path: str, places: asyncio.Semaphore) -> None:
     gateway = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with client, gateway:
-        gateway.connect(path)
-        answering = threading.Thread(target=copy, args=(gateway, client), daemon=True)
-        answering.start()
-        copy(client, gateway)
-        answering.join()
+    try:
+        with client, gateway:
+            gateway.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(gateway, path)
+            await asyncio.gather(copy(client, gateway), copy(gateway, client))
+    except OSError:
+        pass  # the client sees that its connection is closed
+    finally:
+        places.release()
 
 
 def listen(port: int) -> socket.socket:
@@ -41,10 +49,18 @@ def listen(port: int) -> socket.socket:
     return listening
 
 
-def accept(listening: socket.socket, path: str) -> None:
+async def accept(listening: socket.socket, path: str) -> None:
+    """Forward connections. Those beyond the limit of open files wait until others are closed."""
+    listening.setblocking(False)
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    places = asyncio.Semaphore(max((soft_limit - OWN_FILES) // 2, 1))
+    tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep tasks alive
     while True:
-        client, _ = listening.accept()
-        threading.Thread(target=forward, args=(client, path), daemon=True).start()
+        await places.acquire()
+        client, _ = await asyncio.get_running_loop().sock_accept(listening)
+        task = asyncio.create_task(forward(client, path, places))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
 
 def main() -> None:
@@ -53,7 +69,7 @@ def main() -> None:
     os.remove(ORDERS)
     threading.stack_size(1 << 18)
     listening = listen(PORT)
-    threading.Thread(target=accept, args=(listening, orders["socket"]), daemon=True).start()
+    threading.Thread(target=lambda: asyncio.run(accept(listening, orders["socket"])), daemon=True).start()
     command = subprocess.Popen(orders["command"], env={**os.environ, **orders["environment"]})
     code = command.wait()
     os._exit(code if code >= 0 else 128 - code)

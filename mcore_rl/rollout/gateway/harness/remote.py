@@ -11,12 +11,9 @@ from pathlib import Path
 from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.rollout.gateway.harness.function import FunctionHarness
 from mcore_rl.rollout.gateway.harness.interface import Harness
-from mcore_rl.rollout.gateway.harness.process import ProcessHarness
+from mcore_rl.rollout.gateway.harness.process import TOKEN, ProcessHarness
 from mcore_rl.rollout.gateway.harness.worker import HarnessWorker
 from mcore_rl.rollout.gateway.wire import FILE
-
-TOKEN = "MCORE_RL_GATEWAY_TOKEN"
-"""Environment variable with the token of a gateway that is given by its URL."""
 
 
 @dataclass(frozen=True)
