@@ -302,6 +302,58 @@ def test_a_command_that_hangs_is_killed(
     assert "before anything was sampled" in outcome.error
 
 
+ASKS = """
+import json, os, urllib.request
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+messages = [{"role": "user", "content": "hello"}]
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps({"messages": messages}).encode(), headers
+)
+urllib.request.urlopen(request).read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "why", "code"),
+    [
+        ("os.kill(os.getpid(), 9)", "exit", 137),
+        ("while True: print(1000 * chr(120))", "output", None),
+        ("held = bytearray(1 << 31)", "exit", 1),
+    ],
+    ids=["killed", "floods", "needs memory"],
+)
+def test_replies_of_a_command_that_ends_badly_are_trained(
+    play: Callable[..., tuple[Stage, EpisodeOutcome]], server: GatewayServer, ending: str, why: str, code: int | None
+) -> None:
+    command = f"{{python}} -c '{ASKS}{ending}'"
+    harness = CommandHarness(command, [], SandboxConfig(), server.address.clients, 60, 2)
+    stage, outcome = play(lambda text: f"hello{END}", harness)
+    assert outcome.error is None, outcome.error
+    ended: Any = outcome.extra["harness"]
+    assert (ended["why"], ended["exit_code"] if why == "exit" else None) == (why, code), ended
+    assert stage.trained_text(outcome) == f"hello{END}"
+
+
+def sends_ten_megabytes(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, object]:
+    client = openai.OpenAI(base_url=f"{base_url}/v1", api_key=api_key, max_retries=0)
+    long: list[Any] = [*row["messages"], {"role": "user", "content": "long " * 2_000_000}]
+    try:
+        client.chat.completions.create(model="any", messages=long)
+    except openai.BadRequestError as error:
+        refused = error.code
+    reply = client.chat.completions.create(model="any", messages=row["messages"])
+    return {"refused": refused, "said": reply.choices[0].message.content}
+
+
+def test_a_message_of_ten_megabytes_is_refused_and_the_session_goes_on(
+    play: Callable[..., tuple[Stage, EpisodeOutcome]],
+) -> None:
+    stage, outcome = play(lambda text: f"hello{END}", FunctionHarness(f"{HERE}:sends_ten_megabytes", {}))
+    assert outcome.error is None, outcome.error
+    assert outcome.extra["harness"] == {"refused": "context_length_exceeded", "said": "hello"}
+    assert stage.trained_text(outcome) == f"hello{END}"
+
+
 @pytest.mark.parametrize(
     ("command", "sandbox", "part"),
     [
