@@ -6,6 +6,7 @@ python scripts/algorithms_page.py
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
@@ -30,7 +31,14 @@ from mcore_rl.config.rules import presets
 from mcore_rl.config.rules.presets import PRESETS
 
 Entry = type[Estimator] | type[PolicyLoss]
-PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
+ROOT = Path(__file__).parent.parent
+PAGE, PAPERS = ROOT / "docs" / "algorithms.md", ROOT / "docs" / "papers.md"
+STEP = ROOT / "mcore_rl" / "megatron" / "step"
+STEP_PARTS = {
+    "Teachers: `teacher.in_advantage`, `teacher.in_loss`": "distillation",
+    "Sampled sets: `rollout.keep_sampling_mask`": "logprobs",
+}
+"""Modules that are read, not imported: their package needs Megatron."""
 COSTS = {
     "values": "a critic with its own weights and optimizer, one forward pass and one update per step",
     "baseline_rewards": "one additional greedy response per prompt",
@@ -65,8 +73,7 @@ An unsupported option is an error. Instead of a name, `module_or_file.py:functio
 "User-defined advantage" and "User-defined policy loss"). It receives the options that are set, and further ones from
 `algorithm.advantage_kwargs.NAME=VALUE` or `algorithm.policy_loss.kwargs.NAME=VALUE`.
 
-[Papers](papers.md) lists publications with the keys for each. The formulas of teachers are in
-[Distillation](distillation.md), and the objectives on pairs in [Preference training](preference.md).
+The objectives on pairs are in [Preference training](preference.md).
 
 This page is generated from `mcore_rl/algorithms` and the presets of corrections by `python scripts/algorithms_page.py`.
 """
@@ -96,8 +103,23 @@ def page() -> str:
     }
     for title, module in rest.items():
         lines += [f"## {title}", "", *_fenced(module.__doc__ or ""), ""]
+    for title, name in STEP_PARTS.items():
+        text = ast.get_docstring(ast.parse((STEP / f"{name}.py").read_text(encoding="utf-8")))
+        lines += [f"## {title}", "", *_fenced(text or ""), ""]
     lines += ["## Presets of corrections: `algorithm.correction_preset`", "", *_fenced(presets.__doc__ or ""), ""]
-    lines += ["| preset | keys |", "|---|---|", *map(_preset_row, PRESETS)]
+    lines += ["| preset | keys |", "|---|---|", *map(_preset_row, PRESETS), ""]
+    lines += [
+        "## Papers",
+        "",
+        "[Papers](papers.md) has the differences from each.",
+        "",
+        "| paper | keys |",
+        "|---|---|",
+    ]
+    for row in PAPERS.read_text(encoding="utf-8").splitlines():
+        paper, *others = row.split(" | ")
+        if len(others) == 2 and paper != "| paper":
+            lines.append(f"{paper} | {others[0]} |")
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -8,6 +8,9 @@ therefore chosen in four steps before the first backward pass; each step is a pl
     threshold   the k-th largest score over all ranks, k = count(number of trained tokens)
     chosen      score >= threshold; all tokens that tie with the k-th are chosen
 
+algorithm.high_entropy_share chooses likewise after a forward pass: the scores are the entropies of the tokens, and
+k = max(1, floor(share n)) of n tokens. The policy loss of the other tokens is 0; they still count in the denominator.
+
 A loss with needs.selection implements `moments`, `scores` and `count`, and reads the result from
 PolicyLossInputs.chosen. Random scores depend on a token's key (sample and position), not on its micro-batch.
 """

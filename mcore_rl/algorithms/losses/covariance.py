@@ -68,7 +68,7 @@ class ClipCov(CovarianceLoss):
 
         cov_t = (A_t - mean A) (logp_t - mean logp)                  means over all trained tokens of the update
         I     = cov_ratio N random tokens with cov_low < cov_t < cov_high that PPO's clip does not affect
-        L_t   = PPO's clipped surrogate, and 0 for t in I
+        L_t   = PPO's clipped surrogate, with the ratio to the old policy, and 0 for t in I
 
     clip_low, clip_high: see ppo_clip. cov_ratio: share of the trained tokens to choose, at least one token.
     cov_low, cov_high: range of eligible covariances, in nats times advantage.
@@ -118,7 +118,7 @@ class KLCov(CovarianceLoss):
 
         cov_t = (A_t - mean A) (logp_t - mean logp)                  means over all trained tokens of the update
         I     = the cov_ratio N tokens with the highest cov_t
-        L_t   = -A_t exp(logp_t - old_logp_t)  +  kl_coef |logp_t - old_logp_t|  for t in I
+        L_t   = -A_t exp(logp_t - old_logp_t)  +  kl_coef |logp_t - old_logp_t|  for t in I;   ratio to the old policy
 
     cov_ratio: share of the trained tokens to choose, at least one token. kl_coef: coefficient of the
     penalty, per nat. The gradient of the penalty is 0 while the policy equals the old one, that is in the first update

@@ -18,7 +18,8 @@ from mcore_rl.algorithms.segments import Segments
 class REAL:
     """REAL (rewards as labels): cross-entropy of a classifier of the responses of a group, correct against wrong.
 
-        s_i  = mean_t (logp_it - old_logp_it)                  over the trained tokens of response i: its score
+        s_i  = mean_t (logp_it - old_logp_it)                  over the trained tokens of response i: its score,
+                                                               the log of its ratio to the old policy
         L_G  = log(1 + sum_{i in G, A_i > 0} exp(-s_i / tau)) + log(1 + sum_{i in G, A_i < 0} exp(s_i / tau))
                0 for a group without responses of both labels
         L_it = L_G,  with the gradient  k_G (dL_G / ds_i) grad logp_it         k_G: responses of group G

@@ -28,7 +28,7 @@ from mcore_rl.errors import ConfigError
 class PPOClip:
     """PPO's clipped surrogate with separate bounds (DAPO's clip-higher) and optional dual clip.
 
-        r     = exp(logp - old_logp)
+        r     = exp(logp - old_logp)                    ratio to the old policy
         L     = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
         A < 0 and dual_clip = c:   L = min(L, -A c)
 
@@ -68,8 +68,8 @@ PROXIMAL = ("recomputed", "loglinear", "metrics")
 class DecoupledPPO:
     """Decoupled PPO: clips around a recent proximal policy; tokens were sampled by an older behavior policy.
 
-        w = exp(prox - behave)                                             behave: log-probability at sampling time
-        r = exp(logp - prox)
+        w = exp(prox - behave)                          ratio to the engine; behave: its log-probability at sampling
+        r = exp(logp - prox)                            ratio to the proximal policy
         L = w max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))           with dual_clip = c and A < 0: min(., -A c)
 
     prox is the policy before the updates of a batch, version v of the weights; the updates produce version v + 1. Its

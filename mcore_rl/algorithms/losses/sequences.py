@@ -72,7 +72,8 @@ def sequence_metrics(
 class GSPO:
     """GSPO: one ratio per response, the geometric mean over its tokens, clipped as a whole.
 
-        s_i   = exp(mean_t (logp_it - old_logp_it))            over the n_i trained tokens of response i
+        s_i   = exp(mean_t (logp_it - old_logp_it))            over the n_i trained tokens of response i:
+                                                               its ratio to the old policy
         s_it  = sg[s_i] exp(logp_it - sg[logp_it])             value s_i, gradient of token t only; sg: stop-gradient
         L_it  = max(-A_it s_it, -A_it clip(s_it, 1 - clip_low, 1 + clip_high))
 
@@ -119,7 +120,7 @@ class GSPO:
 class GMPO:
     """GMPO: the geometric instead of the arithmetic mean of a response's clipped token ratios.
 
-        d_t = logp_t - old_logp_t
+        d_t = logp_t - old_logp_t                                                  log ratio to the old policy
         e_t = min(d_t, clip_high) if A_t > 0;   max(d_t, -clip_low) if A_t < 0             (the side that PPO clips)
         G_i = exp(mean_t e_t)                      over the trained tokens of response i
         L_it = -A_it G_i

@@ -1,4 +1,16 @@
-"""Terms of the objective that come from a teacher: log-probabilities in the advantages, a reverse KL in the loss."""
+"""Terms of the objective that come from a teacher: log-probabilities in the advantages, a reverse KL in the loss.
+
+    A <- A + in_advantage sg[log q(y) - log p_old(y)]      y: the sampled token; alone: A = 0 before
+    loss of the token + in_loss KL(p || q)                 p: the policy, with gradient; q: the teacher
+        top_k = 0      KL = sum_v p(v) (log p(v) - log q(v))             v: the vocabulary
+        top_k = K      the sum over the K most probable tokens of q, and all other tokens as one outcome
+                       rest=renormalize: over the K tokens alone, p and q divided by their sums over them
+
+p_old is the old policy of the loss. p and q have the temperature at which the token was sampled. The first term is
+added after the estimator and its whitening.
+
+Source: on-policy distillation, arXiv 2306.13649 and 2306.08543 (the reverse KL).
+"""
 
 from __future__ import annotations
 

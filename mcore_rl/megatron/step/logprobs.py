@@ -4,8 +4,12 @@ The output projection is fused with the softmax: logits exist for one tile (some
 time and are recomputed in the backward pass. Each tensor-parallel rank reduces its own vocabulary shard; the ranks then
 exchange only per-token statistics, with one MAX and one SUM all-reduce per call for any number of tiles.
 
-With `kept`, the softmax of each token is normalized over its own set of entries ("keep sampling mask", DeepSeek-V3.2,
-arXiv 2512.02556). Tokens are computed in groups (set_groups.py), with the logits of the columns that a group needs. The
+With `kept`, the softmax of each token is normalized over its own set S of entries ("keep sampling mask", DeepSeek-V3.2,
+arXiv 2512.02556), for logits z at the temperature of sampling:
+
+    log p(y) = z_y - log sum_{v in S} exp(z_v)             H = -sum_{v in S} p(v) log p(v)
+
+Tokens are computed in groups (set_groups.py), with the logits of the columns that a group needs. The
 logits of entries outside a set are kept_tokens.DROPPED, so that their probability and their gradient are exactly 0. A
 rank whose shard has no entry of a token's set contributes nothing to it.
 """

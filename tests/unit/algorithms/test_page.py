@@ -7,6 +7,7 @@ from algorithms_page import COSTS, PAGE, page
 
 from mcore_rl.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from mcore_rl.config.rules.presets import PRESETS
+from tests.readme import ROOT
 
 
 def test_algorithms_page_matches_registry() -> None:
@@ -15,11 +16,19 @@ def test_algorithms_page_matches_registry() -> None:
 
 def test_algorithms_page_has_corrections_presets_and_choices() -> None:
     text = page()
-    for title in ("Corrections: `algorithm.correction`", "Tokens that a loss", "Presets of corrections"):
+    titles = ("Corrections: `algorithm.correction`", "Tokens that a loss", "Presets of corrections", "Papers")
+    for title in (*titles, "Teachers: `teacher.in_advantage`", "Sampled sets: `rollout.keep_sampling_mask`"):
         assert f"\n## {title}" in text
     assert [name for name in PRESETS if f"\n| `{name}` | `algorithm.corrections=[" not in text] == []
     kinds = "{kind: mask, level: token, low: 0.5, high: 5, policy: current}"
     assert f"`algorithm.corrections=[{kinds}]` `algorithm.policy_loss.name=reinforce`" in text
+
+
+def test_algorithms_page_has_the_keys_of_every_paper() -> None:
+    found = {row for row in page().split("\n## Papers\n")[1].splitlines() if "`" in row}
+    rows = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8").splitlines()
+    assert found == {f"{' | '.join(row.split(' | ')[:2])} |" for row in rows if row.startswith("| ") and "`" in row}
+    assert len(found) > 60
 
 
 @pytest.mark.parametrize(("loss", "cost"), [("vespo", "whole_sequence"), ("real", "whole_group"), ("ppo_clip", None)])
