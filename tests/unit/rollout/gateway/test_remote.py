@@ -6,10 +6,10 @@ import asyncio
 import json
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mcore_rl import cli
@@ -53,12 +53,19 @@ def test_command_that_floods_is_read_to_its_end() -> None:
     assert (len(found["stdout"]), len(found["stderr"])) == (process.MAX_OUTPUT_BYTES, process.MAX_OUTPUT_BYTES)
 
 
-def test_command_ends_without_the_processes_that_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_ends_without_the_processes_that_it_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The first one is killed with the command's group; the second has a group of its own, and keeps the output."""
     monkeypatch.setattr(process, "DRAIN_SECONDS", 0.5)
-    started = time.monotonic()
-    assert ran("sh -c '(sleep 60) & setsid sleep 20 & echo done'") == {"exit_code": 0, "stdout": "done\n", "stderr": ""}
-    assert time.monotonic() - started < 15
+    pid = tmp_path / "pid"
+    outside = f'setsid sh -c "echo \\$\\$ > {pid}; exec sleep 60"'
+    assert ran(f"sh -c '(sleep 60) & {outside} & while [ ! -s {pid} ]; do :; done; echo done'") == {
+        "exit_code": 0,
+        "stdout": "done\n",
+        "stderr": "",
+    }
+    left = psutil.Process(int(pid.read_text()))
+    assert left.is_running()
+    left.kill()
 
 
 def test_command_that_is_no_program_ends_its_session() -> None:
