@@ -86,7 +86,7 @@ def test_run_stage_crash_keeps_outcomes_and_later_stages(folder: Path) -> None:
 
 
 def test_run_stage_hanging_test_ends_at_the_limit(folder: Path) -> None:
-    [outcome] = command.run_stage("slow", ["-c", str(folder / "pytest.ini"), "-p", "no:cacheprovider"], 4, folder)
+    [outcome] = command.run_stage("slow", ["-c", str(folder / "pytest.ini"), "-p", "no:cacheprovider"], 15, folder)
     assert (outcome.outcome, outcome.reason) == ("failed", CRASHED)
     [outcome] = command.run_stage("slow", [], 0, folder)
     assert (outcome.outcome, "--minutes" in outcome.reason) == ("failed", True)
