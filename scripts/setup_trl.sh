@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv-trl: TRL, the peer that `make bench` measures a whole step against, in an environment of its own.
+# Makes .venv-trl: TRL, the peer of `make bench ARGS=whole_step` and of tests/distributed/test_trl.py, in its own environment.
 # Safe to repeat; does nothing when it is ready. PYTHON and TORCH_INDEX_URL as in scripts/setup.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -61,7 +61,7 @@ def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
 def logp_gap(found: Sequence[tuple[MicroBatch, torch.Tensor]], *, own_routing: bool) -> LogpGap:
     """Summarize the differences between the policy's log-probabilities, by micro-batch, and the engine's.
 
-    Tokens that the engine was certain of are left out: the only token of a truncated set says nothing about the model.
+    Tokens with log-probability 0 in the engine are left out: the only token of a truncated set has it in any model.
     """
     engine = [batch.logp_rollout.double() for batch, _ in found]
     differences = [(logp.double() - known).abs()[known < 0] for (_, logp), known in zip(found, engine, strict=True)]
