@@ -29,17 +29,13 @@ async def copy(source: socket.socket, target: socket.socket) -> None:
         target.shutdown(socket.SHUT_WR)
 
 
-async def forward(client: socket.socket, path: str, places: asyncio.Semaphore) -> None:
+async def forward(client: socket.socket, path: str) -> None:
     gateway = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with client, gateway:
-            gateway.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(gateway, path)
-            await asyncio.gather(copy(client, gateway), copy(gateway, client))
-    except OSError:
-        pass  # the client sees that its connection is closed
-    finally:
-        places.release()
+    # Without a gateway, the client sees that its connection is closed.
+    with client, gateway, contextlib.suppress(OSError):
+        gateway.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(gateway, path)
+        await asyncio.gather(copy(client, gateway), copy(gateway, client))
 
 
 def listen(port: int) -> socket.socket:
@@ -55,12 +51,17 @@ async def accept(listening: socket.socket, path: str) -> None:
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     places = asyncio.Semaphore(max((soft_limit - OWN_FILES) // 2, 1))
     tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep tasks alive
+
+    def end(task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
+        places.release()
+
     while True:
         await places.acquire()
         client, _ = await asyncio.get_running_loop().sock_accept(listening)
-        task = asyncio.create_task(forward(client, path, places))
+        task = asyncio.create_task(forward(client, path))
         tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        task.add_done_callback(end)
 
 
 def main() -> None:
